@@ -1,0 +1,247 @@
+"""The backend contract: the one page to read before writing a backend.
+
+A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It knows token ids
+and positions; it knows nothing of requests, text rules, sampling, caching policy or HTTP.
+
+Rules every backend keeps (tests/backends/conformance.py is the executable form):
+
+* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`, and `close` are called from
+  that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.
+* A Sequence is a line of tokens 0..n-1 whose KV is held. `new_sequence` makes an empty one; `step` appends to it;
+  `truncate` takes the tail back; `fork` makes another one that shares a prefix (without copying where
+  `Capabilities.shares_cells`); `drop` frees it. Every handle is an opaque int, never reused while held.
+* `step` is one sweep over the weights for all chunks. It either appends every chunk or raises and appends none.
+* Memory is exact: `memory()` reports what was really allocated, `cells_free()` what can still be appended.
+* Errors are `BackendFailure` and its subclasses, each with a message a user can read. Nothing else crosses the border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Logits: TypeAlias = NDArray[np.float32]
+
+SequenceId: TypeAlias = int
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+
+
+class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
+    """Base of everything a backend raises: `str(e)` says what happened and why."""
+
+
+class LoadError(BackendFailure):
+    """The files can't be loaded: missing, truncated, another format, an unknown architecture."""
+
+
+class OutOfMemoryError(BackendFailure):
+    """Loading or stepping needs more memory than there is."""
+
+
+class NoCellsError(BackendFailure):
+    """A step would need more KV cells than are free. Nothing was appended."""
+
+
+class StepError(BackendFailure):
+    """The engine failed inside a step. Sequences named in it must be dropped."""
+
+
+class CannotRewindError(BackendFailure):
+    """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What to load and how much memory to give it; 0 and None mean "the backend's own default".
+
+    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step.
+    `kv_type_k`/`kv_type_v` are the KV cache's element types.
+    """
+
+    path: str
+    n_ctx: int = 0
+    n_seq_max: int = 8
+    n_batch: int = 512
+    n_threads: int = 0
+    n_threads_batch: int = 0
+    kv_type_k: KvType = "f16"
+    kv_type_v: KvType = "f16"
+    flash_attention: bool = True
+    n_gpu_layers: int = -1
+    n_rewind: int = 0
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this loaded model's memory can do; asked of the object, never guessed from a name.
+
+    `rewind`: "any" = truncate to any length; "bounded" = the last `rewind_tokens` tokens only; "none" = only to 0.
+    `shares_cells`: `fork` costs no memory until the sequences diverge.
+    `segments`: `export_range`/`import_range` work on any part of a sequence, so a cached prefix can be stored in pieces.
+    Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
+    `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
+    """
+
+    rewind: Literal["any", "bounded", "none"]
+    rewind_tokens: int
+    shares_cells: bool
+    segments: bool
+    exact_batching: bool
+    kv_types: tuple[KvType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of the loaded model that the engine, the templates and the faces need.
+
+    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
+    """
+
+    architecture: str
+    description: str
+    fingerprint: str
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_seq_max: int
+    n_batch: int
+    n_params: int
+    weights_bytes: int
+    eog_tokens: tuple[int, ...]
+    bos_token: int | None
+    eos_token: int | None
+    adds_bos: bool
+    bos_text: str
+    eos_text: str
+    chat_template: str | None
+    kv_type_k: str
+    kv_type_v: str
+    fim_tokens: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back."""
+
+    weights_bytes: int
+    kv_bytes: int
+    recurrent_bytes: int
+    compute_bytes: int
+    output_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, in bytes."""
+        return self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to append to one sequence in a step; `outputs` of the last ones want logits (0 = none, as in mid-prefill)."""
+
+    sequence: SequenceId
+    tokens: Seq[int]
+    outputs: int = 1
+
+
+@runtime_checkable
+class StepResult(Protocol):
+    """What a step computed. Valid until the next call of `step` on the same backend."""
+
+    def argmax(self, chunk: int) -> list[int]:
+        """Best token of each wanted output of chunk number `chunk`, in order."""
+        ...
+
+    def logits(self, chunk: int) -> Logits:
+        """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A loaded Variant. See the module docstring for the rules."""
+
+    info: ModelInfo
+    capabilities: Capabilities
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the model's BOS first."""
+        ...
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
+        ...
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes one token stands for; b"" for a control token unless `special`."""
+        ...
+
+    def new_sequence(self) -> SequenceId:
+        """An empty sequence; raises NoCellsError when `n_seq_max` are held."""
+        ...
+
+    def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
+        """A new sequence holding the first `n_tokens` of `source`; CannotRewindError if its memory can't be split there."""
+        ...
+
+    def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
+        """Cut `sequence` back to its first `n_tokens` tokens; CannotRewindError if impossible (then nothing changed)."""
+        ...
+
+    def drop(self, sequence: SequenceId) -> None:
+        """Free a sequence."""
+        ...
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens held by `sequence`."""
+        ...
+
+    def cells_free(self) -> int:
+        """Tokens that can still be appended over all sequences."""
+        ...
+
+    def step(self, chunks: Seq[Chunk]) -> StepResult:
+        """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the weights."""
+        ...
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
+        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint and KV types takes back."""
+        ...
+
+    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+        """Append exported tokens [start, stop) to `sequence`, whose length must be `start`. A blob may hold more
+        tokens than asked for where `Capabilities.segments`. Raises BackendFailure (nothing appended) on foreign data."""
+        ...
+
+    def memory(self) -> MemoryReport:
+        """What is allocated now."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. The object is dead afterwards."""
+        ...
+
+
+class BackendType(Protocol):
+    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant."""
+
+    name: str
+
+    def available(self) -> str | None:
+        """None if it can run here, else one sentence saying what is missing and how to get it."""
+        ...
+
+    def accepts(self, path: str) -> bool:
+        """True if `path` is a Variant of this backend's format."""
+        ...
+
+    def load(self, spec: LoadSpec) -> Backend:
+        """Load it; raises LoadError or OutOfMemoryError."""
+        ...

@@ -1,0 +1,1 @@
+"""Messages to prompt and text to messages: templates, tool calls, reasoning, history."""

@@ -1,0 +1,72 @@
+"""Device: what a machine offers. Every number carries its basis; nothing is guessed silently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
+DeviceKind = Literal["unified", "discrete", "system"]
+Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and how it is known: `measured` here, `reported` by the system, from a `datasheet`, `derived` from
+    other figures, `assumed`, or `given` on the command line. `source` names the probe, page or rule."""
+
+    value: float
+    basis: Basis
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something worth telling the user about this machine, with the exact command that fixes it (or "")."""
+
+    level: Literal["info", "warning", "error"]
+    message: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the pool the accelerator computes from.
+
+    total: installed. limit: the most a model may ever use (hard). available: what can be used now (soft, <= limit).
+    """
+
+    total_bytes: int
+    limit_bytes: int
+    available_bytes: int
+    basis: Basis
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine as a place to run one model.
+
+    `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
+    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision. `match` is the devices.toml row.
+    """
+
+    name: str
+    kind: DeviceKind
+    accelerator: Accelerator
+    family: str
+    memory: Memory
+    bandwidth_gbps: Figure | None
+    host: Memory | None = None
+    host_bandwidth_gbps: Figure | None = None
+    fp16_tflops: Figure | None = None
+    fp8_tflops: Figure | None = None
+    fp4_tflops: Figure | None = None
+    compute_units: int = 0
+    compute_capability: str = ""
+    os: str = ""
+    cpu: str = ""
+    n_cpu_cores: int = 0
+    match: str = ""
+    simulated: bool = False
+    findings: tuple[Finding, ...] = ()

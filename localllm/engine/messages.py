@@ -1,0 +1,195 @@
+"""What crosses the border of the engine: Request in, Events out. Plain values that survive a trip through JSON.
+
+Every submitted Request ends with exactly one Finish or one Failure, whatever dies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeAlias
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. temperature 0 is greedy. Filters apply in the order penalties, top_k, typical_p, top_p,
+    min_p, temperature (llama.cpp's default order). Neutral values switch a filter off."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. `prompt` is text (special tokens parsed) or token ids; `max_tokens` None = the remaining window.
+
+    `logprobs` counts the alternatives reported per token (None = none reported at all).
+    `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
+    `conversation` is a hint that groups requests of one chat, used only to order cache eviction.
+    """
+
+    id: str
+    prompt: str | list[int]
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    grammar: tuple[str, str] | None = None
+    cache_prompt: bool = True
+    add_bos: bool = True
+    time_limit_s: float | None = None
+    draft: str = "auto"
+    conversation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss` says why the rest was."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
+    cache_miss: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the first token."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Accepted; `ahead` requests are served first."""
+
+    kind: ClassVar[str] = "queued"
+    id: str
+    ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt progress in tokens: `done` of `total`, of which `cached` came from the prefix cache."""
+
+    kind: ClassVar[str] = "prefill"
+    id: str
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id, logprob)."""
+
+    text: str
+    token: int
+    logprob: float
+    top: tuple[tuple[str, int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text and the tokens behind it. `text` may be empty while a stop string or a split character is pending."""
+
+    kind: ClassVar[str] = "text"
+    id: str
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a request that went well (also when its client cancelled it). `stop` is the matched stop string."""
+
+    kind: ClassVar[str] = "finish"
+    id: str
+    reason: FinishReason
+    usage: Usage = field(default_factory=Usage)
+    timings: Timings = field(default_factory=Timings)
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a request that did not: `code` names a leaf of localllm.errors."""
+
+    kind: ClassVar[str] = "failure"
+    id: str
+    code: str
+    message: str
+    hint: str = ""
+
+
+Event: TypeAlias = Queued | Prefill | Text | Finish | Failure
+
+_EVENTS: dict[str, type[Any]] = {cls.kind: cls for cls in (Queued, Prefill, Text, Finish, Failure)}
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """A Request as plain JSON values."""
+    return asdict(request)
+
+
+def request_from_json(data: dict[str, Any]) -> Request:
+    """The inverse of `request_to_json`."""
+    data = dict(data)
+    sampling = dict(data.pop("sampling", {}))
+    sampling["logit_bias"] = {int(k): float(v) for k, v in sampling.get("logit_bias", {}).items()}
+    grammar = data.pop("grammar", None)
+    return Request(
+        sampling=Sampling(**sampling),
+        stop=tuple(data.pop("stop", ())),
+        grammar=tuple(grammar) if grammar else None,
+        **data,
+    )
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """An Event as plain JSON values, with its `kind`. Shallow where nothing nests: this runs once per token."""
+    data: dict[str, Any] = {"kind": event.kind}
+    for f in fields(event):
+        value = getattr(event, f.name)
+        if f.name in ("usage", "timings"):
+            value = asdict(value)
+        elif f.name == "logprobs":
+            if not value:
+                continue
+            value = [asdict(v) for v in value]
+        data[f.name] = value
+    return data
+
+
+def event_from_json(data: dict[str, Any]) -> Event:
+    """The inverse of `event_to_json`."""
+    data = dict(data)
+    cls = _EVENTS[data.pop("kind")]
+    if cls is Finish:
+        data["usage"] = Usage(**data["usage"])
+        data["timings"] = Timings(**data["timings"])
+    if cls is Text:
+        data["tokens"] = tuple(data.get("tokens", ()))
+        data["logprobs"] = tuple(
+            TokenLogprob(p["text"], p["token"], p["logprob"], tuple((a, b, c) for a, b, c in p["top"]))
+            for p in data.get("logprobs", ())
+        )
+    event: Event = cls(**data)
+    return event

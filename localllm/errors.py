@@ -1,0 +1,191 @@
+"""The one exception tree: every error a user or a client can meet, with its code, status, exit code and hint.
+
+    LocalLLMError
+    ├── UsageError                    the command line or a setting is wrong             400  exit 2
+    ├── RequestError                  a client's request can't be honoured               400  exit 2
+    │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
+    │   ├── ContextLengthError        prompt + answer do not fit the served context      400
+    │   └── AuthError                 Host, Origin or key refused                        403/401
+    ├── NotFoundError                 unknown model, device, conversation                404  exit 3
+    ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
+    ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
+    ├── BackendError                  the engine's native side failed                    500  exit 6
+    │   ├── BackendMissingError       the package for this backend is not installed      500
+    │   └── WorkerDiedError           the worker process ended under a request           503
+    ├── BusyError                     queue full: retry later                            503  exit 7
+    ├── PortInUseError                the port is taken                                  -    exit 8
+    └── DownloadError                 the hub or the disk failed                         502  exit 9
+
+Rooms raise these (or subclasses) across their borders, never a bare ValueError. The CLI prints
+`error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with `http_status`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class LocalLLMError(Exception):
+    """Base of every error that reaches a user. `message` says what happened and why, `hint` what to do next."""
+
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+    http_status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 1
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.param = param
+
+    def to_openai(self) -> dict[str, Any]:
+        """The error object every HTTP face sends: OpenAI's shape plus our `hint`."""
+        body: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        if self.hint:
+            body["hint"] = self.hint
+        return {"error": body}
+
+
+class UsageError(LocalLLMError):
+    """The command line or a setting is wrong."""
+
+    code = "usage_error"
+    type = "invalid_request_error"
+    http_status = 400
+    exit_code = 2
+
+
+class RequestError(LocalLLMError):
+    """A client's request can't be honoured as sent."""
+
+    code = "invalid_request"
+    type = "invalid_request_error"
+    http_status = 400
+    exit_code = 2
+
+
+class UnsupportedError(RequestError):
+    """A parameter we know and do not honour: refused with the reason instead of ignored."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt and its answer, do not fit the served context."""
+
+    code = "context_length_exceeded"
+    default_hint = "shorten the conversation, or serve with a larger --context"
+
+
+class AuthError(RequestError):
+    """The Host, the Origin or the API key is not accepted."""
+
+    code = "forbidden"
+    type = "authentication_error"
+    http_status = 403
+
+
+class NotFoundError(LocalLLMError):
+    """A model, device, conversation or route nobody here knows."""
+
+    code = "not_found"
+    type = "invalid_request_error"
+    http_status = 404
+    exit_code = 3
+
+
+class ModelNotFoundError(NotFoundError):
+    """No model of that name on this disk or in the catalog."""
+
+    code = "model_not_found"
+
+
+class ModelFileError(LocalLLMError):
+    """A model file is missing, truncated, corrupt or of another format."""
+
+    code = "bad_model_file"
+    type = "invalid_request_error"
+    http_status = 422
+    exit_code = 4
+    default_hint = "download the file again, or check it with `localllm models verify`"
+
+
+class DoesNotFitError(LocalLLMError):
+    """Running this plan would need more memory than the machine can give."""
+
+    code = "does_not_fit"
+    type = "insufficient_memory_error"
+    http_status = 507
+    exit_code = 5
+    default_hint = "try a smaller --context, a smaller quant, or see `localllm recommend`"
+
+
+class BackendError(LocalLLMError):
+    """The engine's native side refused or failed."""
+
+    code = "backend_error"
+    exit_code = 6
+
+
+class BackendMissingError(BackendError):
+    """The package this backend stands on is not installed."""
+
+    code = "backend_missing"
+    default_hint = "run `localllm setup` to install it"
+
+
+class WorkerDiedError(BackendError):
+    """The worker process ended while it held a request; the server reloads the model on the next one."""
+
+    code = "worker_died"
+    http_status = 503
+    default_hint = "send the request again: the model is reloaded automatically"
+
+
+class BusyError(LocalLLMError):
+    """The queue is full. `retry_after_s` says when to try again."""
+
+    code = "server_busy"
+    http_status = 503
+    exit_code = 7
+    default_hint = "retry after the time given in Retry-After"
+
+    def __init__(self, message: str, *, retry_after_s: int = 2, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class PortInUseError(LocalLLMError):
+    """Another program listens on the port."""
+
+    code = "port_in_use"
+    exit_code = 8
+    default_hint = "choose another with --port, or stop the program that holds it"
+
+
+class DownloadError(LocalLLMError):
+    """The hub, the network or the disk failed while fetching a model."""
+
+    code = "download_failed"
+    http_status = 502
+    exit_code = 9
+
+
+def by_code(code: str, message: str, *, hint: str | None = None, param: str | None = None) -> LocalLLMError:
+    """Rebuild an error that crossed a process border from its `code` (unknown codes become BackendError)."""
+
+    def walk(cls: type[LocalLLMError]) -> type[LocalLLMError] | None:
+        if cls.code == code and "code" in cls.__dict__:
+            return cls
+        for sub in cls.__subclasses__():
+            found = walk(sub)
+            if found is not None:
+                return found
+        return None
+
+    cls = walk(LocalLLMError) or BackendError
+    if cls is BusyError:
+        return BusyError(message, hint=hint)
+    return cls(message, hint=hint, param=param)

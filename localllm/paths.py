@@ -1,0 +1,47 @@
+"""Where things live on this disk: the only module that asks platformdirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+APP = "localllm"
+
+
+def _dir(env: str, default: Path) -> Path:
+    override = os.environ.get(env)
+    return Path(override).expanduser() if override else default
+
+
+def config_dir() -> Path:
+    """config.toml and the user's own catalog files (LOCALLLM_CONFIG_DIR overrides)."""
+    import platformdirs
+
+    return _dir("LOCALLLM_CONFIG_DIR", Path(platformdirs.user_config_dir(APP)))
+
+
+def data_dir() -> Path:
+    """Conversations and this machine's measurements: what a user would miss (LOCALLLM_DATA_DIR overrides)."""
+    import platformdirs
+
+    return _dir("LOCALLLM_DATA_DIR", Path(platformdirs.user_data_dir(APP)))
+
+
+def cache_dir() -> Path:
+    """What can be rebuilt: the prefix cache's disk tier, probes (LOCALLLM_CACHE_DIR overrides)."""
+    import platformdirs
+
+    return _dir("LOCALLLM_CACHE_DIR", Path(platformdirs.user_cache_dir(APP)))
+
+
+def log_dir() -> Path:
+    """Logs of servers and workers (LOCALLLM_LOG_DIR overrides)."""
+    import platformdirs
+
+    return _dir("LOCALLLM_LOG_DIR", Path(platformdirs.user_log_dir(APP)))
+
+
+def private_dir(path: Path) -> Path:
+    """Create `path` readable by its owner only, and return it."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path

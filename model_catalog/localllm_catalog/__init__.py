@@ -1,0 +1,1 @@
+"""What models exist: their shapes, files and formats. Pure facts; no hardware, no engine."""
