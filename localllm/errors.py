@@ -6,7 +6,8 @@
     │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   └── AuthError                 Host, Origin or key refused                        403/401
-    ├── NotFoundError                 unknown model, device, conversation                404  exit 3
+    ├── NotFoundError                 unknown device, conversation, route                404  exit 3
+    │   └── ModelNotFoundError        no model of that name here or in the catalog       404
     ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
     ├── BackendError                  the engine's native side failed                    500  exit 6

@@ -17,6 +17,7 @@ Rules every backend keeps (tests/backends/conformance.py is the executable form)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
@@ -59,20 +60,22 @@ class CannotRewindError(BackendFailure):
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
 
-    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step.
-    `kv_type_k`/`kv_type_v` are the KV cache's element types.
+    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
+    `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
+    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting).
     """
 
     path: str
     n_ctx: int = 0
     n_seq_max: int = 8
-    n_batch: int = 512
+    n_batch: int = 0
     n_threads: int = 0
     n_threads_batch: int = 0
     kv_type_k: KvType = "f16"
     kv_type_v: KvType = "f16"
     flash_attention: bool = True
     n_gpu_layers: int = -1
+    n_outputs: int = 0
     n_rewind: int = 0
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -81,9 +84,10 @@ class LoadSpec:
 class Capabilities:
     """What this loaded model's memory can do; asked of the object, never guessed from a name.
 
-    `rewind`: "any" = truncate to any length; "bounded" = the last `rewind_tokens` tokens only; "none" = only to 0.
+    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens of the step just
+    made, further back only while the memory still holds them; "none" = only to 0.
     `shares_cells`: `fork` costs no memory until the sequences diverge.
-    `segments`: `export_range`/`import_range` work on any part of a sequence, so a cached prefix can be stored in pieces.
+    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
     Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     """
@@ -111,6 +115,7 @@ class ModelInfo:
     n_ctx_train: int
     n_seq_max: int
     n_batch: int
+    n_outputs: int
     n_params: int
     weights_bytes: int
     eog_tokens: tuple[int, ...]
@@ -144,7 +149,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to append to one sequence in a step; `outputs` of the last ones want logits (0 = none, as in mid-prefill)."""
+    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill)."""
 
     sequence: SequenceId
     tokens: Seq[int]
@@ -183,16 +188,20 @@ class Backend(Protocol):
         """The bytes one token stands for; b"" for a control token unless `special`."""
         ...
 
+    def is_control(self, token: int) -> bool:
+        """True for a token that marks structure (turns, end of text) rather than text."""
+        ...
+
     def new_sequence(self) -> SequenceId:
         """An empty sequence; raises NoCellsError when `n_seq_max` are held."""
         ...
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A new sequence holding the first `n_tokens` of `source`; CannotRewindError if its memory can't be split there."""
+        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be split there."""
         ...
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Cut `sequence` back to its first `n_tokens` tokens; CannotRewindError if impossible (then nothing changed)."""
+        """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then nothing changed)."""
         ...
 
     def drop(self, sequence: SequenceId) -> None:
@@ -216,8 +225,10 @@ class Backend(Protocol):
         ...
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
-        """Append exported tokens [start, stop) to `sequence`, whose length must be `start`. A blob may hold more
-        tokens than asked for where `Capabilities.segments`. Raises BackendFailure (nothing appended) on foreign data."""
+        """Append exported tokens [start, stop) to `sequence`, whose length must be `start`.
+
+        A blob may hold more tokens than asked for where `Capabilities.segments`. Raises BackendFailure, having
+        appended nothing, on foreign data."""
         ...
 
     def memory(self) -> MemoryReport:
@@ -242,6 +253,6 @@ class BackendType(Protocol):
         """True if `path` is a Variant of this backend's format."""
         ...
 
-    def load(self, spec: LoadSpec) -> Backend:
-        """Load it; raises LoadError or OutOfMemoryError."""
+    def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
+        """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the weights come in."""
         ...

@@ -49,6 +49,7 @@ class Device:
 
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
     same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision. `match` is the devices.toml row.
+    `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's.
     """
 
     name: str
@@ -69,4 +70,5 @@ class Device:
     n_cpu_cores: int = 0
     match: str = ""
     simulated: bool = False
+    n_gpus: int = 1
     findings: tuple[Finding, ...] = ()

@@ -35,6 +35,7 @@ class Request:
 
     `logprobs` counts the alternatives reported per token (None = none reported at all).
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
+    `render_control` also writes control tokens into the text, for replies whose structure they mark.
     `conversation` is a hint that groups requests of one chat, used only to order cache eviction.
     """
 
@@ -50,12 +51,13 @@ class Request:
     add_bos: bool = True
     time_limit_s: float | None = None
     draft: str = "auto"
+    render_control: bool = False
     conversation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss` says why the rest was."""
+    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`: why the rest was."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -165,14 +167,14 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 def event_to_json(event: Event) -> dict[str, Any]:
     """An Event as plain JSON values, with its `kind`. Shallow where nothing nests: this runs once per token."""
+    if type(event) is Text and not event.logprobs:
+        return {"kind": "text", "id": event.id, "text": event.text, "tokens": event.tokens}
     data: dict[str, Any] = {"kind": event.kind}
     for f in fields(event):
         value = getattr(event, f.name)
         if f.name in ("usage", "timings"):
             value = asdict(value)
         elif f.name == "logprobs":
-            if not value:
-                continue
             value = [asdict(v) for v in value]
         data[f.name] = value
     return data
@@ -180,16 +182,16 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 def event_from_json(data: dict[str, Any]) -> Event:
     """The inverse of `event_to_json`."""
-    data = dict(data)
-    cls = _EVENTS[data.pop("kind")]
-    if cls is Finish:
-        data["usage"] = Usage(**data["usage"])
-        data["timings"] = Timings(**data["timings"])
-    if cls is Text:
-        data["tokens"] = tuple(data.get("tokens", ()))
-        data["logprobs"] = tuple(
+    kind = data["kind"]
+    if kind == "text":
+        logprobs = tuple(
             TokenLogprob(p["text"], p["token"], p["logprob"], tuple((a, b, c) for a, b, c in p["top"]))
             for p in data.get("logprobs", ())
         )
-    event: Event = cls(**data)
+        return Text(data["id"], data["text"], tuple(data["tokens"]), logprobs)
+    values = {k: v for k, v in data.items() if k != "kind"}
+    if kind == "finish":
+        values["usage"] = Usage(**values["usage"])
+        values["timings"] = Timings(**values["timings"])
+    event: Event = _EVENTS[kind](**values)
     return event

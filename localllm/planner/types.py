@@ -61,7 +61,12 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run one Variant on one Device, with everything `serve` needs to run exactly that."""
+    """One way to run one Variant on one Device, with everything `serve` needs to run exactly that.
+
+    `n_ctx` cells are shared by all `slots` sequences (llama.cpp's n_seq_max). `kv_type_v` "" = the same as `kv_type`.
+    `n_gpu_layers` -1 = all. `score` is the rank's sum (quality points); `kv_bytes_per_1k` what 1,024 more tokens cost
+    and `max_ctx` the longest context that still fits (tokens); `draft_gain` the predicted speed-up of `draft`.
+    """
 
     model: Model
     variant: Variant
@@ -79,3 +84,36 @@ class Plan:
     ttft_s: Range
     why: str
     reasons: tuple[str, ...] = ()
+    kv_type_v: str = ""
+    n_ubatch: int = 512
+    n_outputs: int = 64
+    flash_attention: bool = True
+    prefix_cache_bytes: int = 0
+    mmproj: bool = False
+    quality: float | None = None
+    quality_basis: str = ""
+    score: float = 0.0
+    load_s: Range | None = None
+    ttft_cached_s: Range | None = None
+    kv_bytes_per_1k: int = 0
+    max_ctx: int = 0
+    draft_gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A Model (its least demanding acceptable Variant) that is not offered, and the one reason why."""
+
+    model: Model
+    variant: Variant
+    reason: str
+    kind: Literal["memory", "speed", "context", "purpose", "ranking"] = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """What `recommend` answers: at most eight Plans, best first, and what was not offered with the reasons."""
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    workload: Workload

@@ -7,6 +7,7 @@ from typing import Literal
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 Format = Literal["gguf", "mlx"]
+FfnKind = Literal["dense", "experts", "both", "none"]
 Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]
 
 
@@ -16,8 +17,14 @@ class Layer:
 
     full / sliding: n_kv_heads × (head_dim_k + head_dim_v) elements per token (sliding: of the last `window` tokens).
     mla: one latent row of `mla_rank + mla_rope_dim` elements per token and no V.
-    recurrent: `state_elements` float32 per sequence, independent of length.
+    recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a state beside full).
+    none: no token mixer at all (Nemotron-H has layers that are only a feed-forward).
     `shares_kv`: reads another layer's KV and stores none of its own.
+
+    What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn` which feed-forward
+    it has, `intermediate` its dense width (0 = the Model's), `mixer_params` the weights of a recurrent mixer (on
+    attention layers: those besides q, k, v and o), `v_is_k` values reuse the key projection (the cache still holds
+    both). On an mla layer head_dim_k and head_dim_v are the expanded widths of one head, which the cache never holds.
     """
 
     kind: LayerKind
@@ -29,12 +36,18 @@ class Layer:
     mla_rope_dim: int = 0
     state_elements: int = 0
     shares_kv: bool = False
+    n_heads: int = 0
+    ffn: FfnKind = "dense"
+    intermediate: int = 0
+    mixer_params: int = 0
+    v_is_k: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts: `n_active` of `n_experts` (each `intermediate` wide) run per token, plus `n_shared` always;
-    the first `n_dense_layers` layers are dense."""
+    the first `n_dense_layers` layers are dense.
+    `latent_size`: routed experts read and write this narrower vector instead of the hidden one (0 = the hidden one)."""
 
     n_experts: int
     n_active: int
@@ -42,6 +55,7 @@ class Experts:
     n_shared: int = 0
     shared_intermediate: int = 0
     n_dense_layers: int = 0
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +72,26 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One published score: benchmark name, score in its own unit, date and source of the claim."""
+    """One published score: benchmark name, score in its own unit, date and source of the claim.
+
+    `kind` says who claims it: "measured" by a third party, "self-reported" by the vendor, "estimate" by hand.
+    """
 
     benchmark: str
     score: float
     date: str
     source: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors alone (0 = use files).
+    """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors (0 = use files).
 
     `active_bytes` are the weight bytes one token streams (0 = derive from the Model's active share).
-    `exact` is False where the bytes are an estimate from shapes and format.
+    `exact` is False where the bytes are an estimate from shapes and format. `files` empty: the repo names them (an MLX
+    folder, or a GGUF to be found by its quant). `mtp_bytes`: MTP blocks inside the files, loaded only when asked for,
+    not part of weights_bytes.
     """
 
     format: Format
@@ -85,11 +105,21 @@ class Variant:
     mmproj_file: str = ""
     mmproj_bytes: int = 0
     source: str = ""
+    mtp_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One trained model. Parameter counts are absolute numbers; contexts are tokens."""
+    """One trained model. Parameter counts are absolute numbers as its maker states them; contexts are tokens.
+
+    `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head), `vision_params` the
+    vision and audio part of them; `lookup_params` are
+    tables read one row per token (per-layer embeddings), so they weigh on the disk and not on a step.
+    `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come with a gate of their
+    size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by shapes above 3 %.
+    `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known here).
+    `external_drafts`: published draft models outside this catalog, as the hub names them.
+    """
 
     id: str
     name: str
@@ -123,3 +153,16 @@ class Model:
     hf_repo: str = ""
     notes: str = ""
     sources: tuple[str, ...] = ()
+    extra_params: int = 0
+    vision_params: int = 0
+    lookup_params: int = 0
+    ffn_matrices: int = 3
+    attention_gate: bool = False
+    q_rank: int = 0
+    params_note: str = ""
+    tool_markers: tuple[str, ...] = ()
+    reasoning_control: str = ""
+    sampling_non_thinking: Sampling | None = None
+    external_drafts: tuple[str, ...] = ()
+    tokenizer_pre: str = ""
+    shape_warning: str = ""

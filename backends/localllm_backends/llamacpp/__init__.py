@@ -1,0 +1,42 @@
+"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings. Importing loads no native code."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm_backends.contract import Backend, LoadSpec
+
+
+class LlamaCppType:
+    """Recognises and loads GGUF files."""
+
+    name = "llamacpp"
+
+    def available(self) -> str | None:
+        """None when llama-cpp-python is importable, else what is missing and how to get it."""
+        if importlib.util.find_spec("llama_cpp") is None:
+            return "llama-cpp-python is not installed: run `pip install llama-cpp-python` (needs a C++ compiler)"
+        return None
+
+    def accepts(self, path: str) -> bool:
+        """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours to refuse)."""
+        file = Path(path)
+        if not file.is_file():
+            return False
+        if file.suffix.lower() == ".gguf":
+            return True
+        with file.open("rb") as f:
+            return f.read(4) == b"GGUF"
+
+    def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
+        """Load a GGUF; raises LoadError or OutOfMemoryError."""
+        from localllm_backends.llamacpp.load import load
+
+        return load(spec, on_progress)
+
+
+backend_type = LlamaCppType()

@@ -1,0 +1,397 @@
+"""LlamaCppBackend: the contract's operations over one llama_model and one llama_context."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import (
+    BackendFailure,
+    CannotRewindError,
+    Capabilities,
+    Chunk,
+    LoadSpec,
+    MemoryReport,
+    ModelInfo,
+    NoCellsError,
+    SequenceId,
+    StepError,
+)
+from localllm_backends.llamacpp.cells import CellLedger
+from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, outputs_reserved
+from localllm_backends.llamacpp.native_log import BufferSizes, log
+
+_BLOB = struct.Struct("<4sIII")
+_BLOB_MAGIC = b"LKV1"
+_FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
+
+
+class _Result:
+    """Logits of the last step: a view of llama.cpp's own output rows."""
+
+    def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
+        self._rows = rows
+        self._offsets = offsets
+
+    def argmax(self, chunk: int) -> list[int]:
+        start, stop = self._offsets[chunk]
+        return [int(self._rows[i].argmax()) for i in range(start, stop)]
+
+    def logits(self, chunk: int) -> NDArray[np.float32]:
+        start, stop = self._offsets[chunk]
+        return self._rows[start:stop]
+
+
+class LlamaCppBackend:
+    """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
+
+    def __init__(
+        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *, recurrent: bool
+    ) -> None:
+        self._llama, self._model, self._context, self._spec = llama, model, context, spec
+        self._vocab = llama.llama_model_get_vocab(model)
+        self._memory = llama.llama_get_memory(context)
+        self._sizes = sizes
+        self._owner = threading.get_ident()
+        self._n_swa = int(llama.llama_model_n_swa(model))
+        self._recurrent = recurrent
+        self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
+        n_batch = int(llama.llama_n_batch(context))
+        self._n_outputs = outputs_reserved(spec, n_batch)
+        self._batch = _Batch(llama, n_batch)
+        self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
+        n_native = int(llama.llama_n_seq_max(context))
+        self._spare: int | None = None if self._n_swa or recurrent else n_native - 1
+        self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
+        segments = self._spare is not None
+        rewind = "any" if segments else "bounded" if self._n_swa or self._n_rewind else "none"
+        self.capabilities = Capabilities(
+            rewind=rewind,  # type: ignore[arg-type]
+            rewind_tokens=n_batch if self._n_swa and not recurrent else self._n_rewind,
+            shares_cells=True,
+            segments=segments,
+            exact_batching=False,
+            kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
+        )
+        self.info = self._model_info(path, n_batch)
+        self._warm_up()
+
+    # --- vocabulary (any thread) ---------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
+        data = text.encode("utf-8", "replace")
+        capacity = len(data) + 8
+        buffer = (self._llama.llama_token * capacity)()
+        n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, add_bos, special)
+        if n < 0:
+            buffer = (self._llama.llama_token * -n)()
+            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, -n, add_bos, special)
+        return list(buffer[:n])
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        """Text of `tokens`."""
+        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token; cached, because text is made of few tokens."""
+        piece = self._pieces.get((token, special))
+        if piece is None:
+            if not 0 <= token < self._n_vocab:
+                raise BackendFailure(f"token {token} is outside the vocabulary of {self._n_vocab}")
+            size = 64
+            while True:
+                buffer = ctypes.create_string_buffer(size)
+                n = self._llama.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+                if n >= 0:
+                    break
+                size = -n
+            piece = buffer.raw[:n]
+            self._pieces[token, special] = piece
+        return piece
+
+    def is_control(self, token: int) -> bool:
+        """True for the vocabulary's control tokens."""
+        return bool(self._llama.llama_vocab_is_control(self._vocab, token))
+
+    # --- sequences -----------------------------------------------------------------------------------------------
+
+    def new_sequence(self) -> SequenceId:
+        """An empty sequence; NoCellsError when all `n_seq_max` are held."""
+        self._check_owner()
+        if not self._idle:
+            raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
+        sequence = self._idle.pop()
+        self._ledger.open(sequence)
+        return sequence
+
+    def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
+        """A sequence sharing the first `n_tokens` cells of `source`."""
+        length = self._ledger.length(source)
+        if not 0 <= n_tokens <= length:
+            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {length} tokens")
+        if n_tokens < length and n_tokens and not self._holds_window(source, n_tokens):
+            raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {length} tokens")
+        target = self.new_sequence()
+        if n_tokens:
+            self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
+            self._ledger.share(source, target, n_tokens)
+        return target
+
+    def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
+        """Cut back to `n_tokens`; CannotRewindError (nothing changed) where the memory can't."""
+        self._check_owner()
+        length = self._ledger.length(sequence)
+        if n_tokens >= length:
+            return
+        if n_tokens and not self._holds_window(sequence, n_tokens):
+            raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
+        if not self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
+            raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
+        self._ledger.cut(sequence, n_tokens)
+
+    def drop(self, sequence: SequenceId) -> None:
+        """Free the sequence's cells that nobody shares."""
+        self._check_owner()
+        self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._ledger.close(sequence)
+        self._idle.append(sequence)
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens held."""
+        return self._ledger.length(sequence)
+
+    def cells_free(self) -> int:
+        """Tokens that can still be appended."""
+        return self._ledger.free
+
+    def _holds_window(self, sequence: SequenceId, n_tokens: int) -> bool:
+        """Can position `n_tokens` be computed again: is everything its attention sees still in memory?"""
+        if self._recurrent:
+            return 0 < self._ledger.length(sequence) - n_tokens <= self._n_rewind
+        if not self._n_swa:
+            return True
+        oldest = int(self._llama.llama_memory_seq_pos_min(self._memory, sequence))
+        return oldest <= max(0, n_tokens - self._n_swa)
+
+    # --- compute -------------------------------------------------------------------------------------------------
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        """One llama_decode over all chunks; all or nothing."""
+        self._check_owner()
+        n_tokens = n_outputs = 0
+        offsets: list[tuple[int, int]] = []
+        for chunk in chunks:
+            n_tokens += len(chunk.tokens)
+            wanted = min(chunk.outputs, len(chunk.tokens))
+            offsets.append((n_outputs, n_outputs + wanted))
+            n_outputs += wanted
+        if not n_tokens:
+            raise BackendFailure("a step needs at least one token")
+        if n_tokens > self.info.n_batch:
+            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}")
+        if n_outputs > self._n_outputs:
+            raise BackendFailure(f"a step with {n_outputs} outputs is over the reserved {self._n_outputs}")
+        if n_tokens > self._ledger.free:
+            raise NoCellsError(f"{n_tokens} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        batch = self._batch
+        batch.fill(chunks, self._ledger)
+        code = self._llama.llama_decode(self._context, batch.native)
+        if code:
+            self._undo(chunks)
+            if code == 1:
+                raise NoCellsError("llama.cpp found no room in its KV cache for this step")
+            raise StepError(
+                f"llama_decode failed with code {code}: {'; '.join(log.errors()[-2:]) or 'no reason given'}"
+            )
+        for chunk in chunks:
+            self._ledger.append(chunk.sequence, len(chunk.tokens))
+        if not n_outputs:
+            return _Result(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
+        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
+        assert address is not None
+        row = ctypes.c_float * (n_outputs * self._n_vocab)
+        rows: NDArray[np.float32] = np.frombuffer(memoryview(row.from_address(address)), dtype=np.float32)
+        return _Result(rows.reshape(n_outputs, self._n_vocab), offsets)
+
+    def _undo(self, chunks: Seq[Chunk]) -> None:
+        for chunk in chunks:
+            self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._ledger.length(chunk.sequence), -1)
+
+    def _warm_up(self) -> None:
+        """Touch every weight once, so that the first request does not pay for page faults."""
+        sequence = self.new_sequence()
+        token = self.info.bos_token if self.info.bos_token is not None else 0
+        self._llama.llama_set_warmup(self._context, True)
+        self.step([Chunk(sequence, [token])])
+        self._llama.llama_set_warmup(self._context, False)
+        self.drop(sequence)
+
+    # --- KV in and out -------------------------------------------------------------------------------------------
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
+        """KV of tokens [start, stop): llama.cpp's sequence state behind a 16-byte header."""
+        self._check_owner()
+        length = self._ledger.length(sequence)
+        if not 0 <= start < stop <= length:
+            raise BackendFailure(f"can't export tokens {start} to {stop} of {length}")
+        source = sequence
+        if self._spare is None:
+            if (start, stop) != (0, length):
+                raise CannotRewindError("this model's memory can only be exported whole")
+        elif (start, stop) != (0, length):
+            source = self._spare
+            self._llama.llama_memory_seq_cp(self._memory, sequence, source, start, stop)
+        try:
+            size = self._llama.llama_state_seq_get_size(self._context, source)
+            data = np.empty(_BLOB.size + size, dtype=np.uint8)
+            target = data[_BLOB.size :].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+            written = self._llama.llama_state_seq_get_data(self._context, target, size, source)
+        finally:
+            if source != sequence:
+                self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
+        if not written:
+            raise BackendFailure("llama.cpp could not export the KV of this sequence")
+        _BLOB.pack_into(data.data, 0, _BLOB_MAGIC, start, stop, 0)
+        return data[: _BLOB.size + written].tobytes()
+
+    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+        """Append tokens [start, stop) of an exported blob."""
+        self._check_owner()
+        if len(data) <= _BLOB.size:
+            raise BackendFailure("this is not an exported KV block: too short")
+        magic, first, last, _ = _BLOB.unpack_from(data, 0)
+        if magic != _BLOB_MAGIC or not first <= start < stop <= last:
+            raise BackendFailure("this is not an exported KV block of these tokens")
+        if self._ledger.length(sequence) != start:
+            raise BackendFailure(f"tokens {start} to {stop} don't follow the {self._ledger.length(sequence)} held")
+        if last - first > self._ledger.free:
+            raise NoCellsError(f"{last - first} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        if self._spare is None and (start, stop, first) != (0, last, 0):
+            raise CannotRewindError("this model's memory can only be imported whole")
+        target = sequence if self._spare is None else self._spare
+        raw = np.frombuffer(data, dtype=np.uint8)[_BLOB.size :]
+        pointer = raw.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        read = self._llama.llama_state_seq_set_data(self._context, pointer, len(raw), target)
+        held = int(self._llama.llama_memory_seq_pos_max(self._memory, target)) + 1
+        if read != len(raw) or held != last:
+            self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
+            raise BackendFailure("llama.cpp refused this KV block: it was written by another model or KV type")
+        if target != sequence:
+            self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
+            self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
+        self._ledger.append(sequence, stop - start)
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """What llama.cpp said it allocated for this context, and the weights' own bytes."""
+        return MemoryReport(
+            weights_bytes=int(self._llama.llama_model_size(self._model)),
+            kv_bytes=self._sizes.kv_bytes,
+            recurrent_bytes=self._sizes.recurrent_bytes,
+            compute_bytes=self._sizes.compute_bytes,
+            output_bytes=self._sizes.output_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        """The ledger's conservation law; AssertionError where it is broken."""
+        self._ledger.check_integrity()
+
+    def close(self) -> None:
+        """Free context and model."""
+        if self._context is not None:
+            self._llama.llama_free(self._context)
+            self._llama.llama_model_free(self._model)
+            self._context = self._model = None
+
+    def _check_owner(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise BackendFailure("a backend belongs to the thread that loaded it")
+
+    def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
+        llama, model, vocab = self._llama, self._model, self._vocab
+        metadata = {}
+        for i in range(llama.llama_model_meta_count(model)):
+            key = c_string(llama.llama_model_meta_key_by_index, model, i)
+            value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
+            if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
+                metadata[key] = value
+        template = llama.llama_model_chat_template(model, None)
+        bos, eos = int(llama.llama_vocab_bos(vocab)), int(llama.llama_vocab_eos(vocab))
+        fim = {name: int(getattr(llama, f"llama_vocab_fim_{name}")(vocab)) for name in _FIM}
+        return ModelInfo(
+            architecture=metadata.get("general.architecture", ""),
+            description=metadata.get("general.name") or path.stem,
+            fingerprint=fingerprint(path),
+            n_vocab=self._n_vocab,
+            n_ctx=self._ledger.capacity,
+            n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
+            n_seq_max=len(self._idle),
+            n_batch=n_batch,
+            n_outputs=self._n_outputs,
+            n_params=int(llama.llama_model_n_params(model)),
+            weights_bytes=int(llama.llama_model_size(model)),
+            eog_tokens=tuple(t for t in range(self._n_vocab) if llama.llama_vocab_is_eog(vocab, t)),
+            bos_token=bos if bos >= 0 else None,
+            eos_token=eos if eos >= 0 else None,
+            adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
+            bos_text=self.token_bytes(bos, special=True).decode("utf-8", "replace") if bos >= 0 else "",
+            eos_text=self.token_bytes(eos, special=True).decode("utf-8", "replace") if eos >= 0 else "",
+            chat_template=template.decode("utf-8", "replace") if template else None,
+            kv_type_k=self._spec.kv_type_k,
+            kv_type_v=self._spec.kv_type_v,
+            fim_tokens={name: token for name, token in fim.items() if token >= 0},
+            metadata=metadata,
+        )
+
+
+class _Batch:
+    """One llama_batch whose arrays are numpy's: filling it costs microseconds."""
+
+    def __init__(self, llama: Any, capacity: int) -> None:
+        self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self._pos: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self._n_seq: NDArray[np.int32] = np.ones(capacity, dtype=np.int32)
+        self._seq: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        self._logits: NDArray[np.int8] = np.zeros(capacity, dtype=np.int8)
+        pointers = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
+        self._seq_pointers: NDArray[np.uint64] = pointers
+        native = llama.llama_batch()
+        i32 = ctypes.POINTER(ctypes.c_int32)
+        native.token = self._token.ctypes.data_as(i32)
+        native.pos = self._pos.ctypes.data_as(i32)
+        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
+        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
+        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self.native = native
+
+    def fill(self, chunks: Seq[Chunk], ledger: CellLedger) -> None:
+        """Lay the chunks out one after another."""
+        i = 0
+        for chunk in chunks:
+            n = len(chunk.tokens)
+            start = ledger.length(chunk.sequence)
+            if n == 1:
+                self._token[i] = chunk.tokens[0]
+                self._pos[i] = start
+                self._seq[i] = chunk.sequence
+                self._logits[i] = 1 if chunk.outputs else 0
+            else:
+                self._token[i : i + n] = chunk.tokens
+                self._pos[i : i + n] = np.arange(start, start + n, dtype=np.int32)
+                self._seq[i : i + n] = chunk.sequence
+                self._logits[i : i + n] = 0
+                if chunk.outputs:
+                    self._logits[i + n - min(n, chunk.outputs) : i + n] = 1
+            i += n
+        self.native.n_tokens = i

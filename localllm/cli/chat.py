@@ -1,0 +1,159 @@
+"""`localllm chat`: the chat on this terminal, or one answer on stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from localllm.conversation.history import ConversationSummary, History
+
+# Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
+FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
+
+
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model: a name, a hub repo or a path.")] = None,
+    attach: Annotated[
+        list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text file along (repeatable).")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
+    continue_: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
+    context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy (default: the model's own).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
+) -> None:
+    """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and exit.
+
+    Text piped in is read as part of the question. Conversations are kept on this machine; one answer on stdout is
+    kept only with --continue.
+    """
+    import os
+    from contextlib import ExitStack
+
+    from localllm_tui.attach import check_room, read_text
+
+    # Everything that can be wrong with what was typed is said before a model is loaded.
+    attached = [read_text(path) for path in attach or ()]
+    check_room(attached, context)
+    question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
+    sampling = {
+        name: value
+        for name, value in (("temperature", temperature), ("seed", seed), ("max_tokens", max_tokens))
+        if value is not None
+    }
+    plain = plain or os.environ.get("TERM") == "dumb"
+    try:
+        with ExitStack() as stack:
+            _run(stack, model, context, question, attached, plain, continue_, system, sampling)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _run(
+    stack: ExitStack,
+    model: str | None,
+    context: int | None,
+    question: str | None,
+    attached: list[tuple[str, str]],
+    plain: bool,
+    continue_: bool,
+    system: str | None,
+    sampling: dict[str, float | int],
+) -> None:
+
+    from localllm.conversation.history import History
+    from localllm.errors import NotFoundError
+    from localllm_tui.client import ChatClient
+    from localllm_tui.session import Session, with_files
+
+    history: History | None = None
+    last: ConversationSummary | None = None
+    if question is None or continue_:
+        history = stack.enter_context(History())
+        last = next(iter(history.list(limit=1)), None) if continue_ else None
+        if continue_ and question is not None and last is None:
+            raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
+    base_url, name = _serve(stack, model, context, last)
+    client = ChatClient(base_url, sampling=sampling)
+    resume = last.id if last else None
+    if question is not None:
+        from localllm_tui.plain import ask_once
+
+        if history is None:
+            messages = [{"role": "system", "content": system}] if system else []
+            ask_once(client, name, [*messages, {"role": "user", "content": with_files(question, attached)}])
+        else:
+            session = Session(history, name, conv_id=resume, system=system)
+            session.ask(question, attached)
+            ask_once(client, name, session.payload(), session.answer())
+        return
+    assert history is not None
+    if plain:
+        from localllm_tui.plain import talk
+
+        talk(client, name, Session(history, name, conv_id=resume, system=system))
+        return
+    from localllm_tui.app import ChatApp
+
+    greeting = "There is no earlier conversation to continue: this is a new one." if continue_ and not last else ""
+    app = ChatApp(client, history, model=name, resume=resume, system=system, attach=attached, greeting=greeting)
+    app.run()
+    if app.return_code:
+        raise typer.Exit(app.return_code)
+
+
+def _terminals() -> bool:
+    """Whether a person is at both ends (the screen is drawn on stderr too)."""
+    import sys
+
+    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _question(prompt: str | None, attached: bool) -> str:
+    """The question from the command line and what is piped in, which goes first."""
+    import sys
+
+    from localllm.errors import UsageError
+
+    piped = ""
+    if sys.stdin is not None and not (prompt is not None and sys.stdin.isatty()):
+        if sys.stdin.isatty():
+            print("type the question and end it with Ctrl-D", file=sys.stderr)
+        try:
+            piped = sys.stdin.buffer.read().decode("utf-8-sig").strip()
+        except UnicodeDecodeError as e:
+            raise UsageError(
+                "what is piped in is not UTF-8 text", hint="convert it first, for example with iconv"
+            ) from e
+    question = "\n\n".join(part for part in (piped, (prompt or "").strip()) if part)
+    if not question and attached:
+        raise UsageError(
+            "--attach needs a question", hint='for example: localllm chat --attach notes.txt "Summarise this"'
+        )
+    if not question:
+        question = FIRST_QUESTION
+        print(f"no question was given, so this one: {question}", file=sys.stderr)
+    return question
+
+
+def _serve(
+    stack: ExitStack, model: str | None, context: int | None, last: ConversationSummary | None
+) -> tuple[str, str]:
+    """A server for as long as `stack` is open: (base URL, model name). Without -m a conversation keeps its model."""
+    from localllm.cli.serve import background_server
+    from localllm.errors import ModelNotFoundError
+
+    if model is None and last is not None:
+        try:
+            return stack.enter_context(background_server(last.model, context))
+        except ModelNotFoundError:
+            pass  # it was removed since, or was a path: the model at hand goes on with the conversation
+    return stack.enter_context(background_server(model, context))

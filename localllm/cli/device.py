@@ -1,0 +1,92 @@
+"""`localllm device`: what this machine (or a named one) offers a model, and how each number is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device, Figure, Memory
+
+GIB = 1 << 30
+
+
+def device(
+    name: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
+    ] = None,
+    memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="Its memory in GB.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show usable memory, bandwidth and compute of this machine, or of one you name."""
+    import json
+    import sys
+
+    from localllm.device.describe import device_to_json
+    from localllm.device.detect import detect
+    from localllm.device.named import overridden, resolve
+    from localllm.errors import UsageError
+
+    if name is not None:
+        if measure:
+            raise UsageError("--measure measures this machine: it can't be combined with --device")
+        found = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+    else:
+        if measure:
+            print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
+        found = overridden(detect(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth)
+    if as_json:
+        print(json.dumps(device_to_json(found), indent=2, ensure_ascii=False))
+        return
+    print("\n".join(lines(found)))
+
+
+def lines(found: Device) -> list[str]:
+    """The table as plain lines: figure, then how it is known."""
+    rows: list[tuple[str, str, str]] = [("kind", _kind(found), ""), _memory("memory", found.memory)]
+    if found.host is not None:
+        rows.append(_memory("host memory", found.host))
+    rows.append(("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")))
+    if found.host is not None:
+        rows.append(("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")))
+    for label, figure in (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops)):
+        if figure is not None:
+            rows.append((f"{label} compute", *_figure(figure, "TFLOP/s dense")))
+    if found.cpu:
+        rows.append(("processor", f"{found.cpu}, {found.n_cpu_cores} cores" if found.n_cpu_cores else found.cpu, ""))
+    if found.match:
+        rows.append(("recognised as", found.match, ""))
+    width = max(len(label) for label, _, _ in rows)
+    value_width = max(len(value) for _, value, known in rows if known)
+    out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
+    for label, value, known in rows:
+        out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
+    for finding in found.findings:
+        out.append(f"  {'!' if finding.level != 'info' else '·'} {finding.message}")
+        if finding.fix:
+            out.append(f"      {finding.fix}")
+    return out
+
+
+def _kind(found: Device) -> str:
+    words = {"unified": "one pool shared by CPU and GPU", "discrete": "GPU with its own memory", "system": "CPU only"}
+    capability = f" {found.compute_capability}" if found.compute_capability else ""
+    return f"{words[found.kind]} ({found.accelerator}{capability})"
+
+
+def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
+    now = f", {memory.available_bytes / GIB:.1f} free now" if memory.available_bytes != memory.limit_bytes else ""
+    value = f"{memory.limit_bytes / GIB:.1f} GiB usable of {memory.total_bytes / GIB:.1f}{now}"
+    return label, value, f"{memory.basis}: {memory.source}"
+
+
+def _figure(figure: Figure | None, unit: str) -> tuple[str, str]:
+    if figure is None:
+        return "unknown", "not estimated"
+    return f"{figure.value:g} {unit}", f"{figure.basis}: {figure.source}"

@@ -1,0 +1,105 @@
+"""This machine's own speed figures: written by `bench` and by runs, read by `recommend`. One JSON file of the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localllm.planner.speed import Measured
+    from localllm_catalog.types import Model
+
+KEEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated."""
+
+    machine: str
+    model: str
+    quant: str
+    backend: str
+    decode_tok_s: float
+    depth: int = 0
+    kv_type: str = "f16"
+    prefill_tok_s: float = 0.0
+    prompt_tokens: int = 0
+    file_bytes: int = 0
+    n_ctx: int = 0
+    slots: int = 0
+    n_ubatch: int = 0
+    memory_bytes: int = 0
+    predicted_memory_bytes: int = 0
+    date: str = ""
+    file: str = ""
+
+
+def path() -> Path:
+    """The file the figures are kept in."""
+    from localllm import paths
+
+    return paths.data_dir() / "measurements.json"
+
+
+def load(file: Path | None = None) -> list[Record]:
+    """Every readable record, oldest first; a damaged or missing file is no record."""
+    try:
+        raw = json.loads((file or path()).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    entries = raw.get("runs", []) if isinstance(raw, dict) else []
+    found = (_record(entry) for entry in entries if isinstance(entry, dict))
+    return [record for record in found if record is not None]
+
+
+def _record(entry: Mapping[str, Any]) -> Record | None:
+    known = {f.name: entry[f.name] for f in fields(Record) if f.name in entry}
+    try:
+        record = Record(**known)
+        return record if float(record.decode_tok_s) > 0 else None
+    except (TypeError, ValueError):
+        return None
+
+
+def keep(record: Record, file: Path | None = None) -> None:
+    """Add `record`, replacing an earlier one of the same machine, variant, backend and settings; oldest go first."""
+    from localllm import paths
+
+    target = file or path()
+    paths.private_dir(target.parent)
+
+    def same(other: Record) -> bool:
+        names = ("machine", "model", "quant", "backend", "kv_type", "n_ctx")
+        return all(getattr(other, n) == getattr(record, n) for n in names)
+
+    runs = [r for r in load(target) if not same(r)][-(KEEP - 1) :] + [record]
+    body = {"runs": [{f.name: getattr(r, f.name) for f in fields(Record)} for r in runs]}
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps(body, indent=1), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]) -> tuple[Measured, ...]:
+    """The records of this machine whose model is known, in the planner's terms."""
+    from localllm.planner.speed import Measured
+    from localllm_catalog.types import Variant
+
+    found = []
+    for r in records:
+        model = models.get(r.model)
+        if model is None or r.machine != machine:
+            continue
+        known = next((v for v in model.variants if v.quant == r.quant), None)
+        size = r.file_bytes or (known.file_bytes if known else 0)
+        if not size:
+            continue
+        variant = Variant("mlx" if r.backend == "mlx" else "gguf", r.quant, "", (), size)
+        found.append(
+            Measured(model, variant, r.backend, r.decode_tok_s, r.depth, r.kv_type, r.prefill_tok_s, r.prompt_tokens, r.date)
+        )
+    return tuple(found)

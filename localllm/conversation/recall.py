@@ -1,0 +1,65 @@
+"""Remembers what the model reasoned behind each answer, to put it back when a client sends the answer without it.
+
+Templates that write earlier reasoning into the prompt produce another prompt when it is missing, and the whole prefix
+is computed again (measured by others: minutes instead of seconds, https://github.com/nibor1896/Crow/issues/60).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MAX_ENTRIES = 4096
+_MAX_CHARS = 64 * 2**20
+
+
+class Recall:
+    """Reasoning by the answer it led to, in memory only, the oldest forgotten first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._chars = 0
+
+    def remember(self, asked: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str) -> None:
+        """Keep the `reasoning` behind an answer to `asked` (the turn before it); `calls` as (name, JSON arguments)."""
+        if not reasoning or len(reasoning) > _MAX_CHARS:
+            return
+        key = _key(asked, text, [(n, _canonical(a)) for n, a in calls])
+        self._chars += len(reasoning) - len(self._kept.pop(key, ""))
+        self._kept[key] = reasoning
+        while len(self._kept) > _MAX_ENTRIES or self._chars > _MAX_CHARS:
+            self._chars -= len(self._kept.popitem(last=False)[1])
+
+    def restore(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, with known reasoning put back into assistant turns that lack it."""
+        restored: list[dict[str, Any]] = []
+        asked = ""
+        for message in messages:
+            plain = dict(message)
+            if plain["role"] == "assistant" and not plain.get("reasoning_content"):
+                calls = [
+                    (c["function"]["name"], _canonical(c["function"]["arguments"])) for c in plain.get("tool_calls", ())
+                ]
+                known = self._kept.get(_key(asked, plain["content"], calls))
+                if known is not None:
+                    plain["reasoning_content"] = known
+            asked = plain["content"]
+            restored.append(plain)
+        return restored
+
+
+def _canonical(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return str(arguments)
+    return json.dumps(arguments, sort_keys=True)
+
+
+def _key(asked: str, text: str, calls: Sequence[tuple[str, str]]) -> str:
+    said = json.dumps([asked.strip(), text.strip(), list(calls)])
+    return hashlib.sha256(said.encode()).hexdigest()

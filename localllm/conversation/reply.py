@@ -1,0 +1,215 @@
+"""What a model writes, taken apart as it comes: answer, reasoning and tool calls, never showing half a marker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins: its number within the reply and the function's name."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A fragment of the JSON text of call `index`'s arguments."""
+
+    index: int
+    text: str
+
+
+Delta: TypeAlias = Content | Reasoning | CallStart | CallArguments
+
+
+class CallReader(Protocol):
+    """Reads the calls of one format once their opening marker was seen (see conversation.tools)."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; returns what is certain so far."""
+        ...
+
+    def close(self) -> list[Delta]:
+        """The reply ended; what could not be read as a call comes back as Content."""
+        ...
+
+    @property
+    def rest(self) -> str | None:
+        """Text after the last call, once the format says that the calls are over; None before."""
+        ...
+
+
+# (opening marker, closing marker) of reasoning, as they appear in templates.
+THINK_MARKERS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thinking>", "</thinking>"),
+)
+
+
+def think_markers(template: str) -> tuple[str, str] | None:
+    """The reasoning markers that `template` mentions, if any."""
+    return next((pair for pair in THINK_MARKERS if pair[1] in template), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How to read one reply. `thinking` says that the prompt already opened the reasoning. `call_markers` open tool
+    calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out. `parallel` False lets only
+    the first call through."""
+
+    think: tuple[str, str] | None = None
+    thinking: bool = False
+    call_markers: Sequence[str] = ()
+    new_reader: Callable[[int, str], CallReader] | None = None
+    drops: Sequence[str] = ()
+    parallel: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """True when every text is the answer."""
+        return self.think is None and not self.call_markers and not self.drops
+
+    def parser(self) -> ReplyParser:
+        """A fresh parser."""
+        return ReplyParser(self)
+
+
+class ReplyParser:
+    """Reads one reply piece by piece. The deltas of `feed`s and `close` are the same however the text is cut, apart
+    from where the pieces of one text are divided."""
+
+    def __init__(self, format: ReplyFormat) -> None:  # noqa: A002 - the word of the trade
+        self._format = format
+        self._thinking = format.thinking
+        self._thought = format.thinking
+        self._held = ""
+        self._reader: CallReader | None = None
+        self._fresh = True  # the current section has shown nothing: its leading newlines are separators
+        self.calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text; returns what it makes certain."""
+        out: list[Delta] = []
+        self._read(text, out)
+        return out
+
+    def close(self) -> list[Delta]:
+        """The reply ended: what was held back."""
+        out: list[Delta] = []
+        if self._reader is not None:
+            self._take(self._reader.close(), out)
+            self._reader = None
+        held, self._held = self._held, ""
+        self._show(held.rstrip() if self._thought or self.calls else held, out)
+        return out
+
+    def _read(self, text: str, out: list[Delta]) -> None:
+        while text or self._held:
+            if self._reader is not None:
+                self._take(self._reader.feed(text), out)
+                rest = self._reader.rest
+                if rest is None:
+                    return
+                self._reader, text = None, rest
+                self._fresh = True
+                if not text:
+                    return
+                continue
+            text = self._held + text
+            self._held = ""
+            markers = self._markers()
+            at, marker = _first(text, markers)
+            if marker is not None and any(len(m) > len(marker) and m.startswith(text[at:]) for m in markers):
+                marker = None  # a longer marker may still come of it
+                keep = len(text) - at
+            else:
+                keep = _partial(text, markers)
+            if marker is None:
+                # Space before a marker belongs to neither side: it waits with what may become one.
+                shown = text[: len(text) - keep].rstrip() if markers else text
+                self._held = text[len(shown) :]
+                self._show(shown, out)
+                return
+            self._show(text[:at].rstrip(), out)
+            text = text[at + len(marker) :]
+            self._enter(marker)
+
+    def _markers(self) -> list[str]:
+        think = self._format.think
+        if self._thinking:
+            assert think is not None
+            return [think[1]]
+        markers = [*self._format.call_markers, *self._format.drops]
+        if think is not None and (not self._thought or self._format.drops):
+            markers.append(think[0])
+        return markers
+
+    def _enter(self, marker: str) -> None:
+        think = self._format.think
+        if self._thinking:
+            self._thinking = False
+            self._fresh = True
+        elif think is not None and marker == think[0]:
+            self._thinking = self._thought = True
+            self._fresh = True
+        elif marker in self._format.drops:
+            self._fresh = True
+        else:
+            assert self._format.new_reader is not None
+            self._reader = self._format.new_reader(self.calls, marker)
+
+    def _show(self, text: str, out: list[Delta]) -> None:
+        if self._fresh and (self._thinking or self._thought or self.calls or self._format.drops):
+            text = text.lstrip()
+        if not text:
+            return
+        self._fresh = False
+        out.append(Reasoning(text) if self._thinking else Content(text))
+
+    def _take(self, deltas: list[Delta], out: list[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, CallStart):
+                self.calls = delta.index + 1
+            if not self._format.parallel and isinstance(delta, CallStart | CallArguments) and delta.index:
+                continue
+            out.append(delta)
+
+
+def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
+    """Where the first marker begins; of two at one place, the longer."""
+    best, found = len(text), None
+    for marker in markers:
+        at = text.find(marker)
+        if at >= 0 and (at < best or (at == best and found is not None and len(marker) > len(found))):
+            best, found = at, marker
+    return best, found
+
+
+def _partial(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest tail of `text` that begins some marker."""
+    longest = max((len(m) for m in markers), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        tail = text[-n:]
+        if any(m.startswith(tail) for m in markers):
+            return n
+    return 0

@@ -1,0 +1,147 @@
+"""Tools on the prompt's side: checking what clients send, the default format, and forced calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.conversation.tools.base import Tool, ToolFormat, parameters_of
+from localllm.errors import RequestError, UnsupportedError
+
+# For models whose template knows no tools: Hermes' instruction, which many small models have seen.
+_INSTRUCTION = """\
+You may call functions to help with the user's request. The functions, as JSON schemas:
+<tools>
+{tools}
+</tools>
+To call a function, answer with its name and arguments as JSON between tags, and nothing after them:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `tool_choice` asks for: `mode` auto, none or required; `name` when one function is named."""
+
+    mode: str
+    name: str | None = None
+
+
+def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
+    """The function tools of a request, complete with a description and parameters. Raises RequestError."""
+    if tools is None:
+        return []
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools):
+        spot = f"{where}[{i}]"
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"{spot} must be an object", param=spot)
+        if tool.get("type", "function") != "function":
+            raise UnsupportedError(
+                f"{spot}.type {str(tool.get('type'))[:40]!r} is not supported; send functions", param=spot
+            )
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name or len(name) > 256:
+            raise RequestError(f"{spot}.function needs a name", param=spot)
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise RequestError(f"{spot}.function.parameters must be a JSON schema object", param=spot)
+        if any(f["function"]["name"] == name for f in found):
+            raise RequestError(f"{spot}: two tools are called {name[:60]!r}", param=spot)
+        found.append(
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": str(function.get("description") or ""),
+                    "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
+                },
+            }
+        )
+    return found
+
+
+def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
+    """OpenAI's `tool_choice` over the tools sent. Raises RequestError."""
+    names = [parameters_of(t)[0] for t in tools]
+    if sent is None:
+        return Choice("auto" if tools else "none")
+    if isinstance(sent, Mapping):
+        inner = sent.get("function") if isinstance(sent.get("function"), Mapping) else sent
+        assert isinstance(inner, Mapping)
+        name = inner.get("name")
+        if sent.get("type") != "function" or not isinstance(name, str):
+            raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
+        if name not in names:
+            raise RequestError(f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice")
+        return Choice("required", name)
+    mode = {"any": "required"}.get(sent, sent)
+    if mode not in ("auto", "none", "required"):
+        raise RequestError(
+            f"tool_choice {str(sent)[:40]!r} is not auto, none, required or a function", param="tool_choice"
+        )
+    if mode == "required" and not tools:
+        raise RequestError("tool_choice requires a call, but there are no tools", param="tools")
+    return Choice(mode if tools else "none")
+
+
+def with_instruction(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The conversation for a template without tools: offers and earlier calls are written as text."""
+    rewritten = [_as_text(m) for m in messages]
+    if not tools:
+        return rewritten
+    offer = _INSTRUCTION.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
+    if rewritten and rewritten[0]["role"] == "system":
+        rewritten[0] = {**rewritten[0], "content": f"{rewritten[0]['content']}\n\n{offer}".strip()}
+        return rewritten
+    return [{"role": "system", "content": offer}, *rewritten]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(message)
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        blocks = [
+            "<tool_call>\n"
+            + json.dumps({"name": c["function"]["name"], "arguments": c["function"]["arguments"]}, ensure_ascii=False)
+            + "\n</tool_call>"
+            for c in calls
+        ]
+        plain["content"] = "\n".join([plain["content"], *blocks]).strip()
+    return plain
+
+
+def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, tuple[str, str]]:
+    """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
+
+    One possible function: everything up to its arguments is given, and the schema is that of the arguments. Several:
+    the model chooses the name inside a schema of alternatives.
+    """
+    assert style.opening is not None
+    key = style.arguments_key
+    wanted = [parameters_of(t) for t in tools if choice.name in (None, parameters_of(t)[0])]
+    if len(wanted) == 1:
+        name, schema = wanted[0]
+        prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        return prefix, ("json_schema", json.dumps(as_object(schema)))
+    alternatives = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: as_object(schema)},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for name, schema in wanted
+    ]
+    return style.opening, ("json_schema", json.dumps({"anyOf": alternatives}))
+
+
+def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema` as one of an object: arguments always are one, and editors leave the type out."""
+    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}}

@@ -1,0 +1,139 @@
+"""Measured memory bandwidth of this machine's CPU: several threads, arrays no cache can hold, kept with its date."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.device.types import Figure
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.int64]
+
+MIB = 1 << 20
+
+# Four times the last-level cache and never under 256 MiB, so that no run reads from cache; never over a twentieth of
+# what is available, so that measuring never pushes a loaded machine into swap.
+_CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
+_SANE_GBPS = (0.5, 4000.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads."""
+
+    copy_gbps: float
+    read_gbps: float
+    threads: int
+    array_bytes: int
+    date: str
+
+    @property
+    def figure(self) -> Figure:
+        """What a model's weights stream at: the better of the two, as both are floors of what the memory gives."""
+        value = round(max(self.copy_gbps, self.read_gbps), 1)
+        how = f"{self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
+        return Figure(value, "measured", f"copy and read in memory, {how}, {self.date}")
+
+
+def measure(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Figure:
+    """This machine's memory bandwidth in decimal GB/s, timed for about `seconds` (see `rates`), as a dated Figure."""
+    return rates(threads=threads, available_bytes=available_bytes, cache_bytes=cache_bytes, seconds=seconds).figure
+
+
+def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Measurement:
+    """Time copying and reading for about `seconds`; threads 0 = every core this process may use.
+
+    Copying counts the bytes read and written (not the hidden read for ownership); reading takes the maximum of both
+    arrays, the access pattern of generating a token (a vectorised reduction: BLAS would start threads of its own, and
+    a float sum is bound by its additions). Each thread owns a slice, as one thread can't fill the bus; the first sweep
+    touches the pages and is not counted.
+    """
+    import numpy as np
+
+    threads = threads or len(_affinity())
+    size = array_bytes(available_bytes, cache_bytes)
+    per_thread = max(size // 2 // threads // 8, 1024)
+    with ThreadPoolExecutor(threads) as pool:
+        slices: list[tuple[Words, Words]] = list(
+            pool.map(lambda _: (np.full(per_thread, 1), np.full(per_thread, 2)), range(threads))
+        )
+
+        def sweep(kernel: Callable[[tuple[Words, Words]], Any]) -> float:
+            started = time.perf_counter()
+            list(pool.map(kernel, slices))
+            return time.perf_counter() - started
+
+        def copy(pair: tuple[Words, Words]) -> None:
+            np.copyto(pair[1], pair[0])
+
+        def read(pair: tuple[Words, Words]) -> None:
+            np.maximum.reduce(pair[0])
+            np.maximum.reduce(pair[1])
+
+        best = {copy: float("inf"), read: float("inf")}
+        for kernel in best:
+            sweep(kernel)
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            for kernel, seen in best.items():
+                best[kernel] = min(seen, sweep(kernel))
+    moved = 2 * 8 * per_thread * threads
+    rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
+    return Measurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"))
+
+
+def array_bytes(available_bytes: int, cache_bytes: int) -> int:
+    """Bytes of all arrays together: over four times the last-level cache, within a twentieth of available memory."""
+    wanted = max(_CACHE_MULTIPLE * cache_bytes, _SMALLEST_BYTES) * 2
+    if available_bytes:
+        wanted = min(wanted, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))
+    return wanted
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def cached(folder: Path, machine: str) -> Figure | None:
+    """The measurement kept for `machine` (its processor and memory), None if there is none or it is unreadable."""
+    try:
+        kept = json.loads(_cache_file(folder).read_text(encoding="utf-8"))[machine]
+        figure = Figure(float(kept["value"]), "measured", str(kept["source"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return figure if _SANE_GBPS[0] <= figure.value <= _SANE_GBPS[1] else None
+
+
+def keep(folder: Path, machine: str, figure: Figure) -> None:
+    """Remember `figure` for `machine`; a cache that can't be written is no error (it is measured again)."""
+    file = _cache_file(folder)
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if not isinstance(known, dict):
+        known = {}
+    known[machine] = {"value": figure.value, "source": figure.source}
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        temporary.replace(file)
+    except OSError:
+        pass
+
+
+def _cache_file(folder: Path) -> Path:
+    return folder / "bandwidth.json"

@@ -1,0 +1,259 @@
+"""The judgement behind `doctor`: facts in, checks out. A check that had nothing to look at says so, never "ok"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from localllm.device.types import Device
+
+GIB = 1 << 30
+Status = Literal["ok", "warning", "error", "not checked"]
+
+# A 7B model in Q4 with its context is about 5 GB; a download needs its size twice while it is verified.
+_LITTLE_DISK_BYTES = 10 * GIB
+# Each client is a socket and each model file a handle: 1024 is what Linux gives by default and is enough.
+_FEW_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFacts:
+    """The installed llama-cpp-python: version, the library files it carries, architecture strings of its CUDA code."""
+
+    version: str
+    libraries: tuple[str, ...]
+    cuda_strings: tuple[str, ...] = ()
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """Backends compiled in, by the libraries ggml builds for each (libggml-cuda.so, ggml-vulkan.dll …)."""
+        known = {
+            "cuda": "cuda",
+            "hip": "rocm",
+            "metal": "metal",
+            "vulkan": "vulkan",
+            "sycl": "sycl",
+            "opencl": "opencl",
+        }
+        names = " ".join(self.libraries)
+        return tuple(ours for theirs, ours in known.items() if f"ggml-{theirs}" in names)
+
+    @property
+    def cuda_architectures(self) -> tuple[int, ...]:
+        """Compute capabilities × 10 the CUDA code was built for (120 = sm_120), sorted; () if none could be read."""
+        found: set[int] = set()
+        for text in self.cuda_strings:
+            if text.startswith("sm_"):
+                found.add(int(text[3:]))
+            else:  # __CUDA_ARCH_LIST__: 750,860,1200
+                found.update(int(part) // 10 for part in text.split(",") if 500 <= int(part) <= 2000)
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A running engine worker: its process id, resident bytes, and whether its server is gone."""
+
+    pid: int
+    resident_bytes: int
+    orphan: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFacts:
+    """What was read. None (or an absent key) = could not be read here."""
+
+    build: BuildFacts | None = None
+    mlx_version: str | None = None
+    disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
+    open_files: int | None = None
+    swap: tuple[int, int] | None = None
+    pressure: str | None = None
+    platform_profile: str | None = None
+    on_battery: bool | None = None
+    pmset: str | None = None
+    workers: tuple[Worker, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing doctor looked at (or could not), what it saw, and the command that fixes it ("" = nothing to fix)."""
+
+    name: str
+    status: Status
+    message: str
+    fix: str = ""
+
+
+def judge(device: Device, facts: HealthFacts) -> list[Check]:
+    """Every check, in the order a user would fix them."""
+    checks = [_found(device)]
+    checks += [Check("device", f.level, f.message, f.fix) for f in device.findings if f.level != "info"]
+    checks += _build(device, facts)
+    checks += _gpu_share(device)
+    checks += [_memory(device), _swap(facts), _pressure(facts), _power(device, facts), _disk(facts), _files(facts)]
+    return [*checks, _workers(facts)]
+
+
+def _found(device: Device) -> Check:
+    usable = f"{device.memory.limit_bytes / GIB:.1f} GiB usable"
+    if device.bandwidth_gbps is None:
+        return Check("device", "warning", f"{device.name}: {usable}, bandwidth unknown", "localllm device --measure")
+    figure = device.bandwidth_gbps
+    return Check("device", "ok", f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})")
+
+
+_INSTALL = (
+    'CMAKE_ARGS="{args}" pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python'
+)
+_CMAKE = {
+    "cuda": "-DGGML_CUDA=on",
+    "rocm": "-DGGML_HIP=on",
+    "metal": "-DGGML_METAL=on",
+    "vulkan": "-DGGML_VULKAN=on",
+    "sycl": "-DGGML_SYCL=on",
+}
+
+
+def _build(device: Device, facts: HealthFacts) -> list[Check]:
+    build = facts.build
+    name = "llama.cpp build"
+    if build is None:
+        return [
+            Check(name, "error", "llama-cpp-python is not installed: no model can run", "pip install llama-cpp-python")
+        ]
+    if not build.libraries:
+        message = f"llama-cpp-python {build.version} has no libraries where they belong: it may be broken"
+        return [Check(name, "error", message, "pip install --force-reinstall --no-cache-dir llama-cpp-python")]
+    compiled = build.accelerators
+    said = f"llama-cpp-python {build.version}, compiled for {', '.join(('cpu', *compiled))}"
+    wanted = device.accelerator
+    if wanted == "cpu":
+        return [Check(name, "ok", said)]
+    if wanted in compiled:
+        return [_cuda_code(device, build, said) if wanted == "cuda" else Check(name, "ok", said)]
+    if wanted == "rocm" and "vulkan" in compiled:
+        return [Check(name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)")]
+    if wanted == "metal" and facts.mlx_version:
+        message = f"{said}: this Mac's GPU is used by MLX {facts.mlx_version} only, GGUF files run on the CPU"
+        return [Check(name, "warning", message, _INSTALL.format(args=_CMAKE["metal"]))]
+    message = f"{said}, but this machine has {wanted}: its GPU would sit idle"
+    return [Check(name, "error", message, _INSTALL.format(args=_CMAKE.get(wanted, "")))]
+
+
+def _cuda_code(device: Device, build: BuildFacts, said: str) -> Check:
+    """Native code runs within one major version, up to the GPU's minor; anything else needs PTX or fails."""
+    name, architectures = "llama.cpp build", build.cuda_architectures
+    capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
+    if capability is None:
+        return Check(name, "not checked", f"{said}: this GPU's compute capability is unknown")
+    if not architectures:
+        return Check(name, "not checked", f"{said}: no architecture names found in its CUDA code")
+    major, minor = int(capability.group(1)), int(capability.group(2))
+    listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
+    if any(a // 10 == major and a % 10 <= minor for a in architectures):
+        return Check(name, "ok", f"{said} ({listed})")
+    message = f"{said} for {listed}, but this GPU is sm_{major}{minor}: it would be slow to start or fail"
+    return Check(
+        name, "error", message, _INSTALL.format(args=f"-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES={major}{minor}")
+    )
+
+
+def _gpu_share(device: Device) -> list[Check]:
+    """How much of the RAM the system lets the GPU use, where a setting decides it."""
+    memory = device.memory
+    said = f"the GPU may use {memory.limit_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB"
+    if device.accelerator == "metal":
+        name = "wired limit"
+        if memory.basis == "assumed":
+            return [Check(name, "not checked", f"{said}, assumed: Metal could not be asked")]
+        raised = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
+        if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
+            said += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
+        return [Check(name, "ok", said)]
+    if device.kind == "unified" and device.accelerator in ("rocm", "vulkan") and device.os.startswith("Linux"):
+        if any("GTT" in finding.message for finding in device.findings):
+            return []  # said above, with its fix
+        return [Check("GTT limit", "ok", said)]
+    return []
+
+
+def _memory(device: Device) -> Check:
+    now, limit = device.memory.available_bytes, device.memory.limit_bytes
+    said = f"{now / GIB:.1f} of {limit / GIB:.1f} GiB are free for a model now"
+    if now < limit / 2:
+        return Check("memory", "warning", f"{said}: other programs hold the rest", "close what you don't need")
+    return Check("memory", "ok", said)
+
+
+def _swap(facts: HealthFacts) -> Check:
+    if facts.swap is None:
+        return Check("swap", "not checked", "swap could not be read")
+    total, used = facts.swap
+    if total == 0:
+        return Check("swap", "ok", "no swap: what does not fit fails instead of slowing everything down")
+    said = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of swap are in use"
+    if used > total / 2:
+        return Check("swap", "warning", f"{said}: a model that gets swapped is tens of times slower", "close programs")
+    return Check("swap", "ok", said)
+
+
+def _pressure(facts: HealthFacts) -> Check:
+    found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
+    if found is None:
+        return Check("memory pressure", "not checked", "this system does not report stalls (/proc/pressure/memory)")
+    stalled = float(found.group(1))
+    if stalled > 5:
+        message = f"programs waited for memory {stalled:.0f} % of the last 10 s"
+        return Check("memory pressure", "warning", message, "close programs, or choose a smaller model")
+    return Check("memory pressure", "ok", f"programs waited for memory {stalled:.1f} % of the last 10 s")
+
+
+def _power(device: Device, facts: HealthFacts) -> Check:
+    if facts.on_battery:
+        return Check("power", "warning", "on battery: speeds will be below the plan", "plug in")
+    if device.os == "macOS":
+        if facts.pmset is None:
+            return Check("power", "not checked", "pmset gave no answer")
+        if re.search(r"lowpowermode\s+1", facts.pmset):
+            return Check("power", "warning", "Low Power Mode is on for a power source", "sudo pmset -a lowpowermode 0")
+        return Check("power", "ok", "Low Power Mode is off")
+    profile = (facts.platform_profile or "").strip()
+    if profile in ("low-power", "quiet", "cool"):
+        return Check("power", "warning", f"the power profile is {profile}", "powerprofilesctl set performance")
+    if profile:
+        return Check("power", "ok", f"the power profile is {profile}")
+    return Check("power", "not checked", "this system has no power profile to read")
+
+
+def _disk(facts: HealthFacts) -> Check:
+    if not facts.disk_free_bytes:
+        return Check("disk", "not checked", "free disk space could not be read")
+    name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
+    said = f"{free / GIB:.0f} GiB free for {name}"
+    if free < _LITTLE_DISK_BYTES:
+        return Check("disk", "warning", f"{said}: a download may not fit", "localllm models du")
+    return Check("disk", "ok", said)
+
+
+def _files(facts: HealthFacts) -> Check:
+    if facts.open_files is None:
+        return Check("file limit", "not checked", "this system has no such limit to read")
+    if 0 <= facts.open_files < _FEW_FILES:
+        return Check("file limit", "warning", f"only {facts.open_files} open files are allowed", "ulimit -n 4096")
+    many = "unlimited" if facts.open_files < 0 or facts.open_files >= 1 << 62 else str(facts.open_files)
+    return Check("file limit", "ok", f"{many} open files are allowed")
+
+
+def _workers(facts: HealthFacts) -> Check:
+    if facts.workers is None:
+        return Check("stale engine", "not checked", "the process list could not be read")
+    stale = [worker for worker in facts.workers if worker.orphan]
+    if stale:
+        held = sum(worker.resident_bytes for worker in stale) / GIB
+        pids = " ".join(str(worker.pid) for worker in stale)
+        message = f"{len(stale)} engine worker(s) lost their server and hold {held:.1f} GiB"
+        return Check("stale engine", "warning", message, f"kill {pids}")
+    return Check("stale engine", "ok", f"{len(facts.workers)} engine worker(s) running, none without its server")

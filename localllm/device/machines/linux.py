@@ -1,0 +1,373 @@
+"""A Linux machine's readings to its Device: NVIDIA (discrete or one pool), AMD (discrete or APU), Intel, CPU only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from localllm.device import table, usable
+from localllm.device.errors import DeviceUnreadableError
+from localllm.device.machines.common import Card, nvidia_card, one_machine
+from localllm.device.parsers import amd, linux, nvidia, vulkan
+from localllm.device.parsers.numbers import hexadecimal, integer
+from localllm.device.readings import Readings
+from localllm.device.table import Row
+from localllm.device.types import Device, Figure, Finding, Memory
+
+GIB = 1 << 30
+_ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
+
+
+@dataclass(frozen=True, slots=True)
+class _System:
+    """What every Linux Device starts from: the system's own memory and processor."""
+
+    memory: linux.MemInfo
+    total_bytes: int
+    available_bytes: int
+    container: str
+    cpu: linux.CpuInfo
+    told_bandwidth: Figure | None
+    base: Device
+
+
+def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
+    """The Device of these readings; raises DeviceUnreadableError without a MemTotal."""
+    system = _system(readings, ram_bandwidth)
+    gpus = nvidia.nvml(readings.output("nvml")) or nvidia.smi(readings.output("nvidia-smi"))
+    cards: list[Card] = []
+    for gpu in gpus:
+        row = _one_pool_row(readings, gpu, system)
+        if row is not None or _looks_integrated(readings, gpu, system):
+            return _one_pool(readings, system, gpu, row)
+        card, findings = nvidia_card(gpu)
+        system = _with_findings(system, findings)
+        if card is not None:
+            cards.append(card)
+    board = readings.file("/proc/device-tree/model")
+    if not gpus and "NVIDIA" in board:
+        return _one_pool(readings, system, nvidia.NvidiaGpu(name=board), _jetson_row(readings, board, system))
+    if cards:
+        return one_machine(cards, "cuda", _host(system), system.base.bandwidth_gbps, system.base)
+    if not gpus and _pci_vendor_present(readings, 0x10DE):
+        system = _with_findings(system, [_no_nvidia_driver(readings)])
+    return _amd(readings, system) or _intel(readings, system) or _cpu_only(system)
+
+
+def _system(readings: Readings, ram_bandwidth: Figure | None) -> _System:
+    memory = linux.meminfo(readings.file("/proc/meminfo"))
+    if memory is None:
+        raise DeviceUnreadableError("/proc/meminfo has no MemTotal, so the memory of this machine is unknown")
+    limit = linux.cgroup(readings)
+    total, available, why = usable.in_container(memory.total_bytes, memory.available_bytes, limit)
+    cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
+    findings = []
+    if why:
+        message = f"this container may use {total / GIB:.1f} GiB of the host's {memory.total_bytes / GIB:.1f} GiB"
+        findings.append(Finding("info", message, "start it with a larger memory limit (docker run --memory …)"))
+    if linux.is_wsl(readings):
+        findings.append(
+            Finding(
+                "info",
+                f"WSL sees {memory.total_bytes / GIB:.1f} GiB of this PC's memory (half of it unless told otherwise)",
+                "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown",
+            )
+        )
+    if cpu.apple and "/.dockerenv" in readings.files:
+        findings.append(
+            Finding("info", "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead")
+        )
+    told = _ram_bandwidth(readings, cpu)
+    base = Device(
+        name=cpu.name or f"Linux {readings.architecture}",
+        kind="system",
+        accelerator="cpu",
+        family="CPU",
+        memory=usable.shared_pool(total, available, why or "/proc/meminfo MemAvailable"),
+        bandwidth_gbps=ram_bandwidth or told,
+        os="Linux (WSL2)" if linux.is_wsl(readings) else "Linux",
+        cpu=cpu.name,
+        n_cpu_cores=cpu.cores,
+        findings=tuple(findings),
+    )
+    return _System(memory, total, available, why, cpu, told, base)
+
+
+def _ram_bandwidth(readings: Readings, cpu: linux.CpuInfo) -> Figure | None:
+    """Without a measurement: the fitted sticks (udev), else the processor's row; None in most virtual machines."""
+    sticks = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"))
+    if sticks is not None:
+        source = f"udev: {sticks.modules} module(s), {sticks.bus_bits} bit at {sticks.megatransfers_s} MT/s"
+        return Figure(round(sticks.bandwidth_gbps, 1), "derived", source)
+    row = table.by_cpu(cpu.name)
+    return row.bandwidth if row else None
+
+
+def _host(system: _System) -> Memory:
+    return system.base.memory
+
+
+def _with_findings(system: _System, findings: list[Finding]) -> _System:
+    return replace(system, base=replace(system.base, findings=(*system.base.findings, *findings)))
+
+
+# -- NVIDIA with one pool: GB10, N1X, Jetson ------------------------------------------------------------------------
+
+
+def _one_pool_row(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> Row | None:
+    """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides among siblings."""
+    if "10de:2e12" in gpu.name.lower():  # a container without the driver's name table says "Device [10de:2e12]"
+        return table.by_gpu_name("NVIDIA GB10")
+    row = table.by_gpu_name(gpu.name)
+    if row is None or row.family not in _ONE_POOL_FAMILIES:
+        return None
+    if row.family == "Jetson":
+        return _jetson_row(readings, readings.file("/proc/device-tree/model") or gpu.name, system) or row
+    if row.family == "GB10":
+        return _gb10_row(readings) or row
+    return row
+
+
+def _looks_integrated(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> bool:
+    """True for a part the table does not know that has no memory of its own.
+
+    The table goes first and x86 never qualifies: a 32 GB card beside 32 GB of RAM is not unified memory.
+    """
+    if table.by_gpu_name(gpu.name) is not None or readings.architecture not in ("aarch64", "arm64"):
+        return False
+    if gpu.bus_bits is not None:
+        return False
+    near = gpu.total_bytes is not None and gpu.total_bytes >= 0.9 * system.memory.total_bytes
+    return gpu.total_bytes is None or gpu.addressing == "ats" or near
+
+
+def _gb10_row(readings: Readings) -> Row | None:
+    """The GB10 box by its DMI product name; they differ in name only."""
+    words = set(readings.file("/sys/class/dmi/id/product_name").lower().replace("_", " ").replace("-", " ").split())
+    scored = [
+        (len(words & set(row.name.lower().split())), row)
+        for row in table.rows()
+        if row.family == "GB10" and words & set(row.name.lower().split())
+    ]
+    return max(scored, key=lambda pair: pair[0])[1] if scored else None
+
+
+def _jetson_row(readings: Readings, board: str, system: _System) -> Row | None:
+    """The Jetson module by the board's model, its memory, and for the Orin Nano its power mode."""
+    low = board.lower()
+    kind = next((k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None)
+    if kind is None:
+        return None
+    found = [row for row in table.rows() if row.family == "Jetson" and kind in row.name.lower()]
+    # A module shows a few per cent less than it has: the smallest size that holds MemTotal.
+    fitting = [row for row in found if row.memory_gb and row.memory_gb[0] * GIB >= system.memory.total_bytes]
+    if not fitting:
+        return None
+    size = min(row.memory_gb[0] for row in fitting)
+    fitting = [row for row in fitting if row.memory_gb[0] == size and row.bandwidth_gbps]
+    if kind == "orin nano" and len(fitting) > 1:
+        faster = "super" in low or "maxn" in readings.file("/var/lib/nvpmodel/status").lower()
+        fitting.sort(key=lambda row: ("Super" in row.name) != faster)
+    return fitting[0] if fitting else None
+
+
+def _one_pool(readings: Readings, system: _System, gpu: nvidia.NvidiaGpu, row: Row | None) -> Device:
+    """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
+    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
+    findings = list(system.base.findings)
+    bandwidth = row.bandwidth if row else None
+    if bandwidth is None:
+        findings.append(
+            Finding("warning", f"{gpu.name} shares the system's memory and is not in the table: bandwidth unknown")
+        )
+    if row is not None and row.family == "Jetson":
+        findings.append(
+            Finding("info", "a Jetson's power mode sets its memory bandwidth: the figure holds in the fastest mode")
+        )
+    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[:60]
+    name = readings.file("/proc/device-tree/model")[:80] if row is not None and row.family == "Jetson" else gpu.name
+    if row is not None and row.family == "GB10":
+        name = f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
+    return replace(
+        system.base,
+        name=name or gpu.name,
+        kind="unified",
+        accelerator="cuda",
+        family=row.family if row else "cuda",
+        bandwidth_gbps=bandwidth,
+        fp16_tflops=fp16,
+        fp8_tflops=fp8,
+        fp4_tflops=fp4,
+        compute_units=row.compute_units if row else 0,
+        compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
+        match=row.name if row else "",
+        findings=tuple(findings),
+    )
+
+
+def _no_nvidia_driver(readings: Readings) -> Finding:
+    fix = "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; check with nvidia-smi"
+    if linux.is_wsl(readings):
+        fix = "install the NVIDIA driver in Windows (not in WSL); check with /usr/lib/wsl/lib/nvidia-smi"
+    elif "/.dockerenv" in readings.files:
+        fix = "start the container with --gpus all (needs nvidia-container-toolkit on the host)"
+    return Finding("error", "an NVIDIA GPU is in this machine but its driver does not answer: it is not used", fix)
+
+
+# -- AMD ------------------------------------------------------------------------------------------------------------
+
+
+def _amd(readings: Readings, system: _System) -> Device | None:
+    gpus = amd.gpus(readings)
+    discrete = [gpu for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
+    findings = _permission_findings(readings) if gpus else []
+    if discrete:
+        cards = [_amd_card(readings, gpu) for gpu in discrete]
+        base = replace(system.base, findings=(*system.base.findings, *findings))
+        return one_machine(cards, "rocm", _host(system), system.base.bandwidth_gbps, base)
+    if not gpus:
+        return None
+    gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
+    row = _apu_row(system.cpu.name, gpu)
+    memory = usable.apu(gpu, system.total_bytes, system.available_bytes)
+    findings += _gtt_findings(gpu, system, row)
+    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
+    return replace(
+        system.base,
+        name=_amd_name(readings, gpu, row),
+        kind="unified",
+        accelerator="rocm" if row is not None and row.accelerator == "rocm" else "vulkan",
+        family=row.family if row else "APU",
+        memory=memory,
+        bandwidth_gbps=_apu_bandwidth(system, row),
+        fp16_tflops=fp16,
+        fp8_tflops=fp8,
+        fp4_tflops=fp4,
+        compute_units=gpu.compute_units or (row.compute_units if row else 0),
+        compute_capability=gpu.gfx,
+        match=row.name if row else "",
+        findings=(*system.base.findings, *findings),
+    )
+
+
+def _apu_bandwidth(system: _System, row: Row | None) -> Figure | None:
+    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go first.
+
+    What the CPU's cores measured is a floor of what the GPU gets: only where nothing else is known.
+    """
+    known = row.bandwidth if row else None
+    if row is not None and "Halo" in row.family:
+        return known
+    return system.told_bandwidth or known or system.base.bandwidth_gbps
+
+
+def _apu_row(cpu: str, gpu: amd.AmdGpu) -> Row | None:
+    """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of that gfx."""
+    row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
+    return row or next((r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None)
+
+
+def _amd_name(readings: Readings, gpu: amd.AmdGpu, row: Row | None) -> str:
+    listed = amd.marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
+    return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
+
+
+def _amd_card(readings: Readings, gpu: amd.AmdGpu) -> Card:
+    name = _amd_name(readings, gpu, None)
+    row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
+        "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
+    )
+    memory = usable.vram(gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")
+    shown = row.name if row is not None and name.startswith("AMD GPU ") else name
+    return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
+
+
+def _gtt_findings(gpu: amd.AmdGpu, system: _System, row: Row | None) -> list[Finding]:
+    """Advice where the kernel lets the GPU map much less RAM than there is."""
+    installed = system.memory.total_bytes + gpu.vram_total_bytes
+    reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
+    found = []
+    if reach < 0.75 * installed and installed >= 24 * GIB:
+        pages = usable.gtt_pages_advised(installed)
+        found.append(
+            Finding(
+                "warning",
+                f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's GTT limit is small",
+                f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot',
+            )
+        )
+    if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.memory.total_bytes:
+        found.append(
+            Finding(
+                "info",
+                f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models load through the rest",
+                "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead",
+            )
+        )
+    return found
+
+
+def _permission_findings(readings: Readings) -> list[Finding]:
+    if readings.output("render-access") != "denied":
+        return []
+    fix = "sudo usermod -aG render,video $USER, then log in again"
+    return [Finding("error", "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd", fix)]
+
+
+# -- Intel and everything else --------------------------------------------------------------------------------------
+
+
+def _pci_vendor_present(readings: Readings, vendor: int) -> bool:
+    paths = readings.matching("/sys/class/drm/card*/device/vendor") + readings.matching("/sys/bus/pci/devices/*/vendor")
+    for path in paths:
+        folder = path.removesuffix("/vendor")
+        display = (hexadecimal(readings.file(f"{folder}/class")) or 0x030000) >> 16 == 0x03
+        if hexadecimal(readings.file(path)) == vendor and display:
+            return True
+    return False
+
+
+def _intel(readings: Readings, system: _System) -> Device | None:
+    """Intel's Arc: discrete cards by PCI id with lmem_total_bytes, and the integrated ones the table knows."""
+    vulkan_gpus = vulkan.summary(readings.output("vulkaninfo"))
+    for path in readings.matching("/sys/class/drm/card*/device/vendor"):
+        if hexadecimal(readings.file(path)) != 0x8086:
+            continue
+        folder = path.removesuffix("/vendor")
+        device_id = f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
+        total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
+        row = table.by_pci("8086", device_id, "", total or None)
+        if row is not None and row.kind == "discrete":
+            size = total or int(row.memory_gb[0] * GIB)
+            memory = Memory(size, size, size, "reported" if total else "datasheet", "lmem_total_bytes, or the table")
+            note = Finding("info", f"{row.name}: memory in use can't be read without root, so all of it counts as free")
+            base = replace(system.base, findings=(*system.base.findings, note))
+            card = Card(row.name, memory, row.bandwidth, row, "", row.compute_units)
+            return one_machine([card], "vulkan", _host(system), system.base.bandwidth_gbps, base)
+    integrated = table.by_cpu(system.cpu.name) or next(
+        (row for gpu in vulkan_gpus if (row := table.by_gpu_name(gpu.name)) is not None and row.vendor == "Intel"), None
+    )
+    if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
+        return None
+    note = Finding("info", "how much RAM this integrated GPU may map depends on its driver: what is available is shown")
+    return replace(
+        system.base,
+        name=integrated.name,
+        kind="unified",
+        accelerator="vulkan",
+        family=integrated.family,
+        bandwidth_gbps=_apu_bandwidth(system, integrated),
+        compute_units=integrated.compute_units,
+        match=integrated.name,
+        findings=(*system.base.findings, note),
+    )
+
+
+def _cpu_only(system: _System) -> Device:
+    row = table.by_cpu(system.cpu.name)
+    findings = list(system.base.findings)
+    if system.base.bandwidth_gbps is None:
+        hint = "memory bandwidth is not known here yet"
+        if system.cpu.hypervisor:
+            hint += " (a virtual machine hides its memory)"
+        findings.append(Finding("info", hint, "localllm device --measure"))
+    return replace(system.base, match=row.name if row else "", findings=tuple(findings))

@@ -1,0 +1,105 @@
+"""A Mac's readings to its Device: Metal's budget, the chip's bin, nothing multiplied that can be asked."""
+
+from __future__ import annotations
+
+from localllm.device import table, usable
+from localllm.device.errors import DeviceUnreadableError
+from localllm.device.parsers import macos
+from localllm.device.readings import Readings
+from localllm.device.types import Device, Figure, Finding
+
+GIB = 1 << 30
+
+
+def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
+    """The Mac of these readings. A CPU measurement is not its bandwidth: the CPU cores can't pull the SoC's full rate,
+    so `ram_bandwidth` counts only on machines without Apple's GPU (Intel Macs, virtual machines)."""
+    mac = macos.sysctl(readings.output("sysctl"))
+    if mac.memory_bytes is None:
+        raise DeviceUnreadableError("macOS did not report hw.memsize, so the memory of this Mac is unknown")
+    findings: list[Finding] = []
+    displayed, _ = macos.displays(readings.output("system_profiler"))
+    chip = mac.chip if mac.chip.startswith("Apple ") else displayed
+    cores = macos.gpu_cores(readings.output("ioreg"), readings.output("system_profiler"))
+    available = macos.vm_stat(readings.output("vm_stat"))
+    if mac.translated:
+        findings.append(
+            Finding(
+                "warning",
+                "Python runs under Rosetta (x86): Metal and MLX need an arm64 Python",
+                "install an arm64 Python (`arch -arm64 /bin/zsh`, then reinstall localllm)",
+            )
+        )
+    if not chip.startswith("Apple ") or "Paravirtual" in readings.output("metal") or chip == "Apple processor":
+        return _without_gpu(mac, available, ram_bandwidth, readings.architecture, findings)
+
+    row = table.by_chip(chip, cores, mac.memory_bytes)
+    working_set = macos.metal_working_set(readings.output("metal"))
+    memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, available)
+    findings += _limit_findings(mac, memory.basis == "assumed", working_set)
+    if row is None:
+        findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table: bandwidth unknown"))
+    elif cores is None:
+        findings.append(Finding("warning", f"the number of GPU cores could not be read: took {row.name}"))
+    fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
+    return Device(
+        name=f"{chip} ({cores}-core GPU)" if cores else chip,
+        kind="unified",
+        accelerator="metal",
+        family=row.family if row else " ".join(chip.split()[:2]),
+        memory=memory,
+        bandwidth_gbps=row.bandwidth if row else None,
+        fp16_tflops=fp16,
+        fp8_tflops=fp8,
+        fp4_tflops=fp4,
+        compute_units=cores or 0,
+        os="macOS",
+        cpu=chip,
+        n_cpu_cores=mac.cpu_cores,
+        match=row.name if row else "",
+        findings=tuple(findings),
+    )
+
+
+def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> list[Finding]:
+    found = []
+    memory = mac.memory_bytes or 0
+    if mac.wired_limit_mb and mac.wired_limit_mb * usable.MIB > memory:
+        found.append(
+            Finding(
+                "warning",
+                f"iogpu.wired_limit_mb ({mac.wired_limit_mb} MiB) is above this Mac's RAM; filling it hangs the Mac",
+                "sudo sysctl iogpu.wired_limit_mb=0",
+            )
+        )
+    if assumed and not working_set:
+        found.append(
+            Finding(
+                "info", "Metal could not be asked (no GPU session?): the GPU's share of RAM is assumed, a low figure"
+            )
+        )
+    if mac.pressure == 4:
+        found.append(
+            Finding("warning", "macOS reports critical memory pressure: close other apps before loading a model")
+        )
+    return found
+
+
+def _without_gpu(
+    mac: macos.Mac, available: int | None, bandwidth: Figure | None, architecture: str, findings: list[Finding]
+) -> Device:
+    total = mac.memory_bytes or 0
+    why = "a virtual machine" if architecture == "arm64" else "an Intel Mac"
+    findings.append(Finding("info", f"no Apple GPU here ({why}): models run on the CPU"))
+    return Device(
+        name=mac.chip or mac.model or "Mac",
+        kind="system",
+        accelerator="cpu",
+        family="CPU",
+        memory=usable.shared_pool(total, total // 2 if available is None else available, "hw.memsize, vm_stat"),
+        bandwidth_gbps=bandwidth,
+        os="macOS",
+        cpu=mac.chip,
+        n_cpu_cores=mac.cpu_cores,
+        findings=tuple(findings),
+    )

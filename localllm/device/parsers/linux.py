@@ -1,0 +1,227 @@
+"""Linux's own files to facts: memory, processor, cgroup limits, RAM sticks from udev, WSL, board."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from localllm.device.parsers.numbers import integer, key_values
+from localllm.device.readings import Readings
+
+# cgroup v1 prints the largest page-aligned int64 when there is no limit.
+_CGROUP_V1_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class MemInfo:
+    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop."""
+
+    total_bytes: int
+    available_bytes: int
+    swap_total_bytes: int
+    swap_free_bytes: int
+
+
+def meminfo(text: str) -> MemInfo | None:
+    """/proc/meminfo; None without a usable MemTotal.
+
+    Where huge pages are reserved, only free huge pages can hold a model (llama.cpp's rule for integrated CUDA devices,
+    https://github.com/ggml-org/llama.cpp/pull/17368). MemFree is never used: it counts page cache as taken.
+    """
+    values = key_values(text)
+
+    def size(key: str) -> int | None:
+        number = integer(values.get(key))
+        return None if number is None or number < 0 else number * 1024
+
+    total = size("MemTotal")
+    if not total:
+        return None
+    available = size("MemAvailable")
+    if available is None:  # kernels before 3.14
+        available = (size("MemFree") or 0) + (size("Cached") or 0) + (size("Buffers") or 0)
+    huge_pages = integer(values.get("HugePages_Total")) or 0
+    if huge_pages > 0:
+        available = max(integer(values.get("HugePages_Free")) or 0, 0) * (size("Hugepagesize") or 0)
+    return MemInfo(total, min(available, total), size("SwapTotal") or 0, size("SwapFree") or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuInfo:
+    """The processor's name, cores this process may use (0 = unknown) and whether a hypervisor is under us."""
+
+    name: str
+    cores: int
+    hypervisor: bool
+    apple: bool = False
+
+
+# ARM's /proc/cpuinfo has no name: implementer and part numbers (https://github.com/util-linux/util-linux,
+# sys-utils/lscpu-arm.c) of the cores in the machines of the table.
+_ARM_PARTS = {
+    ("0x41", "0xd42"): "Cortex-A78AE",
+    ("0x41", "0xd85"): "Cortex-X925",
+    ("0x41", "0xd87"): "Cortex-A725",
+    ("0x41", "0xd83"): "Neoverse-V3AE",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x51", "0x001"): "Oryon",
+}
+
+
+def cpuinfo(text: str) -> CpuInfo:
+    """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last names the machine)."""
+    names: list[str] = []
+    processors = 0
+    physical: set[tuple[str, str]] = set()
+    package = core = implementer = ""
+    apple = False
+    for line in text.splitlines():
+        key, sep, value = line.partition(":")
+        key, value = key.strip(), value.strip()
+        if not sep:
+            continue
+        if key == "processor":
+            processors += 1
+        elif key == "model name" and value:
+            names.append(value)
+        elif key == "physical id":
+            package = value
+        elif key == "core id":
+            core = value
+            physical.add((package, core))
+        elif key == "CPU implementer":
+            implementer = value
+            apple = apple or value == "0x61"
+        elif key == "CPU part":
+            part = _ARM_PARTS.get((implementer, value.lower()))
+            if part:
+                names.append(part)
+    kinds = list(dict.fromkeys(names))
+    flags = re.search(r"^flags\s*:.*\bhypervisor\b", text, re.MULTILINE)
+    return CpuInfo(" + ".join(kinds[:3]), len(physical) or processors, flags is not None, apple)
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupLimit:
+    """A container's memory limit and what of it is really used (page cache apart), in bytes."""
+
+    limit_bytes: int
+    used_bytes: int
+    where: str
+
+
+def cgroup(readings: Readings) -> CgroupLimit | None:
+    """The tightest memory limit on the way from this process's cgroup to the root, v1 or v2; None if there is none.
+
+    Used memory leaves inactive file cache out: `max - current` under-estimates what is free after a model was read.
+    """
+    tightest: CgroupLimit | None = None
+    for path in _cgroup_folders(readings.file("/proc/self/cgroup")):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = integer(readings.file(f"{path}/{limit_name}"))
+            if limit is None or limit <= 0 or limit >= _CGROUP_V1_UNLIMITED:
+                continue
+            if tightest is not None and limit >= tightest.limit_bytes:
+                continue
+            used = integer(readings.file(f"{path}/{used_name}")) or 0
+            stat = key_values(readings.file(f"{path}/memory.stat"), " ")
+            cache = integer(stat.get("inactive_file") or stat.get("total_inactive_file")) or 0
+            tightest = CgroupLimit(limit, max(used - cache, 0), f"{path}/{limit_name}")
+    return tightest
+
+
+def _cgroup_folders(self_cgroup: str) -> list[str]:
+    """Every folder whose limits bind this process, from its own cgroup up to both roots."""
+    folders: list[str] = []
+    for line in self_cgroup.splitlines() or ["0::/"]:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            root = "/sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            root = "/sys/fs/cgroup/memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..", ".")]
+        folders += ["/".join([root, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+    return folders + [root for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory") if root not in folders]
+
+
+def cgroup_paths(self_cgroup: str) -> list[str]:
+    """The files a probe has to read so that `cgroup` can judge."""
+    names = ("memory.max", "memory.current", "memory.stat", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return [f"{folder}/{name}" for folder in _cgroup_folders(self_cgroup) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Ram:
+    """Installed memory as its firmware describes it: transfers per second, populated channels × bits."""
+
+    megatransfers_s: int
+    bus_bits: int
+    modules: int
+
+    @property
+    def bandwidth_gbps(self) -> float:
+        """MT/s × bits ÷ 8, decimal GB/s: the peak of the populated channels."""
+        return self.megatransfers_s * self.bus_bits / 8 / 1000
+
+
+def udev_memory(text: str) -> Ram | None:
+    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if unusable.
+
+    DIMMs are counted by channel, not by stick: four sticks on a desktop are two channels. The configured speed counts,
+    not the rated one (https://github.com/systemd/systemd/pull/17837).
+    """
+    devices: dict[int, dict[str, str]] = {}
+    for index, key, value in re.findall(r"MEMORY_DEVICE_([0-9]{1,4})_([A-Z_0-9]+)=(.*)", text):
+        devices.setdefault(int(index), {})[key] = value.strip()
+    channels: dict[str, int] = {}
+    speeds: list[int] = []
+    for index, fields in sorted(devices.items()):
+        if fields.get("PRESENT") == "0" or not integer(fields.get("SIZE")):
+            continue
+        speed = integer(fields.get("CONFIGURED_SPEED_MTS")) or integer(fields.get("SPEED_MTS"))
+        width = integer(fields.get("DATA_WIDTH"))
+        if not speed or not width or not 100 <= speed <= 20_000 or not 0 < width <= 512:
+            return None
+        speeds.append(speed)
+        channels[_channel(fields, index)] = width
+    if not speeds:
+        return None
+    # Two 32-bit halves of a DDR5 DIMM are one record of 64 bits; soldered LPDDR lists each 16/32-bit device apart.
+    return Ram(min(speeds), sum(channels.values()), len(speeds))
+
+
+def _channel(fields: dict[str, str], index: int) -> str:
+    places = f"{fields.get('BANK_LOCATOR', '')} {fields.get('LOCATOR', '')}".upper()
+    named = re.search(r"((?:P[0-9]|NODE ?[0-9])?[ _-]*CHANNEL[ _-]?[A-P0-9]+)", places)
+    if named:
+        width = f"/{index}" if (integer(fields.get("DATA_WIDTH")) or 64) < 64 else ""
+        return named.group(1) + width
+    dimm = re.search(r"(P[0-9])?[ _-]*DIMM[ _-]?([A-P])[ _-]?[0-9]?", places)
+    if dimm:
+        return f"{dimm.group(1) or ''}DIMM {dimm.group(2)}"
+    return f"device {index}"
+
+
+def is_wsl(readings: Readings) -> bool:
+    """True inside Windows' Linux: its kernel names Microsoft, whatever the environment says."""
+    return "microsoft" in readings.file("/proc/version").lower()
+
+
+def last_level_cache_bytes(readings: Readings) -> int:
+    """The largest cache level in bytes summed over its instances as seen from cpu0 (0 = unknown)."""
+    sizes = []
+    for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):
+        text = readings.file(path)
+        number = integer(text)
+        if number and number > 0:
+            sizes.append(number * {"K": 1024, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1))
+    return max(sizes, default=0)

@@ -1,0 +1,102 @@
+"""macOS's sysctl, ioreg, Metal and vm_stat to facts about an Apple Silicon Mac."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.device.parsers.numbers import integer, key_values
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Mac:
+    """What sysctl says. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not readable."""
+
+    chip: str
+    model: str
+    memory_bytes: int | None
+    cpu_cores: int
+    wired_limit_mb: int | None
+    pressure: int | None
+    translated: bool
+
+
+def sysctl(text: str) -> Mac:
+    """`sysctl machdep.cpu.brand_string hw.model hw.memsize …` as "key: value" or "key = value" lines."""
+    values = key_values(text.replace(" = ", ": "))
+    memory = integer(values.get("hw.memsize"))
+    pressure = integer(values.get("kern.memorystatus_vm_pressure_level"))
+    return Mac(
+        chip=" ".join(values.get("machdep.cpu.brand_string", "").split())[:80],
+        model=values.get("hw.model", "")[:80],
+        memory_bytes=memory if memory and 0 < memory < 1 << 50 else None,
+        cpu_cores=max(integer(values.get("hw.physicalcpu") or values.get("hw.ncpu")) or 0, 0),
+        wired_limit_mb=integer(values.get("iogpu.wired_limit_mb")),
+        pressure=pressure,
+        translated=integer(values.get("sysctl.proc_translated")) == 1,
+    )
+
+
+def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
+    """GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40), else system_profiler's sppci_cores."""
+    found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
+    if found:
+        cores = int(found.group(1), 0) if found.group(1).startswith("0x") else int(found.group(1))
+        return cores if 0 < cores <= 1024 else None
+    return displays(system_profiler)[1]
+
+
+def displays(system_profiler: str) -> tuple[str, int | None]:
+    """Chip name and GPU cores from SPDisplaysDataType, as JSON or as the text the command prints by default."""
+    try:
+        data: Any = json.loads(system_profiler) if system_profiler.lstrip().startswith("{") else None
+    except (ValueError, RecursionError):
+        data = None
+    if isinstance(data, dict):
+        entries = data.get("SPDisplaysDataType")
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict):
+                cores = integer(str(entry.get("sppci_cores", "")))
+                if cores:
+                    return str(entry.get("sppci_model", ""))[:80], cores if 0 < cores <= 1024 else None
+        return "", None
+    name = re.search(r"Chipset Model:\s*(.+)", system_profiler)
+    count = re.search(r"Total Number of Cores:\s*([0-9]{1,6})", system_profiler)
+    cores = int(count.group(1)) if count else None
+    return (name.group(1).strip()[:80] if name else ""), cores if cores and cores <= 1024 else None
+
+
+def metal_working_set(text: str) -> int | None:
+    """Bytes of Metal's recommendedMaxWorkingSetSize from our probe ("… = 115964116992 bytes") or from a llama.cpp log.
+
+    llama.cpp prints decimal megabytes: `recommendedMaxWorkingSetSize  = 55662.79 MB` (a comma in some locales).
+    """
+    found = re.search(
+        r"recommendedMaxWorkingSetSize\s*[=:]\s*([0-9]{1,15}(?:[.,][0-9]{1,6})?)\s*(bytes|GiB|MiB|MB)?", text
+    )
+    if not found:
+        return None
+    unit = {"GiB": GIB, "MiB": MIB, "MB": 1_000_000}.get(found.group(2) or "bytes", 1)
+    value = round(float(found.group(1).replace(",", ".")) * unit)
+    return value if value > 0 else None
+
+
+def vm_stat(text: str) -> int | None:
+    """Bytes macOS can hand out without swapping: free + inactive + speculative + purgeable pages of `vm_stat`.
+
+    The page size is read from the header: 16 KiB on Apple Silicon, not 4.
+    """
+    page = re.search(r"page size of ([0-9]{1,8}) bytes", text)
+    values = key_values(text)
+    if not page or "Pages free" not in values:
+        return None
+    pages = sum(
+        max(integer(values.get(key)) or 0, 0)
+        for key in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
+    )
+    return pages * int(page.group(1))

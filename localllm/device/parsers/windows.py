@@ -1,0 +1,100 @@
+"""Windows' registry, GlobalMemoryStatusEx and CIM, as text, to facts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.device.parsers.linux import Ram
+from localllm.device.parsers.numbers import integer, key_values
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A display adapter of the registry: the driver's name, its own memory in bytes, PCI ids ("" = not PCI)."""
+
+    name: str
+    memory_bytes: int
+    vendor: str
+    device: str
+
+
+_CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
+
+
+def adapters(text: str) -> list[Adapter]:
+    """`reg query` of the display class: DriverDesc, HardwareInformation.qwMemorySize and MatchingDeviceId per subkey.
+
+    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Keys of removed cards stay in the registry, so
+    identical entries are kept once.
+    """
+    found: list[Adapter] = []
+    for block in re.split(r"(?m)^HKEY_LOCAL_MACHINE", text):
+        if _CLASS not in block.lower():
+            continue
+        values = {
+            name.strip(): value.strip()
+            for name, value in re.findall(r"(?m)^ {4}(\S.*?) {4}REG_[A-Z_]+ {4}(.*)$", block)
+        }
+        name = values.get("DriverDesc", "")
+        if not name:
+            continue
+        memory = _registry_number(values.get("HardwareInformation.qwMemorySize"))
+        pci = re.search(r"ven_([0-9a-f]{4})&dev_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
+        adapter = Adapter(name[:120], memory, pci.group(1) if pci else "", pci.group(2) if pci else "")
+        if adapter not in found:
+            found.append(adapter)
+    return found
+
+
+def _registry_number(value: str | None) -> int:
+    """A REG_QWORD (0x5fee00000) or a little-endian REG_BINARY of up to eight bytes; 0 if neither."""
+    text = (value or "").lower()
+    if re.fullmatch(r"0x[0-9a-f]{1,16}", text):
+        return int(text, 16)
+    if re.fullmatch(r"(?:[0-9a-f]{2}){1,8}", text):
+        return int.from_bytes(bytes.fromhex(text), "little")
+    return 0
+
+
+def processor(text: str) -> str:
+    """ProcessorNameString of the registry's CentralProcessor key."""
+    found = re.search(r"ProcessorNameString\s+REG_SZ\s+(.+)", text)
+    return " ".join(found.group(1).split())[:120] if found else ""
+
+
+def memory_status(text: str) -> tuple[int, int] | None:
+    """(total, available) bytes from our GlobalMemoryStatusEx probe's "ullTotalPhys: N" lines."""
+    values = key_values(text)
+    total, available = integer(values.get("ullTotalPhys")), integer(values.get("ullAvailPhys"))
+    if not total or total <= 0:
+        return None
+    return total, min(max(available or 0, 0), total)
+
+
+def physical_memory(text: str) -> Ram | None:
+    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or one alone.
+
+    Channels are told apart by BankLabel/DeviceLocator; sticks that name no channel count as one channel per stick, at
+    most two (a desktop or laptop), and the slowest configured speed counts.
+    """
+    try:
+        data: Any = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return None
+    sticks = data if isinstance(data, list) else [data]
+    speeds: list[int] = []
+    channels: set[str] = set()
+    for index, stick in enumerate(sticks):
+        if not isinstance(stick, dict):
+            continue
+        speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
+        if not isinstance(speed, int) or not 100 <= speed <= 20_000:
+            return None
+        speeds.append(speed)
+        place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}".upper()
+        named = re.search(r"CHANNEL ?[-_]?([A-H0-9])", place)
+        channels.add(named.group(0) if named else f"stick {index % 2}")
+    return Ram(min(speeds), 64 * len(channels), len(speeds)) if speeds else None

@@ -1,0 +1,135 @@
+"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap, leftover workers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from localllm.device.health import BuildFacts, HealthFacts, Worker
+from localllm.device.probes.commands import read_text, run
+
+_WORKER = "localllm.engine.worker"
+
+
+def read(cache: Path, data: Path) -> HealthFacts:
+    """Everything `health.judge` needs; what could not be read stays None, so that it is reported as not checked."""
+    power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
+    return HealthFacts(
+        build=llama_cpp_build(),
+        mlx_version=_version("mlx"),
+        disk_free_bytes={name: free for name, path in _disks(cache, data).items() if (free := _free(path)) is not None},
+        open_files=_open_files(),
+        swap=_swap(),
+        pressure=read_text("/proc/pressure/memory"),
+        platform_profile=read_text("/sys/firmware/acpi/platform_profile"),
+        on_battery=_on_battery(),
+        pmset=power or None,
+        workers=workers(),
+    )
+
+
+def llama_cpp_build() -> BuildFacts | None:
+    """The installed llama_cpp package by its files, without importing (and so loading) it; None if not installed."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
+    try:
+        libraries = sorted(path.name for path in folder.iterdir() if re.search(r"\.(so|dylib|dll)", path.name))
+    except OSError:
+        libraries = []
+    cuda = next((folder / name for name in libraries if "ggml-cuda" in name), None)
+    return BuildFacts(
+        version=_version("llama-cpp-python") or "",
+        libraries=tuple(libraries),
+        cuda_strings=_cuda_strings(cuda) if cuda is not None else (),
+    )
+
+
+def _cuda_strings(library: Path) -> tuple[str, ...]:
+    """Architecture names inside libggml-cuda: its ARCHS list ("750,860,1200") and sm_/compute_ names of its code."""
+    pattern = rb"\x00([0-9]{3,4}(?:,[0-9]{3,4})*)\x00|(?:sm|compute)_([0-9]{2,3})[af]?\b"
+    try:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = {(m.group(1) or b"sm_" + m.group(2)).decode() for m in re.finditer(pattern, content)}
+    except (OSError, ValueError):
+        return ()
+    return tuple(sorted(found))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _disks(cache: Path, data: Path) -> dict[str, Path]:
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return {"models": Path(hub).expanduser(), "cache": cache, "conversations": data}
+
+
+def _free(path: Path) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _open_files() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return None
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _swap() -> tuple[int, int] | None:
+    import psutil
+
+    try:
+        swap = psutil.swap_memory()
+    except (OSError, RuntimeError):
+        return None
+    return int(swap.total), int(swap.used)
+
+
+def _on_battery() -> bool | None:
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def workers() -> tuple[Worker, ...]:
+    """Engine worker processes of this user, each with whether the server that started it is still there."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "memory_info"]):
+        try:
+            if _WORKER not in (process.info["cmdline"] or []):
+                continue
+            parent = process.parent()
+            memory = process.info["memory_info"]
+            orphan = parent is None or parent.pid == 1 or not _may_own_workers(parent.cmdline())
+            found.append(Worker(process.pid, memory.rss if memory else 0, orphan))
+        except (psutil.Error, OSError):
+            continue
+    return tuple(found)
+
+
+def _may_own_workers(command: list[str]) -> bool:
+    """A worker's server runs in a Python (`localllm serve`, a test, a notebook); an init or session manager is none."""
+    return any("python" in Path(part).name.lower() or "localllm" in part for part in command)

@@ -1,0 +1,84 @@
+"""NVML through nvidia-ml-py, each call on its own because any of them may fail; nvidia-smi where NVML is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localllm.device.parsers.nvidia import SMI_FIELDS
+from localllm.device.probes.commands import run
+
+_WSL = "/usr/lib/wsl/lib"
+
+
+def nvml() -> str:
+    """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would cost memory)."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    with contextlib.suppress(OSError):  # WSL keeps the library off the loader's path; once loaded it is found by name
+        ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError, OSError):
+        return ""
+    try:
+        gpus = [_gpu(pynvml, index) for index in range(int(pynvml.nvmlDeviceGetCount()))]
+        return json.dumps([gpu for gpu in gpus if gpu])
+    except pynvml.NVMLError:
+        return ""
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _gpu(api: Any, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def ask(key: str, call: Callable[[], Any]) -> Any:
+        # AttributeError: a driver or nvidia-ml-py too old for the call.
+        with contextlib.suppress(api.NVMLError, AttributeError, ValueError):
+            value = call()
+            found[key] = value.decode() if isinstance(value, bytes) else value
+            return value
+        return None
+
+    try:
+        handle = api.nvmlDeviceGetHandleByIndex(index)
+    except api.NVMLError:  # lost or excluded: the others still count
+        return found
+    ask("name", lambda: api.nvmlDeviceGetName(handle))
+    memory = None
+    with contextlib.suppress(api.NVMLError, AttributeError):
+        memory = api.nvmlDeviceGetMemoryInfo(handle, version=api.nvmlMemory_v2)
+        found["reserved"] = memory.reserved
+    with contextlib.suppress(api.NVMLError):
+        memory = memory or api.nvmlDeviceGetMemoryInfo(handle)
+    if memory is not None:
+        found |= {"total": memory.total, "used": memory.used, "free": memory.free}
+    capability = None
+    with contextlib.suppress(api.NVMLError):
+        capability = api.nvmlDeviceGetCudaComputeCapability(handle)
+    if capability is not None:
+        found["cc_major"], found["cc_minor"] = capability
+    ask("bus_bits", lambda: api.nvmlDeviceGetMemoryBusWidth(handle))
+    ask("max_memory_mhz", lambda: api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM))
+    ask("addressing", lambda: int(api.nvmlDeviceGetAddressingMode(handle)))
+    ask("power_limit_mw", lambda: api.nvmlDeviceGetEnforcedPowerLimit(handle))
+    ask("default_power_limit_mw", lambda: api.nvmlDeviceGetPowerManagementDefaultLimit(handle))
+    return found
+
+
+def smi() -> str:
+    """nvidia-smi's CSV with its header, its -q log where this driver's nvidia-smi refuses one of the columns."""
+    program = shutil.which("nvidia-smi") or f"{_WSL}/nvidia-smi"
+    if not Path(program).exists():
+        return ""
+    answered = run(program, f"--query-gpu={SMI_FIELDS}", "--format=csv")
+    return answered if answered.startswith("name") else run(program, "-q")

@@ -1,0 +1,202 @@
+"""The table of known parts (devices.toml) and how a reported name finds its row."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from localllm.device.types import Accelerator, Basis, DeviceKind, Figure
+
+GIB = 1 << 30
+
+# The words a driver, a shop or a person adds or leaves out around the same part number.
+_NOISE = re.compile(r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its figures come from.
+
+    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s; compute in dense TFLOP/s.
+    """
+
+    name: str
+    vendor: str
+    family: str
+    kind: DeviceKind
+    accelerator: Accelerator
+    source: str
+    memory_gb: tuple[float, ...] = ()
+    bandwidth_gbps: float | None = None
+    bandwidth_basis: Basis = "datasheet"
+    compute_units: int = 0
+    compute_basis: Basis = "datasheet"
+    fp16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    fp4_tflops: float | None = None
+    compute_capability: str = ""
+    chip: str = ""
+    names: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    pci: tuple[str, ...] = ()
+    price_usd: float | None = None
+    note: str = ""
+
+    @property
+    def bandwidth(self) -> Figure | None:
+        """Peak memory bandwidth (decimal GB/s) with its source, or None where nobody publishes it."""
+        if self.bandwidth_gbps is None:
+            return None
+        return Figure(self.bandwidth_gbps, self.bandwidth_basis, self.source)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Every row of the table, in file order."""
+    text = files("localllm.device").joinpath("devices.toml").read_text(encoding="utf-8")
+    return tuple(_row(entry) for entry in tomllib.loads(text)["device"])
+
+
+def _row(entry: dict[str, Any]) -> Row:
+    fields: dict[str, Any] = {
+        key: float(value) if key.endswith(("_gbps", "_tflops", "_usd")) else value for key, value in entry.items()
+    }
+    for key in ("memory_gb", "names", "cpu", "pci"):
+        fields[key] = tuple(entry.get(key, ()))
+    return Row(**fields)
+
+
+def plain(name: str) -> str:
+    """A reported name without vendor, trademark signs and case, so that two drivers' spellings compare equal."""
+    return " ".join(_NOISE.sub(" ", name.lower()).replace("-", " ").split())
+
+
+def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None) -> Row | None:
+    """The row of a GPU as its driver calls it; among cards of one name, the one whose memory is nearest (within 10 %)
+    and, where sizes agree too (3060 Ti GDDR6 and GDDR6X), the one whose bandwidth is nearest to the reported clocks'.
+
+    Longest match wins, on word ends: "RTX 5090" is inside "RTX 5090 Laptop GPU", whose bandwidth is half.
+    """
+    wanted = plain(name)
+    if wanted.endswith("..."):  # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
+        return None
+    best: list[Row] = []
+    best_length = 0
+    for row in rows():
+        for known in row.names:
+            key = plain(known)
+            if not key or not re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", wanted):
+                continue
+            if "laptop" in wanted.split() and "laptop" not in key.split():
+                continue
+            if len(key) > best_length:
+                best, best_length = [row], len(key)
+            elif len(key) == best_length:
+                best.append(row)
+    if best and _says_more(wanted, best_length, best[0]):
+        return None
+    if bandwidth_gbps is not None:
+        best.sort(key=lambda row: abs((row.bandwidth_gbps or 0.0) - bandwidth_gbps))
+    return nearest_memory(best, memory_bytes)
+
+
+# A known name inside a longer one is another part when one of these words follows ("RTX 4070" in "RTX 4070 Ti").
+_OTHER_PART = {"ti", "super", "xt", "xtx", "gre", "d", "v2", "max", "mig", "ada", "laptop", "mobile", "sff", "m"}
+
+
+def _says_more(wanted: str, matched: int, row: Row) -> bool:
+    key = next(plain(known) for known in row.names if len(plain(known)) == matched and plain(known) in wanted)
+    rest = wanted.replace(key, " ", 1).split()
+    return any(word in _OTHER_PART for word in rest)
+
+
+def nearest_memory(found: Iterable[Row], memory_bytes: int | None, tolerance: float = 0.10) -> Row | None:
+    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within `tolerance`."""
+    candidates = list(found)
+    if not candidates or memory_bytes is None:
+        return candidates[0] if candidates else None
+    sized = [
+        (abs(gb * GIB - memory_bytes) / (gb * GIB), index)
+        for index, row in enumerate(candidates)
+        for gb in row.memory_gb
+    ]
+    if not sized:
+        return candidates[0]
+    off, index = min(sized)
+    return candidates[index] if off <= tolerance else None
+
+
+def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> Row | None:
+    """The row of an Apple chip's bin: brand string plus GPU cores, then memory where cores don't decide (M6).
+
+    With unknown cores, the bin sold with that much memory; if several are, the one with the lowest bandwidth.
+    """
+    found = [row for row in rows() if row.chip == chip]
+    exact = [row for row in found if row.compute_units == gpu_cores]
+    if exact:
+        return nearest_memory(exact, memory_bytes) or exact[0]
+    if gpu_cores is not None:
+        # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth is the same.
+        return found[0] if len({row.bandwidth_gbps for row in found}) == 1 else None
+    if memory_bytes is not None:
+        sold = [row for row in found if any(abs(gb * GIB - memory_bytes) < GIB for gb in row.memory_gb)]
+        found = sold or found
+    return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
+
+
+def by_cpu(cpu: str) -> Row | None:
+    """The row of a processor whose graphics share its memory, by a part of the CPU's name (any case)."""
+    wanted = " ".join(cpu.lower().split())
+    found = [(len(part), row) for row in rows() for part in row.cpu if _cpu_part(part, wanted)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _cpu_part(part: str, wanted: str) -> bool:
+    return re.search(rf"(?<![\w]){re.escape(part.lower())}(?![\w+])", wanted) is not None
+
+
+def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | None = None) -> Row | None:
+    """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that revision."""
+    full, short = f"{vendor}:{device}:{revision}".lower(), f"{vendor}:{device}".lower()
+    found = [row for row in rows() if full in row.pci or short in row.pci]
+    return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
+
+
+def tflops(row: Row) -> tuple[Figure | None, Figure | None, Figure | None]:
+    """Dense FP16, FP8 and FP4 TFLOP/s of a row.
+
+    A missing FP16 figure is derived from the same family's published one, in proportion to compute units: chips of one
+    Apple generation and cards of one GeForce generation differ by clock within about a tenth. GB10's FP16 and FP8 come
+    from its FP4 figure, halved for each doubling of the operand, as B200's published 9000/4500/2250 are
+    (https://glennklockwood.com/garden/processors/B200).
+    """
+    fp16, fp8, fp4 = (
+        None if value is None else Figure(value, row.compute_basis, row.source)
+        for value in (row.fp16_tflops, row.fp8_tflops, row.fp4_tflops)
+    )
+    if row.family in ("GB10", "N1X") and fp4 is not None:
+        rule = f"FP4 dense {fp4.value:g} halved per doubling of the operand"
+        fp8 = fp8 or Figure(fp4.value / 2, "derived", rule)
+        fp16 = fp16 or Figure(fp4.value / 4, "derived", rule)
+    if fp16 is None and row.compute_units and row.family in _ONE_ARCHITECTURE:
+        sibling = max(
+            (r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units),
+            key=lambda r: r.compute_units,
+            default=None,
+        )
+        if sibling is not None and sibling.fp16_tflops is not None:
+            value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
+            rule = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units"
+            fp16 = Figure(round(value, 1), "derived", rule)
+    return fp16, fp8, fp4
+
+
+_ONE_ARCHITECTURE = {
+    *(f"Apple M{generation}" for generation in range(1, 6)),
+    *(f"GeForce RTX {generation}" for generation in (30, 40, 50)),
+}

@@ -1,0 +1,223 @@
+"""The engine client: starts a worker process and speaks with it; the only thing the rest of the house knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localllm import errors
+from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
+from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
+
+_LINE_LIMIT = 64 * 2**20
+_STOP_GRACE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON."""
+
+    spec: LoadSpec
+    backend: str = "auto"
+    engine: dict[str, Any] = field(default_factory=dict)
+    log_path: Path | None = None
+
+
+class WorkerClient:
+    """One worker process with one loaded model (implements localllm.engine.api.Engine)."""
+
+    def __init__(self, process: asyncio.subprocess.Process, info: ModelInfo, memory: MemoryReport) -> None:
+        self._process = process
+        self.info = info
+        self.memory = memory
+        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._next = 0
+        self._closing = False
+        self.died: asyncio.Event = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
+        """Start a worker and load its model; raises the LocalLLMError the worker names, or WorkerDiedError."""
+        log = options.log_path.open("ab") if options.log_path is not None else None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "localllm.engine.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
+                limit=_LINE_LIMIT,
+            )
+        finally:
+            if log is not None:
+                log.close()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            order = {"op": "load", "spec": asdict(options.spec), "backend": options.backend, "engine": options.engine}
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            await process.stdin.drain()
+            while True:
+                line = await process.stdout.readline()
+                if not line:
+                    code = await process.wait()
+                    raise errors.WorkerDiedError(
+                        f"the engine's process ended while loading {Path(options.spec.path).name!r} ({_said(code)})",
+                        hint="the file may be damaged or too large for this machine; see `localllm doctor`",
+                    )
+                message = json.loads(line)
+                if "loading" in message and on_loading is not None:
+                    on_loading(message["loading"])
+                elif "fatal" in message:
+                    await process.wait()
+                    raise errors.by_code(**message["fatal"])
+                elif "ready" in message:
+                    return cls(process, _info(message["ready"]), MemoryReport(**message["memory"]))
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return not self.died.is_set()
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        if request.id in self._streams:
+            yield Failure(request.id, "invalid_request", "a request with this id is running already")
+            return
+        self._streams[request.id] = queue
+        ended = False
+        try:
+            if not self._post({"op": "submit", "request": request_to_json(request)}):
+                ended = True
+                yield self._death(request.id)
+                return
+            while not ended:
+                event = await queue.get()
+                ended = isinstance(event, Finish | Failure)
+                yield event
+        finally:
+            self._streams.pop(request.id, None)
+            if not ended:
+                self._post({"op": "cancel", "id": request.id})
+
+    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`."""
+        tokens: list[int] = await self._ask({"op": "tokenize", "text": text, "special": special, "add_bos": add_bos})
+        return tokens
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Text of `tokens`."""
+        text: str = await self._ask({"op": "detokenize", "tokens": tokens})
+        return text
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's metrics and this worker's memory."""
+        values: dict[str, Any] = await self._ask({"op": "snapshot"})
+        return {**values, "memory_bytes": self.memory.total_bytes}
+
+    async def close(self) -> None:
+        """End the process: it finishes its step, frees the model, and is killed if it takes too long."""
+        self._closing = True
+        self._post({"op": "close"})
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_GRACE_S)
+        except TimeoutError:
+            self._kill()
+            await self._process.wait()
+        await self._reader
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await self._process.stdin.wait_closed()
+
+    # --- the pipe ------------------------------------------------------------------------------------------------
+
+    def _post(self, message: dict[str, Any]) -> bool:
+        assert self._process.stdin is not None
+        if self.died.is_set() or self._process.stdin.is_closing():
+            return False
+        self._process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        return True
+
+    async def _ask(self, message: dict[str, Any]) -> Any:
+        self._next += 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[self._next] = future
+        if not self._post({**message, "n": self._next}):
+            raise errors.WorkerDiedError("the engine's process has ended")
+        return await future
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while line := await self._process.stdout.readline():
+                self._deliver(json.loads(line))
+        except ValueError:
+            # Half a line: the process died while writing it.
+            self._kill()
+        finally:
+            await self._process.wait()
+            self.died.set()
+            for request_id, queue in self._streams.items():
+                queue.put_nowait(self._death(request_id))
+            for future in self._replies.values():
+                if not future.done():
+                    future.set_exception(errors.WorkerDiedError("the engine's process ended"))
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        if "ev" in message:
+            for data in message["ev"]:
+                queue = self._streams.get(data["id"])
+                if queue is not None:
+                    queue.put_nowait(event_from_json(data))
+        elif "re" in message:
+            future = self._replies.pop(message["re"], None)
+            if future is not None and not future.done():
+                future.set_result(message["value"])
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def _death(self, request_id: str) -> Failure:
+        if self._closing:
+            return Failure(request_id, "worker_died", "the model was unloaded", errors.WorkerDiedError.default_hint)
+        said = f"the engine's process ended in mid-request ({_said(self._process.returncode)})"
+        return Failure(request_id, "worker_died", said, errors.WorkerDiedError.default_hint)
+
+
+def _said(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    if code < 0:
+        import signal
+
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def _info(data: dict[str, Any]) -> ModelInfo:
+    return ModelInfo(**{**data, "eog_tokens": tuple(data["eog_tokens"])})

@@ -1,0 +1,452 @@
+"""The engine's loop: requests in, a step, events out. One thread owns it, and with it the backend.
+
+    submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode → finished
+
+`step()` is the whole architecture: admit who fits, plan one sweep (scheduler), run it (backend), advance every job by
+what came out. Between steps one piece of a finished conversation's KV goes to the prefix cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from localllm.engine.disk_tier import DiskTier
+from localllm.engine.job import Job
+from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Request, Text, TokenLogprob
+from localllm.engine.metrics import Metrics
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from localllm.engine.residency import Residency, Source, plain_block
+from localllm.engine.sampling import Constraint, Row, Sampler, log_softmax
+from localllm.engine.scheduler import ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+from localllm.engine.text import TextStream
+from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError, StepResult
+
+# Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
+_ANSWER_RESERVE_TOKENS = 128
+_PREFILL_EVENT_S = 0.25
+# A prefix somebody is prefilling right now is waited for when it saves at least this much.
+_WORTH_WAITING_TOKENS = 16
+
+MakeConstraint = Callable[[tuple[str, str]], Constraint]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
+    under `disk_dir` (None: none)."""
+
+    queue_limit: int = 64
+    cache_bytes: int = 2**30
+    disk_dir: str | None = None
+    disk_bytes: int = 8 * 10**9
+    make_constraint: MakeConstraint | None = None
+
+
+@dataclass
+class Engine:
+    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls everything."""
+
+    backend: Backend
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        info = self.backend.info
+        cache = PrefixCache(whole=not self.backend.capabilities.segments, capacity_bytes=self.settings.cache_bytes)
+        self._disk = self._open_disk(cache)
+        self.residency = Residency(self.backend, cache, self._disk.make_block if self._disk else plain_block)
+        self.metrics = Metrics(self.clock())
+        self._waiting: dict[str, Job] = {}
+        self._running: dict[str, Job] = {}
+        self._sizer = ChunkSizer(info.n_batch)
+        self._events: list[Event] = []
+        self._eog = frozenset(info.eog_tokens)
+        self._progress_s: dict[str, float] = {}
+        if self._disk is not None:
+            disk = self._disk
+            self.residency.worth_reading = lambda block: disk.worth_reading(block, self._sizer.prefill_tok_s)
+
+    def _open_disk(self, cache: PrefixCache) -> DiskTier | None:
+        if self.settings.disk_dir is None or self.settings.disk_bytes <= 0:
+            return None
+        info = self.backend.info
+        identity = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-{'whole' if cache.whole else 'parts'}"
+        disk = DiskTier(Path(self.settings.disk_dir) / identity, identity, self.settings.disk_bytes)
+        disk.open(cache)
+        return disk
+
+    # --- in ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, request: Request, prompt: list[int]) -> list[Event]:
+        """Take a request whose prompt is tokenised. Returns its first event: Queued, or the Failure that ends it."""
+        info = self.backend.info
+        if not prompt:
+            return [Failure(request.id, "invalid_request", "the prompt is empty")]
+        room = info.n_ctx - len(prompt)
+        if room < 1:
+            said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
+            return [Failure(request.id, "context_length_exceeded", said)]
+        if request.max_tokens is not None and request.max_tokens > room:
+            said = (
+                f"the prompt has {len(prompt)} tokens and max_tokens asks for {request.max_tokens} more; "
+                f"the served context is {info.n_ctx}"
+            )
+            return [Failure(request.id, "context_length_exceeded", said)]
+        if len(self._waiting) >= self.settings.queue_limit:
+            return [Failure(request.id, "server_busy", f"{len(self._waiting)} requests are waiting already")]
+        constraint = None
+        if request.grammar is not None:
+            if self.settings.make_constraint is None:
+                return [
+                    Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")
+                ]
+            try:
+                constraint = self.settings.make_constraint(request.grammar)
+            except Exception as e:
+                return [Failure(request.id, "unsupported_parameter", f"the constraint can't be enforced: {e}")]
+        job = Job(
+            request=request,
+            tokens=list(prompt),
+            n_prompt=len(prompt),
+            max_tokens=room if request.max_tokens is None else request.max_tokens,
+            sampler=Sampler(request.sampling, constraint),
+            text=TextStream(self.backend.token_bytes, request.stop),
+            submitted_s=self.clock(),
+        )
+        self._waiting[job.id] = job
+        self.metrics.requests += 1
+        return [Queued(job.id, len(self._waiting) - 1 + len(self._running))]
+
+    def cancel(self, request_id: str) -> list[Event]:
+        """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""
+        job = self._waiting.get(request_id) or self._running.get(request_id)
+        if job is None:
+            return []
+        self.metrics.cancelled += 1
+        self._finish(job, "cancelled")
+        return self._drain()
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Admit, plan, run one sweep, advance. Returns what happened."""
+        self._admit()
+        grants = self._plan()
+        if grants:
+            started = self.clock()
+            try:
+                result = self.backend.step([self._chunk(g) for g in grants])
+            except NoCellsError:
+                self._relieve()
+                return self._drain()
+            except BackendFailure as e:
+                self._fail_all(str(e))
+                return self._drain()
+            first_outputs = self._advance(grants, result)
+            self._observe(grants, self.clock() - started, first_outputs)
+        self._expire()
+        self.residency.tick(busy=self.has_work)
+        return self._drain()
+
+    def idle(self) -> bool:
+        """Housekeeping between requests; True while there is more of it."""
+        return self.residency.tick(busy=False)
+
+    def close(self) -> None:
+        """Finish exporting what is resident, write it, and free the backend."""
+        while self.residency.tick(busy=True):
+            pass
+        if self._disk is not None:
+            self._disk.close()
+        self.backend.close()
+
+    def _drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # --- admission -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.backend.info.n_seq_max:
+            now = self.clock()
+            sources = {
+                job.id: self.residency.lookup(as_tokens(job.tokens), self._running.values())
+                for job in self._waiting.values()
+            }
+            order = admission_order(
+                [(j.id, len(j.tokens) - sources[j.id].length, now - j.submitted_s) for j in self._waiting.values()]
+            )
+            if not any(self._try_admit(self._waiting[key], sources[key], now) for key in order):
+                return
+
+    def _try_admit(self, job: Job, source: Source, now: float) -> bool:
+        if self._prefix_in_progress(job, source):
+            return False
+        tokens = as_tokens(job.tokens)
+        left = job.max_tokens - job.n_generated
+        reserve = min(left, _ANSWER_RESERVE_TOKENS)
+        need = self.residency.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
+        growing = sum(max(j.pending - 1, 0) for j in self._running.values())
+        live = len(self._running) + (0 if source.kind == "resident" else 1)
+        if not self.residency.make_room(need + growing, live=live, keep=source.resident):
+            if self._running:
+                return False
+            self.residency.make_room(self.backend.info.n_ctx, live=1)
+            source = self.residency.lookup(tokens, ())
+        try:
+            job.sequence, job.n_kv = self.residency.take(source, tokens)
+        except NoCellsError:
+            return False
+        del self._waiting[job.id]
+        self._running[job.id] = job
+        if not job.admissions:
+            job.cached = job.n_kv
+            job.miss = self._miss_reason(job, source)
+            job.queued_s = now - job.submitted_s
+            self.metrics.prompt_tokens += job.n_prompt
+            self.metrics.cached_tokens += job.n_kv
+        job.admissions += 1
+        job.admitted_s = now
+        if self.residency.cache.whole:
+            job.checkpoints = self._checkpoints(job)
+        self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
+        return True
+
+    def _prefix_in_progress(self, job: Job, source: Source) -> bool:
+        """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
+        if self.backend.capabilities.rewind != "any":
+            return False
+        prompt = job.tokens
+        for other in self._running.values():
+            if not other.prefilling:
+                continue
+            ahead = min(len(other.tokens), len(prompt) - 1)
+            shared = 0
+            if other.tokens[:ahead] == prompt[:ahead]:
+                shared = ahead
+            elif ahead > source.length:
+                a, b = np.asarray(other.tokens[:ahead]), np.asarray(prompt[:ahead])
+                shared = int(np.argmax(a != b))
+            if other.n_kv < shared and shared - source.length >= _WORTH_WAITING_TOKENS:
+                return True
+        return False
+
+    def _miss_reason(self, job: Job, source: Source) -> str:
+        most = job.n_prompt - 1
+        if job.n_kv >= most:
+            return ""
+        if source.known >= most or source.known > job.n_kv + 16:
+            return f"{source.known - job.n_kv} known tokens were evicted"
+        if source.known == 0:
+            return "nothing like it was seen before"
+        turns = sum(1 for t in job.tokens[: source.known] if self.backend.is_control(t))
+        return f"diverged from what is cached at token {source.known} (after {turns} control tokens)"
+
+    def _checkpoints(self, job: Job) -> list[int]:
+        """Where to store the state of a model that can't go back: before the last two turns of the prompt."""
+        control = [i for i in range(job.n_prompt - 1, -1, -1) if self.backend.is_control(job.tokens[i])]
+        same = [i for i in control if job.tokens[i] == job.tokens[control[0]]][:2] if control else []
+        return sorted(i for i in same if i > job.n_kv)
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Grant]:
+        now = self.clock()
+        wants = [
+            Want(
+                key=job.id,
+                prefill=job.until_checkpoint if job.prefilling else 0,
+                decode=0 if job.prefilling else 1 + len(job.draft),
+                waited_s=now - job.submitted_s,
+            )
+            for job in self._running.values()
+        ]
+        info = self.backend.info
+        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk))
+
+    def _chunk(self, grant: Grant) -> Chunk:
+        job = self._running[grant.key]
+        assert job.sequence is not None
+        if grant.prefill:
+            tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
+            return Chunk(job.sequence, tokens, 1 if job.n_kv + grant.n_tokens == len(job.tokens) else 0)
+        job.draft = job.draft[: grant.n_tokens - 1]
+        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens)
+
+    def _advance(self, grants: list[Grant], result: StepResult) -> int:
+        first = 0
+        for i, grant in enumerate(grants):
+            job = self._running[grant.key]
+            assert job.sequence is not None
+            job.n_kv += grant.n_tokens
+            if grant.prefill and job.n_kv < len(job.tokens):
+                self._after_chunk(job)
+                continue
+            first += job.first_token_s is None
+            self._accept(job, result, i)
+        return first
+
+    def _after_chunk(self, job: Job) -> None:
+        assert job.sequence is not None
+        if job.n_kv in job.checkpoints:
+            self.residency.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
+        now = self.clock()
+        if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
+            self._progress_s[job.id] = now
+            self._events.append(Prefill(job.id, min(job.n_kv, job.n_prompt), job.n_prompt, job.cached))
+
+    def _accept(self, job: Job, result: StepResult, index: int) -> None:
+        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
+        draft, job.draft = job.draft, []
+        greedy = job.sampler.greedy and job.request.logprobs is None
+        best = result.argmax(index) if greedy else []
+        rows = None if greedy else result.logits(index)
+        accepted = 0
+        finish: FinishReason | None = None
+        for i in range(len(draft) + 1):
+            token = best[i] if rows is None else job.sampler.choose(rows[i], job.tokens)
+            finish = self._emit(job, token, None if rows is None else rows[i])
+            if finish is not None or i == len(draft) or token != draft[i]:
+                break
+            accepted += 1
+        rejected = len(draft) - accepted
+        job.accepted_drafts += accepted
+        job.rejected_drafts += rejected
+        if rejected:
+            job.n_kv -= rejected
+            assert job.sequence is not None
+            self.backend.truncate(job.sequence, job.n_kv)
+        if finish is not None:
+            self._finish(job, finish)
+
+    def _emit(self, job: Job, token: int, row: Row | None) -> FinishReason | None:
+        """Append one chosen token and its text; the reason if it ends the request."""
+        now = self.clock()
+        if job.first_token_s is None:
+            job.first_token_s = now
+            job.prefill_s = now - (job.admitted_s or now)
+        self.metrics.generated_tokens += 1
+        if token in self._eog and not job.request.ignore_eos:
+            job.tokens.append(token)
+            return "stop"
+        text = job.text.push(token)
+        logprobs = self._logprobs(job, token, row) if job.request.logprobs is not None and row is not None else ()
+        job.tokens.append(token)
+        self._events.append(Text(job.id, text, (token,), logprobs))
+        if job.text.stopped_by is not None:
+            return "stop"
+        if job.sampler.constraint is not None and job.sampler.constraint.finished:
+            return "stop"
+        if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
+            return "length"
+        return None
+
+    def _logprobs(self, job: Job, token: int, row: Row) -> tuple[TokenLogprob, ...]:
+        values = log_softmax(row)
+
+        def text(t: int) -> str:
+            return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
+
+        n = job.request.logprobs or 0
+        top: list[int] = np.argsort(-values)[:n].tolist() if n else []
+        alternatives = tuple((text(t), t, float(values[t])) for t in top)
+        return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        rest = job.text.flush() if reason != "cancelled" else ""
+        if rest:
+            self._events.append(Text(job.id, rest))
+        if job.text.stopped_by is not None:
+            reason = "stop"
+        self._remove(job)
+        self._events.append(Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by))
+
+    def _remove(self, job: Job) -> None:
+        self._waiting.pop(job.id, None)
+        self._running.pop(job.id, None)
+        self._progress_s.pop(job.id, None)
+        if job.sequence is not None:
+            sequence, job.sequence = job.sequence, None
+            held = as_tokens(job.tokens[: job.n_kv])
+            self.residency.release(sequence, held, keep=job.request.cache_prompt)
+
+    def _expire(self) -> None:
+        now = self.clock()
+        for job in [*self._running.values(), *self._waiting.values()]:
+            limit = job.request.time_limit_s
+            if limit is not None and now - job.submitted_s > limit:
+                self._finish(job, "length")
+
+    def _relieve(self) -> None:
+        """The context is full: drop residents, then park the youngest request; alone, a request has reached its end."""
+        if self.residency.residents and self.residency.make_room(self.backend.info.n_batch, live=len(self._running)):
+            return
+        if len(self._running) > 1:
+            youngest = max(self._running.values(), key=lambda j: j.submitted_s)
+            assert youngest.sequence is not None
+            self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
+            youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
+            del self._running[youngest.id]
+            self._waiting[youngest.id] = youngest
+            self.metrics.parked += 1
+            return
+        for job in list(self._running.values()):
+            self._finish(job, "length")
+
+    def _fail_all(self, message: str) -> None:
+        """A step failed in the backend: everything in it is lost, and says so."""
+        for job in list(self._running.values()):
+            self._running.pop(job.id)
+            if job.sequence is not None:
+                self.backend.drop(job.sequence)
+            self._events.append(Failure(job.id, "backend_error", message))
+
+    # --- measuring -----------------------------------------------------------------------------------------------
+
+    def _observe(self, grants: list[Grant], seconds: float, first_outputs: int) -> None:
+        prefilled = sum(g.n_tokens for g in grants if g.prefill)
+        decoding = [g for g in grants if not g.prefill]
+        self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
+        self.metrics.step(decoded=len(decoding), prefilled=prefilled, seconds=seconds, first=first_outputs)
+
+    def snapshot(self) -> dict[str, float | int | str]:
+        """The metrics now, as plain values."""
+        cache = self.residency.cache
+        return {
+            **self.metrics.snapshot(self.clock()),
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "residents": self.residency.residents,
+            "kv_cells": self.backend.info.n_ctx,
+            "kv_cells_free": self.backend.cells_free(),
+            "cache_bytes": cache.held_bytes,
+            "cache_capacity_bytes": cache.capacity_bytes,
+            "cache_evicted_tokens": cache.evicted_tokens,
+            "restored_tokens": self.residency.restored_tokens,
+            "lost_blocks": self.residency.lost_blocks,
+            "prefill_chunk": self._sizer.chunk,
+            "disk_written_bytes": self._disk.written_bytes if self._disk else 0,
+            "disk_read_blocks": self._disk.read_blocks if self._disk else 0,
+            "disk_bad_blocks": self._disk.bad_blocks if self._disk else 0,
+        }
+
+    def check_integrity(self) -> None:
+        """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
+        self.residency.cache.check_integrity()
+        check = getattr(self.backend, "check_integrity", None)
+        if check is not None:
+            check()
+        held = sum(1 for j in self._running.values() if j.sequence is not None)
+        assert held == len(self._running), "a running request without a sequence"

@@ -1,0 +1,249 @@
+"""Prefixes on disk: exported KV that survives a restart, a crash and a change of model.
+
+One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
+counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes; the
+engine never waits for it. The directory is bounded: least recently used files go first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from localllm.engine.prefix_cache import PrefixCache, Tokens, as_tokens
+
+_MAGIC = b"localllm-kv-1\n"
+_LENGTHS = struct.Struct("<IQQ")
+_DIGEST_BYTES = 16
+# Below this a line is recomputed faster than a file is opened and checked.
+_MIN_LINE_TOKENS = 64
+# Blocks waiting to be written hold their memory: rather skip one than let them pile up behind a slow disk.
+_MAX_PENDING_BYTES = 512 * 2**20
+_FIRST_GUESS_BYTES_S = 5e8
+_MAX_HEADER_BYTES = 2**16
+
+
+@dataclass(slots=True, eq=False)
+class DiskBlock:
+    """A block in memory, on disk, or both."""
+
+    start: int
+    stop: int
+    path: Path
+    tier: DiskTier
+    data: bytes | None = None
+    written: bool = False
+    size_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory."""
+        return len(self.data) if self.data is not None else 0
+
+    @property
+    def only_on_disk(self) -> bool:
+        """True when reading it costs a file."""
+        return self.data is None
+
+    def read(self) -> bytes | None:
+        """The exported bytes, from memory or the checked file; None when the file is gone or damaged."""
+        return self.data if self.data is not None else self.tier.load(self)
+
+    def demote(self) -> bool:
+        """Keep only the file; False while there is none."""
+        if not self.written:
+            return False
+        self.data = None
+        return True
+
+
+@dataclass
+class DiskTier:
+    """The directory of one model's prefixes: `identity` names weights, tokenizer and KV types together."""
+
+    directory: Path
+    identity: str
+    capacity_bytes: int
+    read_bytes_s: float = _FIRST_GUESS_BYTES_S
+    written_bytes: int = 0
+    read_blocks: int = 0
+    bad_blocks: int = 0
+    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens] | None] = field(default_factory=queue.SimpleQueue)
+    _pending_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+
+    def open(self, cache: PrefixCache) -> int:
+        """Enter the directory's blocks into `cache` (without their data) and start the writer; returns their number."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found: list[tuple[Tokens, DiskBlock]] = []
+        for path in self.directory.glob("*.kv"):
+            entry = self._index(path)
+            if entry is not None:
+                found.append(entry)
+            else:
+                # A damaged file would keep its name from being written again.
+                path.unlink(missing_ok=True)
+        for leftover in self.directory.glob("*.part"):
+            leftover.unlink(missing_ok=True)
+        found.sort(key=lambda e: e[1].stop)
+        entered = sum(cache.insert(tokens, block) for tokens, block in found)
+        self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
+        self._thread.start()
+        return entered
+
+    def make_block(self, tokens: Tokens, data: bytes, start: int, stop: int) -> DiskBlock:
+        """A block for `cache.insert` that is also queued for writing, where that is worth it."""
+        block = DiskBlock(start, stop, self.directory / f"{self._name(tokens, start)}.kv", self, data)
+        with self._lock:
+            queued = len(tokens) >= _MIN_LINE_TOKENS and self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
+            if queued:
+                self._pending_bytes += len(data)
+        if queued:
+            self._jobs.put((block, tokens.copy()))
+        return block
+
+    def worth_reading(self, block: object, prefill_tok_s: float | None) -> bool:
+        """True when the file is read faster than its tokens are computed, both as measured here."""
+        if not isinstance(block, DiskBlock) or not block.only_on_disk or not prefill_tok_s:
+            return True
+        return block.size_bytes / self.read_bytes_s < (block.stop - block.start) / prefill_tok_s
+
+    def load(self, block: DiskBlock) -> bytes | None:
+        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right."""
+        started = time.monotonic()
+        try:
+            raw = block.path.read_bytes()
+        except OSError:
+            self.bad_blocks += 1
+            return None
+        body, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+        parts = _parse(body)
+        if parts is None or _digest(body) != digest or parts[0].get("identity") != self.identity:
+            self.bad_blocks += 1
+            block.path.unlink(missing_ok=True)
+            return None
+        self.read_blocks += 1
+        seconds = max(time.monotonic() - started, 1e-6)
+        self.read_bytes_s += 0.3 * (len(raw) / seconds - self.read_bytes_s)
+        with contextlib.suppress(OSError):
+            os.utime(block.path)
+        return bytes(body[parts[2] :])
+
+    def flush(self) -> None:
+        """Wait until everything queued so far is written."""
+        self.close()
+        self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is queued, then stop the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # --- the writer's thread -------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            block, tokens = job
+            data = block.data
+            try:
+                if data is not None and not block.path.exists():
+                    self._write(block.path, tokens, block, data)
+                block.size_bytes = len(data) if data is not None else 0
+                block.written = block.path.exists()
+            except OSError:
+                # A full or read-only disk costs us the block, nothing more.
+                block.path.with_suffix(".part").unlink(missing_ok=True)
+            finally:
+                with self._lock:
+                    self._pending_bytes -= len(data) if data is not None else 0
+
+    def _write(self, path: Path, tokens: Tokens, block: DiskBlock, data: bytes) -> None:
+        header = json.dumps({"identity": self.identity, "start": block.start, "stop": block.stop}).encode()
+        line = tokens.tobytes()
+        self._make_room(len(data) + len(line))
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        part = path.with_suffix(".part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as f:
+            for piece in (_MAGIC, _LENGTHS.pack(len(header), len(line), len(data)), header, line, data):
+                digest.update(piece)
+                f.write(piece)
+            f.write(digest.digest())
+        part.replace(path)
+        self.written_bytes += len(data)
+
+    def _make_room(self, need_bytes: int) -> None:
+        """Remove the least recently used files (of every model) until `need_bytes` fit."""
+        files = []
+        for path in self.directory.parent.glob("*/*.kv"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                files.append((stat.st_mtime, stat.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total + need_bytes <= self.capacity_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+        if total + need_bytes > self.capacity_bytes:
+            raise OSError("larger than the whole tier")
+
+    def _index(self, path: Path) -> tuple[Tokens, DiskBlock] | None:
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as f:
+                fixed = f.read(len(_MAGIC) + _LENGTHS.size)
+                if not fixed.startswith(_MAGIC) or len(fixed) < len(_MAGIC) + _LENGTHS.size:
+                    return None
+                n_header, n_line, n_data = _LENGTHS.unpack_from(fixed, len(_MAGIC))
+                if len(fixed) + n_header + n_line + n_data + _DIGEST_BYTES != size or n_header > _MAX_HEADER_BYTES:
+                    return None
+                header = json.loads(f.read(n_header))
+                tokens = np.frombuffer(f.read(n_line), dtype=np.int32)
+        except (OSError, ValueError):
+            return None
+        start, stop = header.get("start"), header.get("stop")
+        if header.get("identity") != self.identity or stop != len(tokens) or not 0 <= start < stop:
+            return None
+        if path.stem != self._name(tokens, start):
+            return None
+        return as_tokens(tokens), DiskBlock(start, stop, path, self, None, written=True, size_bytes=n_data)
+
+    def _name(self, tokens: Tokens, start: int) -> str:
+        digest = hashlib.blake2b(self.identity.encode(), digest_size=20)
+        digest.update(struct.pack("<I", start))
+        digest.update(tokens.tobytes())
+        return digest.hexdigest()
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+
+
+def _parse(body: bytes) -> tuple[dict[str, object], int, int] | None:
+    """(header, offset of the tokens, offset of the data), or None."""
+    fixed = len(_MAGIC) + _LENGTHS.size
+    if len(body) < fixed or not body.startswith(_MAGIC):
+        return None
+    n_header, n_line, n_data = _LENGTHS.unpack_from(body, len(_MAGIC))
+    if fixed + n_header + n_line + n_data != len(body):
+        return None
+    try:
+        header = json.loads(body[fixed : fixed + n_header])
+    except ValueError:
+        return None
+    return header, fixed + n_header, fixed + n_header + n_line

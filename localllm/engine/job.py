@@ -1,0 +1,86 @@
+"""One request while the engine works on it: its tokens, its place in the KV cache, its text, its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from localllm.engine.messages import Request, Timings, Usage
+from localllm.engine.sampling import Sampler
+from localllm.engine.text import TextStream
+
+
+@dataclass(eq=False)
+class Job:
+    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted)."""
+
+    request: Request
+    tokens: list[int]
+    n_prompt: int
+    max_tokens: int
+    sampler: Sampler
+    text: TextStream
+    submitted_s: float
+    sequence: int | None = None
+    n_kv: int = 0
+    draft: list[int] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    cached: int = 0
+    miss: str = ""
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
+    admissions: int = 0
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens known but without KV: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.n_kv
+
+    @property
+    def prefilling(self) -> bool:
+        """True until every known token but the newest has KV."""
+        return self.pending > 1 or self.n_generated == 0
+
+    @property
+    def until_checkpoint(self) -> int:
+        """Tokens that may be prefilled before the next checkpoint must be taken."""
+        ahead = [c - self.n_kv for c in self.checkpoints if c > self.n_kv]
+        return min([self.pending, *ahead])
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=self.n_prompt,
+            completion_tokens=self.n_generated,
+            cached_tokens=self.cached,
+            accepted_draft_tokens=self.accepted_drafts,
+            rejected_draft_tokens=self.rejected_drafts,
+            cache_miss=self.miss,
+        )
+
+    def timings(self, now_s: float) -> Timings:
+        """Seconds by phase so far."""
+        first = self.first_token_s
+        return Timings(
+            queued_s=self.queued_s,
+            prefill_s=self.prefill_s,
+            decode_s=now_s - first if first is not None else 0.0,
+            ttft_s=first - self.submitted_s if first is not None else 0.0,
+        )
+
+
+TokenBytes = Callable[[int], bytes]

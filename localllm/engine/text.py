@@ -1,0 +1,57 @@
+"""Tokens to text as they come: no half character, no half stop string is ever shown."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+
+class TextStream:
+    """Decodes one request's tokens and watches for its stop strings.
+
+    Text that could still become a stop string is held back; `flush` releases it at the end.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stops: Seq[str] = ()) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = [s for s in stops if s]
+        self._longest = max((len(s) for s in self._stops), default=0)
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def push(self, token: int) -> str:
+        """Text that `token` makes safe to show; sets `stopped_by` when a stop string is complete."""
+        return self._release(self._decoder.decode(self._token_bytes(token)))
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens come."""
+        text = self._release(self._decoder.decode(b"", final=True))
+        if self.stopped_by is None:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if not self._stops:
+            return text
+        if self.stopped_by is not None:
+            return ""
+        self._held += text
+        hits = [(at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if hits:
+            at, self.stopped_by = min(hits)
+            out, self._held = self._held[:at], ""
+            return out
+        keep = self._partial()
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def _partial(self) -> int:
+        """Length of the longest tail that begins some stop string."""
+        for n in range(min(self._longest - 1, len(self._held)), 0, -1):
+            tail = self._held[-n:]
+            if any(s.startswith(tail) for s in self._stops):
+                return n
+        return 0

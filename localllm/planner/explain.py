@@ -1,0 +1,146 @@
+"""The arithmetic of a Plan, line by line: what `recommend --explain` prints."""
+
+from __future__ import annotations
+
+from localllm.device.types import Device
+from localllm.planner import families, memory, quality, speed
+from localllm.planner.types import Plan, Range
+from localllm_catalog.types import Model
+
+_MIB = 2**20
+
+
+def _mib(n_bytes: float) -> str:
+    return f"{n_bytes / _MIB:,.1f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _span(value: Range, unit: str) -> str:
+    digits = 0 if value.value >= 100 else 1 if value.value >= 1 else 2
+    return f"{value.value:.{digits}f} {unit} ({value.low:.{digits}f} to {value.high:.{digits}f}; {value.basis})"
+
+
+def _layer_lines(model: Model, plan: Plan) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for layer in model.layers:
+        cells = memory.kv_cells(layer, plan.n_ctx, n_ubatch=plan.n_ubatch, slots=plan.slots)
+        if layer.kind == "mla":
+            what = f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells:,} cells"
+        elif layer.kind == "recurrent":
+            what = f"recurrent, {layer.state_elements:,} floats of state × {plan.slots} sequences"
+        elif layer.kind == "none":
+            what = "no memory"
+        elif layer.shares_kv:
+            what = "share another layer's KV"
+        else:
+            kind = f"sliding {layer.window:,}" if layer.kind == "sliding" else "full"
+            what = f"{kind}, {layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v}), {cells:,} cells"
+        groups.setdefault(what, []).append(1)
+    return [f"    {len(members)} layers: {what}" for what, members in groups.items()]
+
+
+def _memory_lines(plan: Plan, device: Device) -> list[str]:
+    need = plan.memory
+    exact = "exact" if plan.variant.exact else "estimated from shapes and format"
+    lines = [
+        "memory",
+        f"  weights      {_mib(need.weights_bytes):>14}   {plan.variant.quant}, {exact}",
+        f"  KV cache     {_mib(need.kv_bytes):>14}   {plan.kv_type}, {plan.n_ctx:,} cells shared by {plan.slots} sequences",
+        *_layer_lines(plan.model, plan),
+    ]
+    if need.recurrent_bytes:
+        lines.append(f"  state        {_mib(need.recurrent_bytes):>14}   float32, one per sequence")
+    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.n_ubatch}, flash attention on")
+    if need.overhead_bytes:
+        lines.append(f"  runtime      {_mib(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
+    if need.draft_bytes:
+        lines.append(f"  draft        {_mib(need.draft_bytes):>14}   {plan.draft}")
+    if need.mmproj_bytes:
+        lines.append(f"  images       {_mib(need.mmproj_bytes):>14}   encoder and its buffer")
+    total, limit = need.total_bytes, need.limit_bytes
+    lines.append(f"  total        {_mib(total):>14}   of {_mib(limit)} usable: {plan.fits}")
+    if need.host_bytes:
+        lines.append(f"  host memory  {_mib(need.host_bytes):>14}   beside it, in system memory")
+    if plan.kv_bytes_per_1k:
+        lines.append(f"  each further 1,024 tokens of context cost {_mib(plan.kv_bytes_per_1k)}")
+    return lines
+
+
+def _decode_lines(plan: Plan, device: Device) -> list[str]:
+    bandwidth, basis = speed.bandwidth_of(device)
+    hardware = families.device_keys(device, plan.backend)
+    vendor = families.generation(device.match or device.name)[0]
+    terms = speed.decode_terms(plan.model, plan.variant, hardware, bandwidth, vendor=vendor, kv_type=plan.kv_type)
+    full = speed.decode_terms(
+        plan.model, plan.variant, hardware, bandwidth, vendor=vendor, kv_type=plan.kv_type, depth=plan.n_ctx
+    )
+    parts, c = terms.streamed, terms.coefficients
+    eta = min(0.98, c["eta"] / c["quant"])
+    layers, experts, recurrent = speed.model_layers(plan.model)
+    lines = [
+        "decode, one token",
+        f"  reads        {parts.total_bytes / 1e9:>10.3f} GB   weights; memory delivers {bandwidth:,.0f} GB/s ({basis})",
+        f"  bound        {bandwidth * 1e9 / parts.total_bytes:>10.1f} tok/s   bandwidth ÷ bytes",
+        f"  always       {_ms(terms.weights_s):>13}   {parts.dense_bytes / 1e9:.3f} GB at {eta:.0%} of the bandwidth",
+    ]
+    if parts.routed_bytes and plan.model.experts is not None:
+        x = plan.model.experts
+        lines.append(
+            f"  experts      {_ms(terms.routed_s):>13}   {parts.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}"
+        )
+    lines.append(f"  layers       {_ms(terms.layers_s):>13}   {layers} × {c['layer_s'] * 1e6:.0f} µs of launches")
+    if experts:
+        lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * 1e6:.0f} µs")
+    if recurrent:
+        lines.append(f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs")
+    if abs(terms.graph_factor - 1) > 0.005:
+        lines.append(f"  graph        {terms.graph_factor:>12.2f}×   as measured for {plan.model.architecture}")
+    lines += [
+        f"  empty        {_ms(terms.total_s):>13}   {_span(plan.decode_tok_s, 'tok/s')}",
+        f"  KV read      {_ms(full.kv_s):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full",
+        f"  full         {_ms(full.total_s):>13}   {_span(plan.decode_tok_s_full, 'tok/s')}",
+    ]
+    return lines
+
+
+def _prompt_lines(plan: Plan, device: Device) -> list[str]:
+    bandwidth, _ = speed.bandwidth_of(device)
+    tflops, basis = families.nominal_tflops(device)
+    terms = speed.prefill_terms(
+        plan.model, plan.variant, families.device_keys(device, plan.backend), bandwidth, tflops,
+        vendor=families.generation(device.match or device.name)[0], n_ubatch=plan.n_ubatch,
+    )  # fmt: skip
+    lines = [
+        "prompt, per token of 2,048",
+        f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {terms.flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
+        f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
+        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {plan.n_ubatch} tokens",
+        f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
+        f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
+        f"  first token  {_span(plan.ttft_s, 's')}",
+    ]
+    if plan.ttft_cached_s is not None:
+        lines.append(f"   with prefix {_span(plan.ttft_cached_s, 's')}")
+    if plan.load_s is not None:
+        lines.append(f"  loading      {_span(plan.load_s, 's')}")
+    return lines
+
+
+def explain(plan: Plan, device: Device) -> list[str]:
+    """Every number of `plan` with how it comes about, as lines of text (at most 110 columns)."""
+    rating = quality.rate(plan.model)
+    lost = quality.format_cost(plan.model, plan.variant)
+    return [
+        f"{plan.model.name} {plan.variant.quant} on {device.name}",
+        *_memory_lines(plan, device),
+        *_decode_lines(plan, device),
+        *_prompt_lines(plan, device),
+        "quality",
+        f"  rating       {rating.points:>10.1f} ± {rating.spread:.1f}   {rating.basis}",
+        f"  format       {-lost:>10.1f}   {plan.variant.quant}",
+        f"  KV type      {-quality.kv_cost(plan.kv_type):>10.1f}   {plan.kv_type}",
+        f"  rank score   {plan.score:>10.1f}",
+    ]

@@ -1,0 +1,133 @@
+"""Names the group a machine's speed is learnt from: engine, chip generation, size tier, the part itself."""
+
+from __future__ import annotations
+
+import re
+
+from localllm.device.types import Device
+
+# (pattern in the part's name, vendor, generation), first match wins. Grouped by what shares memory system and kernels.
+_GENERATIONS: tuple[tuple[str, str, str], ...] = (
+    (r"gb10|dgx spark|gx10|n1x|rtx spark", "nvidia", "gb10"),
+    (r"jetson|orin|thor", "nvidia", "jetson"),
+    (r"\bada\b|rtx 40\d\d|\bl40s?\b|\bl4\b", "nvidia", "ada"),
+    (r"rtx (pro )?50\d\d|blackwell|b200", "nvidia", "blackwell"),
+    (r"a100|h100|h200", "nvidia", "hbm"),
+    (r"rtx 30\d\d|rtx a\d{4}|\ba40\b|\ba30\b|a10g|\ba10\b", "nvidia", "ampere"),
+    (r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16", "nvidia", "turing"),
+    (r"p40|p100|gtx 10", "nvidia", "pascal"),
+    (r"strix halo|ai max|gorgon halo|8060s|8050s", "amd", "strix-halo"),
+    (r"r9700|rx 90\d\d|rdna4", "amd", "rdna4"),
+    (r"rx 7\d\d\d|w7\d\d\d|rdna3", "amd", "rdna3"),
+    (r"rx 6\d\d\d|v620|w6\d\d\d", "amd", "rdna2"),
+    (r"instinct|mi\d{2,3}x?\b", "amd", "cdna"),
+    (r"radeon|ryzen|amd", "amd", "apu"),
+    (r"\barc\b|intel|core ultra|xe2?\b", "intel", "arc"),
+    (r"snapdragon|adreno", "qualcomm", "adreno"),
+    (r"nvidia|geforce|rtx", "nvidia", "cuda-other"),
+)
+
+
+def generation(name: str) -> tuple[str, str, str]:
+    """(vendor, generation, tier) of a part's name; tier is Apple's base / pro / max / ultra, else ""."""
+    lower = name.lower()
+    apple = re.search(r"\b(m\d{1,2}|a1[4-9])(?: (pro|max|ultra))?\b", lower)
+    if apple and ("apple" in lower or lower.startswith(apple.group(0)[:2])):
+        tier = apple.group(2) if apple.group(1)[0] == "m" else None
+        return "apple", apple.group(1), tier or "base"
+    for pattern, vendor, name_of in _GENERATIONS:
+        if re.search(pattern, lower):
+            return vendor, name_of, ""
+    return "", "", ""
+
+
+def part(name: str) -> str:
+    """A part's name as its measurements are filed: no vendor, no memory size, no core count, lower case."""
+    vendor, gen, tier = generation(name)
+    if vendor == "apple":
+        return f"{gen} {tier}" if tier != "base" else gen
+    if gen in ("gb10", "strix-halo"):
+        return gen
+    text = re.sub(r"\(.*?\)|\b\d+ ?gb\b|nvidia|geforce|amd|intel|tesla|generation", " ", name.lower())
+    return " ".join(text.split())
+
+
+def engine_of(device: Device, backend: str) -> str:
+    """The kernel set that runs: mlx, or llama.cpp's cuda / metal / rocm / vulkan / sycl / cpu."""
+    return "mlx" if backend == "mlx" else device.accelerator
+
+
+def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
+    """Keys of efficiency.toml that apply to a part, general first: engine, vendor, generation, tier, the part."""
+    if engine == "cpu":
+        return ("cpu",)
+    vendor, gen, tier = generation(name)
+    keys = [engine]
+    if engine in ("vulkan", "sycl") and vendor:
+        keys.append(f"{vendor}.{engine}")
+    if gen:
+        keys.append(f"{vendor}-{gen}.{engine}")
+    if tier:
+        keys.append(f"apple-{tier}.{engine}")
+    keys.append(f"part:{part(name)}.{engine}")
+    return tuple(keys)
+
+
+def device_keys(device: Device, backend: str) -> tuple[str, ...]:
+    """`hardware_keys` of a Device: by its devices.toml row when it has one."""
+    name = device.match or device.name
+    if device.family.startswith("Apple") and not name.lower().startswith(("m", "a", "apple")):
+        name = device.name
+    return hardware_keys(name, engine_of(device, backend))
+
+
+def quant_class(quant: str, *, mlx: bool = False) -> str:
+    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; mlx2 … mlx8, mlx16."""
+    q = quant.upper()
+    if mlx:
+        bits = re.match(r"(\d)", q)
+        return f"mlx{bits.group(1)}" if bits else ("mlx16" if q in ("BF16", "FP16") else "mlx4")
+    if q == "BF16":
+        return "bf16"
+    if q in ("F16", "F32"):
+        return "f16"
+    if "IQ" in q:
+        return "iq"
+    if q.startswith("MXFP4"):
+        return "mxfp4"
+    if "Q8" in q:
+        return "q8"
+    if q in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
+        return "q4_0"
+    return "k23" if re.search(r"Q[123]", q) else "k"
+
+
+# Nominal dense FP16 TFLOP/s of one compute unit, for parts whose datasheet figure is not in devices.toml. Units: Apple
+# GPU cores, NVIDIA SMs, AMD CUs, Intel Xe cores. From devices.toml rows of the same generation that have one
+# (e.g. RTX 4090: 165 / 128); GB10: 125 / 48; GeForce RTX 30 and 20: FP32-accumulate rates of NVIDIA's whitepapers.
+_TFLOPS_PER_UNIT = {
+    "m1": 0.332, "m2": 0.358, "m3": 0.36, "m4": 0.46, "m5": 0.57, "m6": 0.6, "a18": 0.38, "a19": 0.4,
+    "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 5.0, "gb10": 2.6,
+    "jetson": 1.3, "strix-halo": 1.485, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "apu": 1.4,
+    "arc": 1.3, "adreno": 0.5,
+}  # fmt: skip
+# One CPU core's matrix rate under llama.cpp's kernels (AVX2/NEON), order of magnitude; the benchmark corrects it.
+_TFLOPS_PER_CORE = 0.06
+
+
+def nominal_tflops(device: Device) -> tuple[float, str]:
+    """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
+    if device.accelerator == "cpu":
+        return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
+    return part_tflops(device.match or device.name, device.compute_units,
+                       device.fp16_tflops.value if device.fp16_tflops else 0.0)  # fmt: skip
+
+
+def part_tflops(name: str, units: int, datasheet: float = 0.0) -> tuple[float, str]:
+    """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess of 10."""
+    per_unit = _TFLOPS_PER_UNIT.get(generation(name)[1])
+    if per_unit and units:
+        return per_unit * units, "derived"
+    if datasheet:
+        return datasheet, "datasheet"
+    return 10.0, "assumed"

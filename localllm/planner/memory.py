@@ -1,0 +1,322 @@
+"""How many bytes a model needs to run: weights, KV, recurrent state, compute buffers and what the runtime keeps.
+
+The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-kv-cache.cpp, llama-kv-cache-iswa.cpp,
+llama-memory-recurrent.cpp, llama-context.cpp) and were checked against its planner (`no_alloc`, llama-cpp-python
+0.3.36) over the shapes in tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 % of the
+total. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm, mlx_lm/models/cache.py). Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from localllm.device.types import Device
+from localllm.planner.types import MemoryNeed
+from localllm_catalog import quants, shapes
+from localllm_catalog.types import Layer, Model, Variant
+
+MIB = 2**20
+CONTEXT_STEP = 256  # llama.cpp pads every context to this many cells; mlx-lm grows its cache by as many tokens
+DEFAULT_SLOTS = 8
+DEFAULT_UBATCH = 512
+CPU_UBATCH = 128
+_F32 = 4
+_F16 = 2
+# MLX evaluates prompts 2,048 tokens at a time (mlx_lm/generate.py, prefill_step_size) on 16-bit activations.
+_MLX_PREFILL_STEP = 2048
+# An image encoder's own compute buffer: no closed form is published; Ollama reserves this much beside the mmproj file.
+_MMPROJ_COMPUTE_BYTES = 1024 * MIB
+
+
+def pad(n: int, step: int = CONTEXT_STEP) -> int:
+    """`n` rounded up to a multiple of `step`."""
+    return -(-n // step) * step
+
+
+def padded_context(n_ctx: int) -> int:
+    """Cells llama.cpp really gives a context of `n_ctx` tokens shared by all sequences."""
+    return pad(n_ctx)
+
+
+def kv_cells(layer: Layer, n_ctx: int, *, n_ubatch: int = DEFAULT_UBATCH, slots: int = 1) -> int:
+    """KV cells of one layer: the padded context, or for a sliding layer its window × sequences + one micro-batch.
+
+    llama.cpp: PAD(min(n_ctx, n_swa × n_seq_max + n_ubatch), 256) with a unified cache and `swa_full` off.
+    """
+    if layer.kind in ("recurrent", "none") or layer.shares_kv:
+        return 0
+    context = padded_context(n_ctx)
+    if layer.kind == "sliding" and layer.window:
+        return min(context, pad(min(context, layer.window * slots + n_ubatch)))
+    return context
+
+
+def _kv_widths(layer: Layer) -> tuple[int, int]:
+    if layer.kind == "mla":
+        return layer.mla_rank + layer.mla_rope_dim, 0
+    return layer.n_kv_heads * layer.head_dim_k, layer.n_kv_heads * layer.head_dim_v
+
+
+def kv_bytes(
+    model: Model,
+    n_ctx: int,
+    *,
+    kv_type_k: str = "f16",
+    kv_type_v: str = "f16",
+    slots: int = 1,
+    n_ubatch: int = DEFAULT_UBATCH,
+) -> int:
+    """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v × bytes_v)."""
+    bytes_k, bytes_v = quants.kv_element_bytes(kv_type_k), quants.kv_element_bytes(kv_type_v)
+    total = Fraction(0)
+    for layer in model.layers:
+        width_k, width_v = _kv_widths(layer)
+        cells = kv_cells(layer, n_ctx, n_ubatch=n_ubatch, slots=slots)
+        total += cells * (width_k * bytes_k + width_v * bytes_v)
+    return int(total)
+
+
+def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
+    """What 1,024 more tokens of context cost once every window is full: the slope of the memory line, in bytes."""
+    return 1024 * shapes.kv_bytes_per_token(model, kv_type, beyond_windows=True)
+
+
+def kv_type_allowed(model: Model, kv_type: str) -> bool:
+    """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others)."""
+    if kv_type in ("f32", "f16", "bf16"):
+        return True
+    return all(width % 32 == 0 for layer in model.layers for width in _kv_widths(layer))
+
+
+def recurrent_bytes(model: Model, *, slots: int = 1, n_rewind: int = 0) -> int:
+    """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
+    return shapes.recurrent_state_bytes(model) * max(1, slots) * (1 + n_rewind)
+
+
+def _attention_mask_cells(model: Model, n_ctx: int, n_ubatch: int, slots: int) -> int:
+    kinds = {layer.kind for layer in model.layers}
+    cells = padded_context(n_ctx) if kinds & {"full", "mla"} else 0
+    sliding = next((layer for layer in model.layers if layer.kind == "sliding"), None)
+    return cells + (kv_cells(sliding, n_ctx, n_ubatch=n_ubatch, slots=slots) if sliding else 0)
+
+
+def compute_bytes(
+    model: Model,
+    n_ctx: int,
+    *,
+    slots: int = 1,
+    n_ubatch: int = DEFAULT_UBATCH,
+    n_outputs: int = 1,
+    flash_attention: bool = True,
+) -> int:
+    """llama.cpp's scratch buffer for one micro-batch, from the three moments of a step that can be its peak.
+
+    dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice over; output rows:
+    (V + 2·E) floats each. Each with the attention mask (f16 under flash attention). Without flash attention the score
+    matrix H × n_kv joins. Measured: exact for dense models, at most 30 MiB over for hybrids and mixtures.
+    """
+    hidden = model.hidden_size
+    heads = model.n_heads * model.head_dim
+    width = 3 * model.intermediate_size + 3 * hidden + heads if model.intermediate_size else 3 * hidden + heads
+    if model.experts is not None:
+        x = model.experts
+        rows, narrow = x.n_active * hidden, x.n_active * x.intermediate
+        shared = 2 * hidden if x.n_shared else 0
+        width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
+    cells = _attention_mask_cells(model, n_ctx, n_ubatch, slots)
+    step = _F32 * width * n_ubatch + (_F16 if flash_attention else _F32) * cells * n_ubatch
+    # While logits are made, the micro-batch's last hidden states are still held.
+    output = _F32 * ((model.vocab_size + 2 * hidden) * min(n_outputs, n_ubatch) + 2 * hidden * n_ubatch)
+    if flash_attention:
+        return max(step, output)
+    n_kv = padded_context(n_ctx)
+    widest = max((sum(_kv_widths(layer)) for layer in model.layers), default=0)
+    scores = _F32 * n_ubatch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
+    return max(step, output, scores)
+
+
+def output_bytes(model: Model, n_rows: int) -> int:
+    """The host buffer logits are copied to: one float32 row of the vocabulary for each output row."""
+    return _F32 * model.vocab_size * max(1, n_rows)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def weights_bytes(variant: Variant) -> int:
+    """Bytes of the tensors: the header's own sum when it was read, else the files (a few MiB of tokenizer more)."""
+    return variant.weights_bytes or variant.file_bytes
+
+
+def embedding_bytes(model: Model, variant: Variant) -> int:
+    """Bytes of the token embedding table in this variant's format (per-layer lookup tables included)."""
+    rows = model.vocab_size * model.hidden_size + model.lookup_params
+    mix = quants.MIXTURES.get(variant.quant)
+    if mix is not None:
+        kind = quants.fallback(mix.head if model.tied_embeddings else mix.embed, model.hidden_size)
+        return round(rows * float(quants.GGUF_TYPES[kind].bits) / 8)
+    total = max(1, shapes.count_params(model)[0])
+    return round(weights_bytes(variant) * min(1.0, rows / total))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Weight bytes on the accelerator and in the host's memory, and the share of layers the accelerator runs."""
+
+    device_bytes: int
+    host_bytes: int
+    device_share: float
+
+
+def place_weights(model: Model, variant: Variant, device: Device | None, n_gpu_layers: int = -1) -> Placement:
+    """Where the weights of `variant` go. `n_gpu_layers` -1 = all of them (llama.cpp counts the output as one more).
+
+    llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the output matrix on
+    the device, except on Metal, where both views map the same file pages.
+    """
+    total = weights_bytes(variant)
+    n_layers = max(1, len(model.layers))
+    share = 1.0 if n_gpu_layers < 0 else min(1.0, n_gpu_layers / (n_layers + 1))
+    if device is None or device.accelerator == "cpu":
+        return Placement(total, 0, 1.0)
+    if variant.format == "mlx":
+        return Placement(total, 0, 1.0)
+    embedding = min(total, embedding_bytes(model, variant))
+    if device.kind == "unified":
+        duplicate = embedding if model.tied_embeddings and device.accelerator != "metal" else 0
+        return Placement(total + duplicate, 0, 1.0)
+    body = total if model.tied_embeddings else total - embedding
+    on_device = round(body * share)
+    return Placement(on_device, total - on_device + (embedding if model.tied_embeddings and share == 1.0 else 0), share)
+
+
+# --- runtime --------------------------------------------------------------------------------------------------------
+
+
+def overhead_bytes(device: Device | None, backend: str = "llamacpp") -> int:
+    """What the runtime itself keeps on the accelerator, in bytes.
+
+    CUDA: driver context and kernels, 107 MiB on a 34-SM card and 555 MiB on a 188-SM one
+    (https://github.com/ggml-org/llama.cpp/pull/23604), linear between. Metal: no large context, 100 MiB.
+    ROCm and Vulkan: 256 MiB, assumed. CPU: none beyond the process.
+    """
+    if device is None or device.accelerator == "cpu":
+        return 0
+    if device.accelerator == "metal":
+        return 100 * MIB
+    if device.accelerator == "cuda":
+        units = device.compute_units or 68
+        return max(96 * MIB, round((107 + (units - 34) * (555 - 107) / (188 - 34)) * MIB))
+    return 256 * MIB
+
+
+def _gpu_margin(device: Device | None) -> Fraction:
+    # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU planner's figure.
+    return Fraction(1) if device is None or device.accelerator == "cpu" else Fraction(6, 5)
+
+
+def need(
+    model: Model,
+    variant: Variant,
+    *,
+    n_ctx: int,
+    kv_type_k: str = "f16",
+    kv_type_v: str = "f16",
+    slots: int = DEFAULT_SLOTS,
+    n_ubatch: int = DEFAULT_UBATCH,
+    n_outputs: int = 64,
+    n_rewind: int = 0,
+    flash_attention: bool = True,
+    device: Device | None = None,
+    backend: str = "llamacpp",
+    n_gpu_layers: int = -1,
+    mmproj: bool = False,
+    draft: tuple[Model, Variant] | None = None,
+    prefix_cache_bytes: int = 0,
+) -> MemoryNeed:
+    """Every byte of running `variant` with these settings, split into the accelerator's pool and the host's.
+
+    n_ctx: cells shared by all sequences. slots: llama.cpp's n_seq_max. n_outputs: rows of logits a step may ask for.
+    On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None (no limit known)
+    the figures are those of a CPU.
+    """
+    if backend == "mlx":
+        return _need_mlx(model, variant, n_ctx, kv_type_k, slots, device, draft, prefix_cache_bytes)
+    placed = place_weights(model, variant, device, n_gpu_layers)
+    discrete = device is not None and device.kind == "discrete"
+    kv = kv_bytes(model, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
+    state = recurrent_bytes(model, slots=slots, n_rewind=n_rewind)
+    compute = compute_bytes(
+        model, n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash_attention
+    )
+    compute = int(compute * _gpu_margin(device))
+    rows = output_bytes(model, slots)
+    drafted = 0
+    if draft is not None:
+        drafted = _draft_bytes(draft, n_ctx=n_ctx, n_ubatch=n_ubatch, slots=slots, device=device, backend=backend)
+    on_host = 0
+    if discrete:
+        kv_device, state_device = round(kv * placed.device_share), round(state * placed.device_share)
+        on_host = placed.host_bytes + (kv - kv_device) + (state - state_device) + rows + prefix_cache_bytes
+        kv, state, rows, prefix_cache_bytes = kv_device, state_device, 0, 0
+    return MemoryNeed(
+        weights_bytes=placed.device_bytes,
+        kv_bytes=kv,
+        recurrent_bytes=state,
+        compute_bytes=compute + rows,
+        overhead_bytes=overhead_bytes(device, backend) + prefix_cache_bytes,
+        draft_bytes=drafted,
+        limit_bytes=device.memory.limit_bytes if device is not None else 0,
+        mmproj_bytes=variant.mmproj_bytes + _MMPROJ_COMPUTE_BYTES if mmproj and variant.mmproj_bytes else 0,
+        host_bytes=on_host,
+    )
+
+
+def _draft_bytes(
+    draft: tuple[Model, Variant], *, n_ctx: int, n_ubatch: int, slots: int, device: Device | None, backend: str
+) -> int:
+    small = need(
+        draft[0], draft[1], n_ctx=n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=slots, device=device, backend=backend
+    )
+    return small.total_bytes - small.overhead_bytes
+
+
+def mlx_kv_bytes(model: Model, n_ctx: int, *, kv_type: str = "f16", slots: int = 1) -> int:
+    """mlx-lm's caches when `slots` sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
+    element = quants.kv_element_bytes(kv_type)
+    total = Fraction(0)
+    for layer in model.layers:
+        if layer.kind in ("recurrent", "none") or layer.shares_kv:
+            continue
+        cells = pad(n_ctx) if layer.kind != "sliding" or not layer.window else min(pad(n_ctx), layer.window * slots)
+        total += cells * sum(_kv_widths(layer)) * element
+    return int(total)
+
+
+def _need_mlx(
+    model: Model,
+    variant: Variant,
+    n_ctx: int,
+    kv_type: str,
+    slots: int,
+    device: Device | None,
+    draft: tuple[Model, Variant] | None,
+    prefix_cache_bytes: int,
+) -> MemoryNeed:
+    compute = compute_bytes(model, CONTEXT_STEP, n_ubatch=_MLX_PREFILL_STEP, n_outputs=1) // 2
+    drafted = 0
+    if draft is not None:
+        small = _need_mlx(draft[0], draft[1], n_ctx, "f16", slots, device, None, 0)
+        drafted = small.total_bytes - small.overhead_bytes
+    return MemoryNeed(
+        weights_bytes=weights_bytes(variant),
+        kv_bytes=mlx_kv_bytes(model, n_ctx, kv_type=kv_type, slots=slots),
+        # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
+        recurrent_bytes=recurrent_bytes(model, slots=slots),
+        compute_bytes=compute + output_bytes(model, slots) // 2,
+        overhead_bytes=overhead_bytes(device, "mlx") + prefix_cache_bytes,
+        draft_bytes=drafted,
+        limit_bytes=device.memory.limit_bytes if device is not None else 0,
+        mmproj_bytes=0,
+    )

@@ -1,0 +1,61 @@
+"""What each purpose asks of a machine: context, prompt, the speed that is needed and the speed that feels good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from localllm.planner.types import Workload
+from localllm_catalog.types import Model, Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Tokens and tokens/s. Below `least_tok_s` a plan is not offered; up to `good_tok_s` more speed is worth points.
+
+    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which `cached_tokens` were seen before.
+    """
+
+    context: int
+    prompt_tokens: int
+    cached_tokens: int
+    least_tok_s: float
+    good_tok_s: float
+    ttft_good_s: float
+    what: str
+
+
+# People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not read but waited for;
+# a completion is useful within about half a second.
+NEEDS: dict[Purpose, Need] = {
+    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat"),
+    "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent"),
+    "autocomplete": Need(8192, 2048, 1024, 30.0, 100.0, 0.5, "autocomplete"),
+    "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents"),
+    "reasoning": Need(32768, 2048, 0, 10.0, 40.0, 6.0, "reasoning"),
+    "embedding": Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings"),
+}
+
+
+def need_of(workload: Workload) -> Need:
+    """The purpose's need with what the person stated laid over it."""
+    need = NEEDS[workload.purpose]
+    if workload.min_decode_tok_s > 0:
+        need = replace(
+            need, least_tok_s=workload.min_decode_tok_s, good_tok_s=max(need.good_tok_s, workload.min_decode_tok_s)
+        )
+    if workload.prompt_tokens != Workload().prompt_tokens:
+        need = replace(need, prompt_tokens=workload.prompt_tokens, cached_tokens=0)
+    return need
+
+
+def unsuited(model: Model, workload: Workload) -> str | None:
+    """Why `model` is not made for this purpose, or None."""
+    purpose = workload.purpose
+    if purpose == "autocomplete":
+        return None if model.fim or "autocomplete" in model.purposes else "has no fill-in-the-middle training"
+    if purpose == "coding":
+        coder = "coding" in model.purposes or model.tool_format is not None
+        return None if coder else "is not trained to call tools"
+    if purpose in ("chat", "reasoning", "long"):
+        return None if "chat" in model.purposes else "is not a chat model"
+    return None if purpose in model.purposes else f"is not made for {purpose}"

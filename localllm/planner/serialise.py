@@ -1,0 +1,98 @@
+"""Plans and Recommendations as plain data: the shape of recommend.schema.json, a promise to scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
+
+SCHEMA_VERSION = 1
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def range_to_json(value: Range) -> dict[str, Any]:
+    """{"value", "low", "high", "basis"}: four significant figures are more than the prediction is worth."""
+    return {"value": _round(value.value), "low": _round(value.low), "high": _round(value.high), "basis": value.basis}
+
+
+def memory_to_json(need: MemoryNeed) -> dict[str, int]:
+    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory."""
+    return {
+        "weights_bytes": need.weights_bytes,
+        "kv_bytes": need.kv_bytes,
+        "recurrent_bytes": need.recurrent_bytes,
+        "compute_bytes": need.compute_bytes,
+        "overhead_bytes": need.overhead_bytes,
+        "draft_bytes": need.draft_bytes,
+        "mmproj_bytes": need.mmproj_bytes,
+        "total_bytes": need.total_bytes,
+        "host_bytes": need.host_bytes,
+        "limit_bytes": need.limit_bytes,
+    }
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """One plan."""
+    return {
+        "model": plan.model.id,
+        "name": plan.model.name,
+        "licence": plan.model.licence or None,
+        "release_date": plan.model.release_date or None,
+        "variant": {
+            "format": plan.variant.format,
+            "quant": plan.variant.quant,
+            "repo": plan.variant.repo,
+            "files": list(plan.variant.files),
+            "bytes": plan.variant.file_bytes,
+            "exact": plan.variant.exact,
+        },
+        "backend": plan.backend,
+        "n_ctx": plan.n_ctx,
+        "max_ctx": plan.max_ctx or None,
+        "kv_type": plan.kv_type,
+        "slots": plan.slots,
+        "n_ubatch": plan.n_ubatch,
+        "n_gpu_layers": plan.n_gpu_layers,
+        "draft": plan.draft,
+        "draft_gain": _round(plan.draft_gain),
+        "fits": plan.fits,
+        "memory": memory_to_json(plan.memory),
+        "kv_bytes_per_1k_tokens": plan.kv_bytes_per_1k,
+        "decode_tok_s": range_to_json(plan.decode_tok_s),
+        "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
+        "prefill_tok_s": range_to_json(plan.prefill_tok_s),
+        "ttft_s": range_to_json(plan.ttft_s),
+        "ttft_cached_s": range_to_json(plan.ttft_cached_s) if plan.ttft_cached_s is not None else None,
+        "load_s": range_to_json(plan.load_s) if plan.load_s is not None else None,
+        "quality": {"points": plan.quality, "basis": plan.quality_basis} if plan.quality is not None else None,
+        "score": plan.score,
+        "why": plan.why,
+    }
+
+
+def workload_to_json(workload: Workload) -> dict[str, Any]:
+    """What was asked for; context 0 = the purpose's default."""
+    return {
+        "purpose": workload.purpose,
+        "context": workload.context,
+        "prompt_tokens": workload.prompt_tokens,
+        "parallel": workload.parallel,
+        "min_decode_tok_s": workload.min_decode_tok_s,
+    }
+
+
+def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer; `device` is localllm.device.describe.device_to_json's."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "device": device,
+        "workload": workload_to_json(answer.workload),
+        "plans": [plan_to_json(plan) for plan in answer.plans],
+        "rejected": [
+            {"model": r.model.id, "variant": r.variant.quant, "kind": r.kind, "reason": r.reason}
+            for r in answer.rejected
+        ],
+    }

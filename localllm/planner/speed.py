@@ -1,0 +1,385 @@
+"""How fast a model answers: decode, prefill, time to first token, loading. A roofline with measured efficiencies.
+
+decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + recurrent layers·c ] + KV read / (f·BW)
+prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + weights / (η·BW·micro-batch) + layers·a / micro-batch
+
+A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
+routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localllm.device.types import Device
+from localllm.planner import efficiency, families
+from localllm.planner.streams import Streamed, streamed
+from localllm.planner.types import Range
+from localllm_catalog import shapes
+from localllm_catalog.types import Layer, Model, Variant
+
+ASSUMED_BANDWIDTH_GBPS = 20.0
+ASSUMED_DISK_BYTES_S = 1.5e9
+_Z = 1.28  # 10th to 90th percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0 speeds = not measured."""
+
+    model: Model
+    variant: Variant
+    backend: str
+    decode_tok_s: float
+    depth: int = 0
+    kv_type: str = "f16"
+    prefill_tok_s: float = 0.0
+    prompt_tokens: int = 0
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Seconds of one decode step, by cause: what `--explain` prints line by line."""
+
+    weights_s: float
+    routed_s: float
+    layers_s: float
+    experts_s: float
+    recurrent_s: float
+    kv_s: float
+    graph_factor: float
+    coefficients: dict[str, float]
+    streamed: Streamed
+    kv_read_bytes: int
+    bandwidth_bytes_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        core = self.weights_s + self.routed_s + self.layers_s + self.experts_s + self.recurrent_s
+        return core * self.graph_factor + self.kv_s
+
+
+def format_keys(model: Model, quant: str, *, engine: str, vendor: str, mlx: bool) -> tuple[str, ...]:
+    """Keys of what runs, beside where: the format's kernels, the architecture's graph, the model's own."""
+    q = families.quant_class(quant, mlx=mlx)
+    kind = "moe" if model.experts is not None else "dense"
+    arch = model.architecture or kind
+    return (f"quant:{q}", f"quant:{q}.{engine}.{vendor}", f"quant:{q}.{engine}.{vendor}.{kind}", f"arch:{arch}",
+            f"arch:{arch}.{engine}", f"model:{model.id}", f"model@{engine}:{model.id}")  # fmt: skip
+
+
+def model_layers(model: Model) -> tuple[int, int, int]:
+    """(all, with experts, recurrent) layer counts."""
+    experts = sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
+    return len(model.layers), experts, sum(layer.kind == "recurrent" for layer in model.layers)
+
+
+def decode_terms(
+    model: Model,
+    variant: Variant,
+    hardware: Sequence[str],
+    bandwidth_gbps: float,
+    *,
+    vendor: str = "",
+    depth: int = 0,
+    kv_type: str = "f16",
+    n_sequences: int = 1,
+) -> Terms:
+    """The parts of one decode step at `depth` tokens of context. `hardware`: keys from `families.hardware_keys`."""
+    table = efficiency.load()["decode"]
+    mlx = variant.format == "mlx"
+    engine = hardware[0]
+    keys = (*hardware, *format_keys(model, variant.quant, engine=engine, vendor=vendor, mlx=mlx))
+    c = table.coefficients(keys)
+    bandwidth = bandwidth_gbps * 1e9
+    parts = streamed(model, variant)
+    routed = parts.step_bytes(model, n_sequences) - parts.dense_bytes
+    layers, expert_layers, recurrent_layers = model_layers(model)
+    kv = shapes.kv_bytes(model, depth, kv_type) * n_sequences if depth > 0 else 0
+    state = 2 * shapes.recurrent_state_bytes(model) * n_sequences
+    is_mla = any(layer.kind == "mla" for layer in model.layers)
+    # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
+    eta = min(0.98, c["eta"] / c["quant"])
+    return Terms(
+        weights_s=parts.dense_bytes / (eta * bandwidth),
+        routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
+        layers_s=layers * c["layer_s"],
+        experts_s=expert_layers * c["expert_layer_s"],
+        recurrent_s=recurrent_layers * c["recurrent_layer_s"] + (state / bandwidth if n_sequences > 1 else 0.0),
+        kv_s=kv / (bandwidth * min(0.98, c["kv_mla" if is_mla else "kv"])),
+        graph_factor=c["graph"] * (c["moe"] if model.experts is not None else 1.0),
+        coefficients=c,
+        streamed=parts,
+        kv_read_bytes=kv,
+        bandwidth_bytes_s=bandwidth,
+    )
+
+
+def decode_bound(device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16") -> float:
+    """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at `depth`)."""
+    read = streamed(model, variant).total_bytes + (shapes.kv_bytes(model, depth, kv_type) if depth > 0 else 0)
+    return bandwidth_of(device)[0] * 1e9 / read
+
+
+def bandwidth_of(device: Device) -> tuple[float, str]:
+    """(GB/s, basis) of the accelerator's memory; assumed where nothing is known."""
+    if device.bandwidth_gbps is None:
+        return ASSUMED_BANDWIDTH_GBPS, "assumed"
+    return device.bandwidth_gbps.value, device.bandwidth_gbps.basis
+
+
+def _vendor(device: Device) -> str:
+    return families.generation(device.match or device.name)[0]
+
+
+def _basis(table: efficiency.Table, hardware: Sequence[str], model: Model) -> tuple[str, float]:
+    key, n = table.nearest(hardware)
+    kind = "MoE" if model.experts is not None else "dense"
+    if n == 0:
+        return f"formula: no {hardware[0]} measurement of this kind of machine, {kind}", table.spread_of("none")
+    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", table.spread_of(key)
+
+
+def _range(value: float, spread: float, basis: str) -> Range:
+    return Range(value, value * math.exp(-_Z * spread), value * math.exp(_Z * spread), basis)
+
+
+def decode(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    *,
+    backend: str = "llamacpp",
+    depth: int = 0,
+    kv_type: str = "f16",
+    n_sequences: int = 1,
+    device_share: float = 1.0,
+    measured: Sequence[Measured] = (),
+) -> Range:
+    """Predicted decode speed of one sequence at `depth`, tokens/s.
+
+    `device_share` < 1: the rest of the layers run from host memory and the times add up. `measured`: this machine's
+    own figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
+    """
+    seconds, spread, basis = _step(device, model, variant, backend, depth, kv_type, n_sequences, device_share)
+    learnt = _correction(device, model, variant, backend, measured)
+    if learnt is not None:
+        seconds, basis, spread = seconds * learnt[0], learnt[1], learnt[2]
+    return _range(1 / seconds, spread, basis)
+
+
+def _step(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    backend: str,
+    depth: int,
+    kv_type: str,
+    n_sequences: int,
+    device_share: float,
+) -> tuple[float, float, str]:
+    hardware = families.device_keys(device, backend)
+    bandwidth, bandwidth_basis = bandwidth_of(device)
+
+    def terms_on(keys: Sequence[str], gbps: float, vendor: str) -> Terms:
+        return decode_terms(
+            model, variant, keys, gbps, vendor=vendor, depth=depth, kv_type=kv_type, n_sequences=n_sequences
+        )
+
+    terms = terms_on(hardware, bandwidth, _vendor(device))
+    basis, spread = _basis(efficiency.load()["decode"], hardware, model)
+    if bandwidth_basis == "assumed":
+        basis, spread = f"assumed {bandwidth:.0f} GB/s", 0.5
+    seconds = terms.total_s
+    if n_sequences > 1:
+        tflops, _ = families.nominal_tflops(device)
+        prompt = prefill_terms(model, variant, hardware, bandwidth, tflops, vendor=_vendor(device))
+        seconds = max(seconds, n_sequences * prompt.matmul_s)
+    if device_share < 1.0:
+        host_gbps = device.host_bandwidth_gbps.value if device.host_bandwidth_gbps else ASSUMED_BANDWIDTH_GBPS
+        host = terms_on(("cpu",), host_gbps, "")
+        seconds = seconds * device_share + host.total_s * (1 - device_share)
+        basis, spread = f"{basis}; host {host_gbps:.0f} GB/s", max(spread, 0.25)
+    return seconds, spread, basis
+
+
+def _same(m: Measured, model: Model, variant: Variant) -> bool:
+    return m.model.id == model.id and m.variant.quant == variant.quant
+
+
+def _correction(
+    device: Device, model: Model, variant: Variant, backend: str, measured: Sequence[Measured]
+) -> tuple[float, str, float] | None:
+    """(factor on predicted seconds, basis, spread) learnt from this machine's own runs; None where it has none.
+
+    The same variant's figure if there is one, else the geometric mean over the others: what the machine's power mode,
+    cooling and build do to one model they do to the next.
+    """
+    here = [m for m in measured if m.backend == backend and m.decode_tok_s > 0]
+    exact = [m for m in here if _same(m, model, variant)]
+    used = exact or here
+    if not used:
+        return None
+    logs = []
+    for m in used:
+        predicted, _, _ = _step(device, m.model, m.variant, backend, m.depth, m.kv_type, 1, 1.0)
+        logs.append(math.log(1 / m.decode_tok_s / predicted))
+    names = "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
+    return math.exp(sum(logs) / len(logs)), f"measured here: {names}", 0.05 if exact else 0.10
+
+
+# --- prefill --------------------------------------------------------------------------------------------------------
+
+
+def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
+    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add)."""
+    if layer.kind == "mla":
+        return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
+    if layer.kind not in ("full", "sliding"):
+        return 0.0
+    seen = min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth
+    return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTerms:
+    """Seconds one prompt token costs, by cause."""
+
+    matmul_s: float
+    attention_s: float
+    weights_s: float
+    layers_s: float
+    flops: float
+    attention_flops: float
+    compute_flops_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds per token."""
+        return self.matmul_s + self.attention_s + self.weights_s + self.layers_s
+
+
+def prefill_terms(
+    model: Model,
+    variant: Variant,
+    hardware: Sequence[str],
+    bandwidth_gbps: float,
+    compute_tflops: float,
+    *,
+    vendor: str = "",
+    prompt_tokens: int = 2048,
+    depth: int = 0,
+    n_ubatch: int = 512,
+) -> PrefillTerms:
+    """The parts of reading `prompt_tokens` after `depth` cached ones, per token. `compute_tflops`: nominal FP16."""
+    table = efficiency.load()["prefill"]
+    mlx = variant.format == "mlx"
+    keys = (*hardware, *format_keys(model, variant.quant, engine=hardware[0], vendor=vendor, mlx=mlx))
+    c = table.coefficients(keys)
+    parts = streamed(model, variant)
+    batch = max(1, min(prompt_tokens, 2048 if mlx else n_ubatch))
+    # Logits are computed for the last token only, so the output matrix does not count.
+    weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
+    mean_depth = depth + prompt_tokens / 2
+    attention = sum(attention_flops(layer, model.n_heads, mean_depth) for layer in model.layers)
+    compute = compute_tflops * 1e12
+    layers, expert_layers, recurrent = model_layers(model)
+    moe = c["moe"] if model.experts is not None else 1.0
+    return PrefillTerms(
+        matmul_s=2 * weights * c["quant"] * c["graph"] * moe / (compute * c["matmul"]),
+        attention_s=attention / (compute * c["attention"]),
+        weights_s=parts.step_bytes(model, batch) / (bandwidth_gbps * 1e9 * min(0.98, c["eta"])) / batch,
+        layers_s=(layers * c["layer_s"] + expert_layers * c["expert_layer_s"] + recurrent * c["recurrent_layer_s"])
+        / batch,
+        flops=2.0 * weights,
+        attention_flops=attention,
+        compute_flops_s=compute,
+    )
+
+
+def prefill(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    *,
+    backend: str = "llamacpp",
+    prompt_tokens: int = 2048,
+    depth: int = 0,
+    n_ubatch: int = 512,
+    device_share: float = 1.0,
+    measured: Sequence[Measured] = (),
+) -> Range:
+    """Predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached tokens."""
+    hardware = families.device_keys(device, backend)
+    bandwidth, _ = bandwidth_of(device)
+    tflops, compute_basis = families.nominal_tflops(device)
+
+    def seconds_of(m: Model, v: Variant, *, tokens: int, at: int) -> float:
+        terms = prefill_terms(
+            m, v, hardware, bandwidth, tflops, vendor=_vendor(device), prompt_tokens=tokens, depth=at, n_ubatch=n_ubatch
+        )
+        return terms.total_s
+
+    seconds = seconds_of(model, variant, tokens=prompt_tokens, at=depth)
+    basis, spread = _basis(efficiency.load()["prefill"], hardware, model)
+    if compute_basis == "assumed":
+        basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
+    if device_share < 1.0:
+        host = prefill_terms(
+            model, variant, ("cpu",), ASSUMED_BANDWIDTH_GBPS, 1.0, prompt_tokens=prompt_tokens, depth=depth, n_ubatch=n_ubatch
+        )
+        # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than the CPU.
+        copied = streamed(model, variant).step_bytes(model, n_ubatch) / _PCIE_BYTES_S / n_ubatch
+        seconds = seconds + (1 - device_share) * min(host.total_s, copied)
+        spread = max(spread, 0.4)
+    here = [m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0]
+    exact = [m for m in here if _same(m, model, variant)]
+    used = exact or here
+    if used:
+        logs = [
+            math.log(1 / m.prefill_tok_s / seconds_of(m.model, m.variant, tokens=m.prompt_tokens, at=0)) for m in used
+        ]
+        seconds *= math.exp(sum(logs) / len(logs))
+        spread = 0.08 if exact else 0.2
+        basis = "measured here: " + ("this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3]))
+    return _range(1 / seconds, spread, basis)
+
+
+_PCIE_BYTES_S = 20e9  # PCIe 4.0 ×16 in practice
+
+
+def ttft(prefill_tok_s: Range, decode_tok_s: Range, prompt_tokens: int, *, cached_tokens: int = 0) -> Range:
+    """Seconds until the first token of an answer to `prompt_tokens`, of which `cached_tokens` are already in the cache."""
+    new = max(1, prompt_tokens - cached_tokens)
+
+    def at(prefill_rate: float, decode_rate: float) -> float:
+        return new / prefill_rate + 1 / decode_rate
+
+    return Range(
+        at(prefill_tok_s.value, decode_tok_s.value),
+        at(prefill_tok_s.high, decode_tok_s.high),
+        at(prefill_tok_s.low, decode_tok_s.low),
+        prefill_tok_s.basis,
+    )
+
+
+def load_time(variant: Variant, disk_bytes_s: float = 0.0) -> Range:
+    """Seconds to read the files from disk once (a second start finds them in the page cache)."""
+    rate = disk_bytes_s or ASSUMED_DISK_BYTES_S
+    value = variant.file_bytes / rate
+    basis = "measured disk" if disk_bytes_s else f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s"
+    return Range(value, value * 0.8, value * (1.2 if disk_bytes_s else 3.0), basis)
+
+
+def speculation_gain(acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0) -> float:
+    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and one verification.
+
+    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over one.
+    (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
+    """
+    a = min(max(acceptance, 0.0), 0.999)
+    return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)

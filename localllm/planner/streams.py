@@ -1,0 +1,98 @@
+"""Which weight bytes one token streams from memory: what every token reads, and the experts it was routed to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm_catalog import quants, shapes
+from localllm_catalog.types import Model, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` of its chosen experts.
+
+    `expert_pool_bytes` are all routed experts together: what a large batch approaches. Parameters are counts.
+    """
+
+    dense_bytes: int
+    routed_bytes: int
+    expert_pool_bytes: int
+    dense_params: int
+    routed_params: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes one sequence's token reads."""
+        return self.dense_bytes + self.routed_bytes
+
+    def step_bytes(self, model: Model, n_sequences: int) -> int:
+        """Bytes a step over `n_sequences` tokens reads: with k of n experts each, the expected share touched is
+        1 − (1 − k/n)^tokens (independent routing)."""
+        if model.experts is None or n_sequences <= 1:
+            return self.total_bytes
+        chosen = model.experts.n_active / model.experts.n_experts
+        return self.dense_bytes + round(self.expert_pool_bytes * (1 - (1 - chosen) ** n_sequences))
+
+
+def _routed_params(model: Model) -> tuple[int, int]:
+    """(chosen, all) parameters of routed experts over all layers."""
+    x = model.experts
+    if x is None:
+        return 0, 0
+    n_layers = sum(layer.ffn in ("experts", "both") for layer in model.layers)
+    one = n_layers * model.ffn_matrices * (x.latent_size or model.hidden_size) * x.intermediate
+    return one * x.n_active, one * x.n_experts
+
+
+# Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts. Attention of K
+# mixtures is one step above the base on average; Unsloth's dynamic files and MXFP4_MOE keep them at 8 bits or so
+# (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks).
+_DYNAMIC_BITS = 8.5
+_ABOVE_BASE_BITS = 0.6
+
+
+def _shared_bits(quant: str, average_bits: float) -> float:
+    if quant.startswith("UD-") or quant == "MXFP4_MOE":
+        return max(_DYNAMIC_BITS, average_bits) if average_bits < 15 else average_bits
+    return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
+
+
+def streamed(model: Model, variant: Variant) -> Streamed:
+    """What one token of `variant` reads, from the header's figure when known, else from shapes and format.
+
+    Experts are nearly all of a mixture's file, so their bits are found as what the file leaves after the rest at its
+    format's usual bits; taking the rest as the remainder instead would turn a 2 % error of the file into 50 % here.
+    """
+    _, active = shapes.count_params(model)
+    chosen, pool = _routed_params(model)
+    dense = active - chosen
+    weights = variant.weights_bytes or variant.file_bytes
+    if variant.format == "mlx":
+        expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
+        return _pack(dense * bits, chosen * expert_bits, pool * expert_bits, dense, chosen)
+    embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    lookup = embedding + model.lookup_params
+    stored = dense + pool + lookup
+    average = 8 * weights / max(1, stored)
+    mix = quants.MIXTURES.get(variant.quant)
+    embed_bits = float(quants.GGUF_TYPES[mix.embed].bits) if mix is not None and average < 16 else average
+    if not chosen:
+        if variant.active_bytes:
+            return Streamed(variant.active_bytes, 0, 0, dense, 0)
+        return _pack(max(8 * weights - lookup * embed_bits, 4 * weights), 0.0, 0.0, dense, 0)
+    if variant.quant == "MXFP4":  # gpt-oss as released: experts exactly MXFP4, the rest whatever the file leaves
+        expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
+        shared = max(1.0, min(16.5, (8 * weights - pool * expert_bits) / (dense + lookup)))
+    else:
+        shared = _shared_bits(variant.quant, average)
+        expert_bits = max(0.5 * average, (8 * weights - dense * shared - lookup * embed_bits) / pool)
+    if variant.active_bytes:
+        routed = min(variant.active_bytes, round(chosen * expert_bits / 8))
+        pool_bytes = round(pool * expert_bits / 8)
+        return Streamed(variant.active_bytes - routed, routed, pool_bytes, dense, chosen)
+    return _pack(dense * shared, chosen * expert_bits, pool * expert_bits, dense, chosen)
+
+
+def _pack(dense_bits: float, routed_bits: float, pool_bits: float, dense: int, routed: int) -> Streamed:
+    return Streamed(round(dense_bits / 8), round(routed_bits / 8), round(pool_bits / 8), dense, routed)

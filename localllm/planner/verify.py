@@ -1,0 +1,83 @@
+"""The verify loop: what was predicted beside what was measured, and the likely causes when reality falls short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.device.types import Device
+from localllm.planner import speed
+from localllm.planner.speed import Measured
+
+SHORTFALL = 0.30
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded); causes if it fell short."""
+
+    name: str
+    quant: str
+    backend: str
+    decode: tuple[float, float]
+    basis: str
+    memory: tuple[float, float] | None
+    causes: tuple[str, ...]
+
+
+def compare(
+    device: Device,
+    run: Measured,
+    others: Sequence[Measured] = (),
+    *,
+    memory_bytes: int = 0,
+    predicted_memory_bytes: int = 0,
+) -> Comparison:
+    """`run` against what the planner would have said without it (but knowing `others`)."""
+    predicted = speed.decode(
+        device, run.model, run.variant, backend=run.backend, depth=run.depth, kv_type=run.kv_type, measured=others
+    )
+    bound = speed.decode_bound(device, run.model, run.variant)
+    causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
+    memory = (float(predicted_memory_bytes), float(memory_bytes)) if memory_bytes and predicted_memory_bytes else None
+    return Comparison(
+        run.model.name, run.variant.quant, run.backend, (predicted.value, run.decode_tok_s), predicted.basis, memory, causes
+    )
+
+
+def likely_causes(device: Device, predicted: float, measured: float, bound: float = 0.0) -> tuple[str, ...]:
+    """What usually explains a speed `SHORTFALL` or more below the prediction, the most telling first; () otherwise."""
+    if measured >= predicted * (1 - SHORTFALL):
+        if bound and measured > bound * 1.05:
+            return ("faster than the memory could deliver: the bandwidth known for this machine is too low",)
+        return ()
+    ratio = measured / predicted
+    causes: list[str] = []
+    gpu = device.accelerator != "cpu"
+    if gpu and ratio < 0.25:
+        causes.append("the engine may have fallen back to the CPU: see `localllm doctor`")
+    if device.memory.available_bytes < 0.1 * device.memory.limit_bytes:
+        causes.append("memory is nearly full: the system may be swapping; close programs or pick a smaller plan")
+    if gpu:
+        causes.append("another program may be using the GPU")
+    else:
+        causes.append("other programs may be using the processor's cores or its memory")
+    causes.append("a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check the power mode")
+    if device.kind == "discrete":
+        causes.append("part of the model may be in system memory: lower --context or pick a smaller quant")
+    return tuple(causes)
+
+
+def to_json(result: Comparison) -> dict[str, Any]:
+    """One comparison as plain data."""
+    return {
+        "model": result.name,
+        "quant": result.quant,
+        "backend": result.backend,
+        "decode_tok_s": {"predicted": result.decode[0], "measured": result.decode[1], "basis": result.basis},
+        "memory_bytes": None
+        if result.memory is None
+        else {"predicted": int(result.memory[0]), "measured": int(result.memory[1])},
+        "likely_causes": list(result.causes),
+    }

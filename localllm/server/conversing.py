@@ -1,0 +1,120 @@
+"""What every chat dialect is translated to: an Ask, and from it the Job for a loaded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.conversation.recall import Recall
+from localllm.conversation.tools.base import Tool
+from localllm.conversation.tools.prompt import Choice
+from localllm.conversation.volatile import without_volatile
+from localllm.engine.api import Engine
+from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.server import prompting
+from localllm.server.generation import Job, Outcome, Writer
+from localllm.server.router import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Sampling
+    tools: Sequence[Tool] = ()
+    choice: Choice = field(default_factory=lambda: Choice("none"))
+    parallel: bool = True
+    grammar: tuple[str, str] | None = None
+    effort: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    cache_prompt: bool = True
+    time_limit_s: float | None = None
+    n: int = 1
+    conversation: str = ""
+
+
+async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) -> Job:
+    """Render the conversation with the model's template and describe the generation. Raises RequestError."""
+    messages, normalised = without_volatile(recall.restore(ask.messages))
+    prompt = await prompting.build(
+        model.template(engine.info),
+        messages,
+        tools=ask.tools,
+        choice=ask.choice,
+        parallel=ask.parallel,
+        grammar=ask.grammar,
+        reasoning_effort=ask.effort,
+        template_kwargs=ask.template_kwargs,
+    )
+    return Job(
+        prompt=prompt.text,
+        add_bos=prompting.wants_bos(engine.info, prompt.text),
+        max_tokens=ask.max_tokens,
+        sampling=ask.sampling,
+        stop=ask.stop,
+        ignore_eos=ask.ignore_eos,
+        logprobs=ask.logprobs,
+        grammar=prompt.grammar,
+        cache_prompt=ask.cache_prompt,
+        time_limit_s=ask.time_limit_s,
+        n=ask.n,
+        reply=prompt.reply,
+        prefix=prompt.prefix,
+        render_control=prompt.control,
+        conversation=ask.conversation,
+        ignored=prompt.ignored,
+        normalised=normalised,
+        asked=ask.messages[-1]["content"] if prompt.reply.think is not None else None,
+    )
+
+
+class Remembering:
+    """A Writer in front of another that keeps each choice's reasoning for `recall`."""
+
+    def __init__(self, inner: Writer, recall: Recall, asked: str) -> None:
+        self._inner, self._recall, self._asked = inner, recall, asked
+        self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
+
+    def start(self) -> None:
+        """Passed on."""
+        self._inner.start()
+
+    def end(self, usage: Usage, timings: Timings) -> None:
+        """Passed on."""
+        self._inner.end(usage, timings)
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Keep and pass on."""
+        self._of(choice)[0].append(text)
+        self._inner.text(choice, text, logprobs)
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[1].append(text)
+        self._inner.reasoning(choice, text)
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[2].append([name])
+        self._inner.call_start(choice, index, name)
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[2][-1].append(text)
+        self._inner.call_arguments(choice, index, text)
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Remember and pass on."""
+        texts, thoughts, calls = self._of(choice)
+        parts = [(c[0], "".join(c[1:])) for c in calls]
+        self._recall.remember(self._asked, "".join(texts), parts, "".join(thoughts))
+        self._inner.finish(choice, outcome)
+
+    def _of(self, choice: int) -> tuple[list[str], list[str], list[list[str]]]:
+        return self._said.setdefault(choice, ([], [], []))

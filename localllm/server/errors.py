@@ -1,0 +1,81 @@
+"""Errors of the HTTP border and the one way every error becomes a response, in each dialect's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import AuthError, BusyError, LocalLLMError, NotFoundError, RequestError
+
+JSON = b"application/json"
+
+
+class KeyRequiredError(AuthError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    default_hint = "send the key as `Authorization: Bearer KEY`"
+
+
+class MediaTypeError(RequestError):
+    """A body that does not say it is JSON: what a web page could send without the user's consent."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+    default_hint = "send Content-Type: application/json"
+
+
+class BodyTooLargeError(RequestError):
+    """The body is larger than the server reads."""
+
+    code = "request_too_large"
+    http_status = 413
+
+
+class SlowBodyError(RequestError):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class RouteNotFoundError(NotFoundError):
+    """No such path here."""
+
+    code = "route_not_found"
+
+
+class MethodError(RequestError):
+    """The path exists, the method does not."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+def headers_of(error: LocalLLMError) -> dict[str, str]:
+    """Headers an error adds to its response."""
+    if isinstance(error, BusyError):
+        return {"retry-after": str(error.retry_after_s)}
+    if error.http_status == 401:
+        return {"www-authenticate": "Bearer"}
+    return {"retry-after": "1"} if error.http_status == 503 else {}
+
+
+def internal(error: BaseException) -> LocalLLMError:
+    """`error` as something a client may see: our own as they are, anything else without its text, which could name
+    paths, prompts or addresses."""
+    if isinstance(error, LocalLLMError):
+        return error
+    return LocalLLMError(f"the server failed on this request ({type(error).__name__})", hint="see the server's log")
+
+
+def to_anthropic(error: LocalLLMError) -> dict[str, Any]:
+    """The error object of Anthropic's API."""
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+             404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # fmt: skip
+    return {"type": "error", "error": {"type": kinds.get(error.http_status, "api_error"), "message": error.message}}
+
+
+def to_ollama(error: LocalLLMError) -> dict[str, Any]:
+    """The error object of Ollama's API."""
+    return {"error": error.message}

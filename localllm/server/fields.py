@@ -1,0 +1,184 @@
+"""The request fields of the OpenAI face, in one table: honoured with a range, or refused with the reason.
+
+The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
+"off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated
+(editors send odd ones) and named in the response header `x-localllm-ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from localllm.engine.messages import Sampling
+from localllm.errors import RequestError, UnsupportedError
+
+MAX_TOKENS = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Positive = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+StopText = Annotated[str, Field(max_length=1024)]
+
+# field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
+REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "audio": ("this server writes text only", (None,)),
+    "modalities": ("this server writes text only", (None, ["text"], [])),
+    "web_search_options": ("this server does not search the web", (None,)),
+    "functions": ("the legacy function interface is not spoken; send `tools`", (None, [])),
+    "function_call": ("the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")),
+    "store": ("chat completions are not stored here; /v1/responses are", (None, False)),
+    "verbosity": ("no model here has this control; say it in the prompt", (None, "medium")),
+    "best_of": ("candidates are not ranked here; send `n`", (None, 1)),
+    "use_beam_search": ("there is no beam search", (None, False)),
+    "mirostat": ("mirostat sampling is not implemented", (None, 0)),
+    "dynatemp_range": ("dynamic temperature is not implemented", (None, 0, 0.0)),
+    "xtc_probability": ("XTC sampling is not implemented", (None, 0, 0.0)),
+    "dry_multiplier": ("DRY sampling is not implemented", (None, 0, 0.0)),
+    "tfs_z": ("tail-free sampling is not implemented", (None, 1, 1.0)),
+    "top_n_sigma": ("top-n-sigma sampling is not implemented", (None, -1, -1.0, 0, 0.0)),
+    "length_penalty": ("there is no beam search", (None, 1, 1.0)),
+    "min_tokens": ("a minimum length is not implemented", (None, 0)),
+    "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
+    "guided_choice": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "lora": ("adapters are not loaded per request", (None, [])),
+}
+HINTS = frozenset(
+    {
+        "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
+        "service_tier", "prediction", "id_slot",
+    }
+)  # fmt: skip
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
+    stream: bool | None = Field(None, description="send the answer as server-sent events")
+
+
+class SamplingFields(_Body):
+    """How tokens are chosen. None takes the model's own default."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy")
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 or -1 switches it off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
+    repeat_last_n: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="tokens looked at; -1 = the whole context"
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1, description="-1 draws one")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
+    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
+    grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
+    json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """These fields over the model's defaults."""
+
+        def pick(value: Any, fallback: Any) -> Any:
+            return fallback if value is None else value
+
+        top_k = pick(self.top_k, default.top_k)
+        return Sampling(
+            temperature=pick(self.temperature, default.temperature),
+            top_k=0 if top_k < 0 else top_k,
+            top_p=pick(self.top_p, default.top_p),
+            min_p=pick(self.min_p, default.min_p),
+            typical_p=pick(self.typical_p, default.typical_p),
+            repeat_penalty=pick(self.repeat_penalty, pick(self.repetition_penalty, default.repeat_penalty)),
+            repeat_last_n=MAX_TOKENS if self.repeat_last_n == -1 else pick(self.repeat_last_n, default.repeat_last_n),
+            presence_penalty=pick(self.presence_penalty, default.presence_penalty),
+            frequency_penalty=pick(self.frequency_penalty, default.frequency_penalty),
+            seed=None if self.seed is None or self.seed == -1 else self.seed & (2**63 - 1),
+            logit_bias=_bias(self.logit_bias or {}),
+        )
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, empty ones left out."""
+        sent = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(s for s in sent if s)
+
+    def time_limit_s(self) -> float | None:
+        """The answer's time limit in seconds."""
+        return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` sends one more chunk with the token counts."""
+
+    model_config = ConfigDict(extra="allow")
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatFields(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any] = Field(description="roles system, developer, user, assistant, tool; text content")
+    max_tokens: Count | None = Field(None, description="default: the remaining window")
+    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_key: str | None = Field(None, max_length=1024, description="groups the requests of one conversation")
+
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; None = the remaining window."""
+        for value in (self.max_completion_tokens, self.max_tokens, self.n_predict):
+            if value is not None:
+                return None if value < 0 else value
+        return None
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+Fields = TypeVar("Fields", bound=_Body)
+
+
+def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:
+    """`body` as `kind`, and the names of the fields nobody knows. Raises RequestError or UnsupportedError."""
+    for name, (reason, off) in REFUSED.items():
+        if name in body and name not in kind.model_fields and body[name] not in off:
+            raise UnsupportedError(f"{name} is not supported: {reason}", param=name)
+    try:
+        fields = kind.model_validate(body)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
+        # Unions report one error per member, with the member's type in the path: the field is what helps.
+        path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
+        raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
+    unknown = sorted(k for k in (fields.model_extra or {}) if k not in hints and k not in REFUSED)
+    return fields, unknown
+
+
+def _bias(sent: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in sent.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    return bias

@@ -1,0 +1,49 @@
+"""GET /metrics: the engines' counters as Prometheus text, without names of prompts, users or paths."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from localllm.server.router import ModelRouter
+from localllm.server.serving import Server
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Totals only ever grow; everything else is a gauge.
+_COUNTERS = {
+    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
+    "steps", "busy_s",
+}  # fmt: skip
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+async def render(server: Server) -> str:
+    """The page. A model that is not loaded is reported as such and not woken."""
+    lines = [
+        "# TYPE localllm_http_requests_total counter",
+        f"localllm_http_requests_total {server.requests}",
+        "# TYPE localllm_http_active gauge",
+        f"localllm_http_active {server.active}",
+        "# TYPE localllm_model_loaded gauge",
+    ]
+    snapshots = await _snapshots(server.models)
+    lines += [f'localllm_model_loaded{{model="{_label(name)}"}} {int(bool(s))}' for name, s in snapshots.items()]
+    for key in sorted({k for s in snapshots.values() for k, v in s.items() if isinstance(v, (int, float))}):
+        counter = key in _COUNTERS
+        metric = "localllm_" + _NAME.sub("_", key) + ("_total" if counter else "")
+        lines.append(f"# TYPE {metric} {'counter' if counter else 'gauge'}")
+        for name, s in snapshots.items():
+            if isinstance(s.get(key), (int, float)):
+                lines.append(f'{metric}{{model="{_label(name)}"}} {float(s[key]):g}')
+    return "\n".join(lines) + "\n"
+
+
+async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for model in models.list():
+        found[model.name] = await (await model.engine()).snapshot() if model.loaded else {}
+    return found
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

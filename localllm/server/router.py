@@ -1,0 +1,117 @@
+"""Which models this server offers, by which names, and the Host behind each."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.conversation.reply import think_markers
+from localllm.conversation.template import ChatTemplate
+from localllm.engine.api import Engine, Host
+from localllm.engine.messages import Sampling
+from localllm.errors import ModelNotFoundError
+from localllm_backends.contract import ModelInfo
+
+# Suffixes clients add to a name without meaning another model.
+_TAGS = (":latest",)
+
+
+@dataclass
+class ServedModel:
+    """One model on offer. `sampling` is what a request that says nothing gets; `n_ctx` the planned context in tokens
+    until the loaded engine's own number is known. `details` are facts for model lists (quant, bytes, licence …)."""
+
+    name: str
+    host: Host
+    aliases: tuple[str, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    n_ctx: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    info: ModelInfo | None = None
+    in_use: int = 0
+    last_used_s: float = 0.0
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    _templates: dict[str, ChatTemplate] = field(default_factory=dict)
+
+    async def engine(self) -> Engine:
+        """The loaded engine (loading it when needed); remembers its facts for the model lists."""
+        engine = await self.host.engine()
+        self.info = engine.info
+        self.last_used_s = asyncio.get_running_loop().time()
+        return engine
+
+    def template(self, info: ModelInfo) -> ChatTemplate:
+        """The model's chat template, compiled once."""
+        source = info.chat_template or ""
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
+        return self._templates[source]
+
+    @property
+    def served_n_ctx(self) -> int | None:
+        """The one served-context number, in tokens, that every dialect reports."""
+        return self.info.n_ctx if self.info is not None else self.n_ctx
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What it can do, in Ollama's words: completion, tools, thinking, insert. The last two show once loaded."""
+        found = ["completion", "tools"]
+        if self.info is not None:
+            if think_markers(self.info.chat_template or "") is not None:
+                found.append("thinking")
+            if {"pre", "suf", "mid"} <= set(self.info.fim_tokens):
+                found.append("insert")
+        return found
+
+    @property
+    def loaded(self) -> bool:
+        """True once its engine has answered."""
+        return self.info is not None
+
+
+class ModelRouter:
+    """Names to models. Built from ServedModels, or from a mapping of names to Hosts."""
+
+    def __init__(self, models: Mapping[str, Host] | Iterable[ServedModel]) -> None:
+        if isinstance(models, Mapping):
+            models = [ServedModel(name, host) for name, host in models.items()]
+        self._models = {m.name: m for m in models}
+        self._names: dict[str, ServedModel] = {}
+        for model in self._models.values():
+            for alias in (model.name, *model.aliases):
+                self._names.setdefault(alias.lower(), model)
+
+    def list(self) -> list[ServedModel]:
+        """Every model on offer, in the order given."""
+        return list(self._models.values())
+
+    def resolve(self, name: str | None) -> ServedModel:
+        """The model of that name or alias; no name means the first one. Raises ModelNotFoundError with the names."""
+        if not name:
+            if self._models:
+                return next(iter(self._models.values()))
+            raise ModelNotFoundError("this server serves no model")
+        key = name.lower()
+        for tag in _TAGS:
+            key = key.removesuffix(tag)
+        model = self._names.get(key)
+        if model is not None:
+            return model
+        near = difflib.get_close_matches(key, self._names, n=3)
+        raise ModelNotFoundError(
+            f"no model {name[:100]!r} here; served: {', '.join(self._models)}",
+            hint=f"did you mean {' or '.join(near)}?" if near else "GET /v1/models lists them",
+            param="model",
+        )
+
+    def host(self, name: str | None) -> Host:
+        """The Host of `name`; raises ModelNotFoundError."""
+        return self.resolve(name).host
+
+    async def close(self) -> None:
+        """Stop every model."""
+        await asyncio.gather(*(m.host.close() for m in self._models.values()))

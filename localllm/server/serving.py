@@ -1,0 +1,167 @@
+"""What every generating route does alike: read the body, find the model, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from localllm.conversation.recall import Recall
+from localllm.engine.api import Engine
+from localllm.errors import LocalLLMError
+from localllm.server.conversing import Ask, Remembering, job_for
+from localllm.server.folding import Fold
+from localllm.server.generation import Job, Progress, Writer, run
+from localllm.server.openai_chat import cache_note, ignored_header
+from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.settings import ServerSettings
+from localllm.server.streaming import Outbox, StreamResponse, unless_gone
+
+log = logging.getLogger("localllm.server")
+Prepare = Callable[[Engine], Awaitable[Job]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one API frames its streams and errors."""
+
+    media_type: str
+    frame_error: Callable[[LocalLLMError], bytes]
+    keepalive: Callable[[Progress], bytes]
+    error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai
+
+
+def comment(progress: Progress) -> bytes:
+    """The keep-alive of server-sent events: a comment with the progress."""
+    return f": {progress}\n\n".encode()
+
+
+class Server:
+    """What the routes share: the models and the settings."""
+
+    def __init__(self, models: ModelRouter, settings: ServerSettings) -> None:
+        self.models = models
+        self.settings = settings
+        self.recall = Recall()
+        self.requests = 0
+        self.active = 0
+
+    async def stream(
+        self,
+        model: ServedModel,
+        prepare: Prepare,
+        writer: Callable[[Outbox, Job, Progress], Writer],
+        dialect: Dialect,
+        ignored: Sequence[str] = (),
+    ) -> StreamResponse:
+        """A streaming response; loading, rendering and queueing all happen inside it, behind early headers."""
+        progress = Progress()
+        names = list(ignored)
+        extra: dict[str, str] = {}
+
+        async def produce(outbox: Outbox) -> None:
+            with self._counted(model):
+                engine = await model.engine()
+                job = await prepare(engine)
+                names.extend(job.ignored)
+                extra.update(normalised_header(job))
+                self._note(names)
+                await run(engine, job, self._remembering(writer(outbox, job, progress), job), progress)
+
+        return StreamResponse(
+            produce,
+            settings=self.settings,
+            media_type=dialect.media_type,
+            keepalive=lambda: dialect.keepalive(progress),
+            frame_error=dialect.frame_error,
+            error_body=dialect.error_body,
+            headers=lambda: {**request_id(), **ignored_header(names), **extra},
+        )
+
+    async def whole(
+        self,
+        request: Request,
+        model: ServedModel,
+        prepare: Prepare,
+        body: Callable[[Fold, Job], Any],
+        ignored: Sequence[str] = (),
+    ) -> Response:
+        """The reply in one piece: the stream, folded. Cancelled when the client leaves."""
+
+        async def work() -> tuple[Fold, Job]:
+            with self._counted(model):
+                engine = await model.engine()
+                job = await prepare(engine)
+                fold = Fold(job.choices)
+                await run(engine, job, self._remembering(fold, job), Progress())
+                return fold, job
+
+        done = await unless_gone(request, work())
+        if done is None:
+            return Response(status_code=499)
+        fold, job = done
+        names = [*ignored, *job.ignored]
+        self._note(names)
+        headers = {
+            **request_id(),
+            **ignored_header(names),
+            **normalised_header(job),
+            "x-localllm-cache": cache_note(fold.usage),
+        }
+        return JSONResponse(body(fold, job), headers=headers)
+
+    def prepare(self, ask: Ask, model: ServedModel) -> Prepare:
+        """How to make the job of a conversation once the engine is there."""
+
+        async def prepared(engine: Engine) -> Job:
+            return await job_for(ask, model, engine, self.recall)
+
+        return prepared
+
+    async def count(self, ask: Ask, model: ServedModel) -> int:
+        """How many tokens the prompt of `ask` has."""
+        engine = await model.engine()
+        job = await job_for(ask, model, engine, self.recall)
+        assert isinstance(job.prompt, str)
+        return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
+
+    def _remembering(self, writer: Writer, job: Job) -> Writer:
+        return writer if job.asked is None else Remembering(writer, self.recall, job.asked)
+
+    def _note(self, ignored: Sequence[str]) -> None:
+        if ignored:
+            log.info("ignored unknown fields: %s", ignored_header(ignored)["x-localllm-ignored"])
+
+    def _counted(self, model: ServedModel) -> _Lease:
+        self.requests += 1
+        return _Lease(self, model)
+
+
+class _Lease:
+    """Counts a request against its model while it runs: a model in use is never unloaded."""
+
+    def __init__(self, server: Server, model: ServedModel) -> None:
+        self._server, self._model = server, model
+
+    def __enter__(self) -> None:
+        self._server.active += 1
+        self._model.in_use += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._server.active -= 1
+        self._model.in_use -= 1
+
+
+def normalised_header(job: Job) -> Mapping[str, str]:
+    """`x-localllm-normalised`, when lines were taken out of the prompt."""
+    return {"x-localllm-normalised": ",".join(job.normalised)} if job.normalised else {}
+
+
+def request_id() -> Mapping[str, str]:
+    """A fresh `x-request-id`."""
+    return {"x-request-id": "req_" + secrets.token_hex(8)}

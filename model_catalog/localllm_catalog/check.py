@@ -1,0 +1,107 @@
+"""`python -m localllm_catalog.check [DIR]`: is every family file (and the user's, in DIR) complete and consistent?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from localllm_catalog import catalog, shapes
+from localllm_catalog.errors import CatalogError
+from localllm_catalog.schema import ModelTable, SourceTable
+from localllm_catalog.types import Model
+
+# Counted from shapes against stated: beyond this the file has to say why (params_note).
+TOLERANCE = 0.03
+
+
+def problems(user_dir: Path | None = None) -> Iterator[str]:
+    """Everything wrong with the catalog, one line each; nothing if all is well."""
+    used: set[str] = set()
+    for path in [*sorted(catalog.FAMILIES_DIR.glob("*.toml")), *(sorted(user_dir.glob("*.toml")) if user_dir else ())]:
+        mine = path.parent == catalog.FAMILIES_DIR
+        for table in catalog.read_family(path):
+            used.update(_labels(table))
+            if mine or _is_new(table["id"]):
+                yield from _against_schema(path.name, table)
+    yield from _sources(used)
+    loaded = catalog.load(user_dir)
+    for model in loaded.models:
+        yield from (f"{model.id}: {problem}" for problem in _model(model, loaded))
+
+
+def _is_new(model_id: str) -> bool:
+    return catalog.load().get(model_id) is None
+
+
+def _against_schema(name: str, table: dict[str, Any]) -> Iterator[str]:
+    try:
+        ModelTable.model_validate({key: value for key, value in table.items() if key != "_file"})
+    except ValidationError as error:
+        for line in error.errors():
+            where = ".".join(str(part) for part in line["loc"])
+            yield f"{name}: {table['id']}: {where}: {line['msg']}"
+
+
+def _labels(table: dict[str, Any]) -> set[str]:
+    files = [*table.get("gguf", ()), *table.get("mlx", ())]
+    return {entry["source"] for entry in files if "source" in entry} | set(table.get("quality", ()))
+
+
+def _sources(used: set[str]) -> Iterator[str]:
+    known = catalog.read_sources()
+    for label, table in known.items():
+        try:
+            SourceTable.model_validate(table)
+        except ValidationError as error:
+            yield f"sources.toml: {label}: {error.errors()[0]['msg']}"
+        if label not in used:
+            yield f"sources.toml: {label} is used by no family"
+    for label in sorted(used - set(known)):
+        yield f"sources.toml does not know {label!r}"
+
+
+def _model(model: Model, loaded: catalog.Catalog) -> Iterator[str]:
+    total, active = shapes.count_params(model)
+    if abs(total / model.params_total - 1) > TOLERANCE and not model.params_note:
+        yield f"its shapes give {total:,} parameters, {model.params_total:,} are stated; explain it in params_note"
+    stated_active = model.params_active != model.params_total
+    if stated_active and abs(active / model.params_active - 1) > TOLERANCE and not model.params_note:
+        yield f"its shapes give {active:,} active parameters, {model.params_active:,} are stated; explain it"
+    if model.experts is not None and not stated_active:
+        yield "has experts but does not state `active`"
+    if not model.variants:
+        yield "has no files to download"
+    names = [(variant.format, variant.quant) for variant in model.variants]
+    for twice in {name for name in names if names.count(name) > 1}:
+        yield f"has two variants {' '.join(twice)}; keep one"
+    for draft in model.drafts:
+        other = loaded.get(draft)
+        if other is None or other.tokenizer_family != model.tokenizer_family:
+            yield f"its draft {draft} is missing or has another tokenizer"
+        elif other.params_total >= model.params_total:
+            yield f"its draft {draft} is no smaller"
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what is wrong to stderr and returns 1, or a one-line summary and 0."""
+    user_dir = Path(arguments[0]) if arguments else None
+    try:
+        found = list(problems(user_dir))
+    except CatalogError as error:
+        found = [error.message]
+    if found:
+        print("\n".join(found), file=sys.stderr)
+        return 1
+    models = catalog.load(user_dir).models
+    families = {model.family for model in models}
+    variants = sum(len(model.variants) for model in models)
+    print(f"catalog: {len(models)} models in {len(families)} families, {variants} variants, all consistent")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

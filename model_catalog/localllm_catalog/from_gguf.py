@@ -1,0 +1,454 @@
+"""Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the file states them.
+
+The rules per architecture are those of https://github.com/ggml-org/llama.cpp src/models/*.cpp (load_arch_hparams), read
+at b11434. A header is untrusted: every number taken from it is bounded before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from localllm_catalog import templates
+from localllm_catalog.errors import BadHeaderError
+from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
+from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
+
+MAX_LAYERS = 2_048
+_MAX_WIDTH = 1 << 24
+_MAX_TOKENS = 1 << 40
+
+# Architectures with sliding layers: (every nth layer is full, the first of n rather than the last, window if unstated).
+_SLIDING: dict[str, tuple[int, bool, int]] = {
+    "gemma2": (2, False, 4096),
+    "gemma3": (6, False, 0),
+    "gemma3n": (5, False, 0),
+    "gpt-oss": (2, False, 0),
+    "cohere2": (4, False, 0),
+    "cohere2moe": (4, True, 0),
+    "exaone4": (4, False, 4096),
+    "exaone-moe": (4, False, 128),
+    "llama4": (4, False, 8192),
+    "olmo2": (4, False, 0),
+    "mellum": (4, False, 0),
+    "muse-glimmer": (4, False, 0),
+    "plamo3": (8, False, 0),
+    "laguna": (4, True, 0),
+    "smallthinker": (4, True, 4096),
+    "afmoe": (4, False, 0),
+}
+# These state the pattern layer by layer, always.
+_SLIDING_STATED = frozenset({"gemma4", "step35", "mimo2", "dots3note", "maple"})
+_FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8}
+_ZERO_HEADS_RECUR = frozenset(
+    {"granitehybrid", "jamba", "plamo2", "lfm2", "lfm2moe", "kimi-linear", "bailingmoe3"},
+)
+_SPLIT_BLOCKS = frozenset({"nemotron_h", "nemotron_h_moe"})
+_ALL_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
+_NO_CACHE = frozenset(
+    {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "eurobert",
+     "t5encoder", "gemma-embedding"},
+)  # fmt: skip
+# Attention on every layer, with nothing special about its cache.
+_PLAIN = frozenset(
+    {"llama", "mistral3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "phi2", "phi3",
+     "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4", "glm4moe", "chatglm", "deepseek", "deepseek2",
+     "mistral4", "seed_oss", "starcoder", "starcoder2", "minimax-m2", "ernie4_5", "ernie4_5-moe", "hunyuan-dense",
+     "hunyuan-moe", "command-r", "olmoe", "openelm", "deci", "exaone", "stablelm", "internlm2", "falcon", "gpt2",
+     "gptneox", "bloom", "mpt", "baichuan", "dbrx", "grok", "minicpm", "minicpm3", "nemotron", "apertus", "arcee",
+     "dots1", "bailingmoe", "bailingmoe2", "plamo", "refact", "orion", "xverse", "jais", "codeshell"},
+)  # fmt: skip
+_KNOWN = (
+    frozenset(_SLIDING)
+    | _SLIDING_STATED
+    | frozenset(_FULL_EVERY)
+    | _ZERO_HEADS_RECUR
+    | _SPLIT_BLOCKS
+    | _ALL_RECURRENT
+    | _NO_CACHE
+    | _PLAIN
+    | {"falcon-h1"}
+)
+
+# general.file_type (llama.cpp include/llama.h, enum llama_ftype).
+FILE_TYPES: dict[int, str] = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+_TOKENIZERS = {"qwen35": "qwen3.5", "llama-bpe": "llama3-bpe", "smollm": "smollm2"}
+
+
+def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
+    """The Model a GGUF file holds, with one exact Variant.
+
+    weights_bytes are all tensors but MTP blocks; active_bytes what one token streams: routed experts by their used
+    share, no token embedding unless it is also the output matrix. `known` (the catalog's entry, if the caller found
+    one) lends what a header cannot say: id, sampling, drafts, quality. Raises BadHeaderError where the header
+    contradicts itself or is not of a language model.
+    """
+    facts = _Facts(header)
+    blocks = _blocks(header, facts.n_layers)
+    layers = tuple(_layer(facts, blocks, index) for index in range(facts.n_layers))
+    variant = _variant(header, facts, repo)
+    model = _model(header, facts, layers, variant, blocks)
+    if known is None:
+        return model
+    return replace(
+        known,
+        layers=layers,
+        vocab_size=model.vocab_size,
+        native_context=model.native_context,
+        tied_embeddings=model.tied_embeddings,
+        variants=(variant,),
+        shape_warning=model.shape_warning,
+    )
+
+
+class _Facts:
+    """The numbers of one header, bounded, with llama.cpp's defaults."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.arch = header.architecture
+        kind = header.text("general.type")
+        if not self.arch or self.arch == "clip" or kind not in ("", "model"):
+            what = "a vision projector" if self.arch == "clip" or kind == "mmproj" else f"of type {kind or 'unknown'}"
+            raise BadHeaderError(f"this GGUF is {what}, not a language model", "give the model's own file")
+        self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
+        self.n_mtp = self.number("nextn_predict_layers", 0, maximum=self.n_blocks - 1)
+        self.n_layers = self.n_blocks - self.n_mtp
+        self.hidden = self.number("embedding_length", minimum=1)
+        self.heads = self.per_layer("attention.head_count", 0)
+        self.kv_heads = self.per_layer("attention.head_count_kv", self.heads)
+        self.ffn = self.per_layer("feed_forward_length", 0)
+        first = next((heads for heads in self.heads if heads), 1)
+        self.head_dim_k = self.number("attention.key_length", self.hidden // first)
+        self.head_dim_v = self.number("attention.value_length", self.hidden // first)
+
+    def value(self, name: str) -> Value | None:
+        """The raw value under this architecture's prefix."""
+        return self.header.metadata.get(f"{self.arch}.{name}")
+
+    def number(self, name: str, default: int | None = None, *, minimum: int = 0, maximum: int = _MAX_WIDTH) -> int:
+        """A whole number within bounds; BadHeaderError where it is missing without a default, or absurd."""
+        value = self.value(name)
+        if isinstance(value, tuple) and value:  # some converters write one number per layer where one would do
+            value = value[0]
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise BadHeaderError(f"{self.arch}.{name} is {value!r}, not a number from {minimum} to {maximum}")
+        return value
+
+    def per_layer(self, name: str, default: int | list[int]) -> list[int]:
+        """One number per block, whether the file states one for all or an array."""
+        value = self.value(name)
+        if isinstance(value, SkippedArray):
+            raise BadHeaderError(f"{self.arch}.{name} has {value.count} elements for {self.n_blocks} blocks")
+        if isinstance(value, tuple):
+            numbers = [item for item in value if isinstance(item, int) and 0 <= item <= _MAX_WIDTH]
+            if len(numbers) != len(value) or len(numbers) < self.n_layers:
+                raise BadHeaderError(f"{self.arch}.{name} does not hold {self.n_layers} plain numbers")
+            return [int(number) for number in numbers] + [0] * (self.n_blocks - len(numbers))
+        if value is None:
+            return default if isinstance(default, list) else [default] * self.n_blocks
+        return [self.number(name)] * self.n_blocks
+
+    def is_sliding(self, index: int) -> bool:
+        """Whether llama.cpp gives this layer the windowed cache."""
+        if not self.window:
+            return False
+        pattern = self.value("attention.sliding_window_pattern")
+        if isinstance(pattern, tuple):
+            return index < len(pattern) and bool(pattern[index])
+        if self.arch not in _SLIDING:
+            return False
+        period, first_is_full, _ = _SLIDING[self.arch]
+        if self.arch == "exaone4" and self.n_layers != 64:
+            return False
+        period = self.number("attention.sliding_window_pattern", period, maximum=MAX_LAYERS)
+        if not period:
+            return True
+        return index % period != 0 if first_is_full else index % period < period - 1
+
+    @property
+    def window(self) -> int:
+        """Tokens a sliding layer sees; 0 where this architecture has none."""
+        stated = isinstance(self.value("attention.sliding_window_pattern"), tuple)
+        if self.arch not in _SLIDING and not (stated or self.arch in _SLIDING_STATED):
+            return 0
+        window = self.number("attention.sliding_window", _SLIDING.get(self.arch, (0, False, 0))[2], maximum=_MAX_TOKENS)
+        return 8192 if self.arch == "llama4" and window else window
+
+    def is_recurrent(self, index: int) -> bool:
+        """Whether this layer keeps a fixed state instead of (Falcon-H1: beside) a growing cache."""
+        stated = self.value("attention.recurrent_layers")
+        if isinstance(stated, tuple):
+            return index < len(stated) and bool(stated[index])
+        if self.arch in _ALL_RECURRENT:
+            return True
+        if self.arch in _FULL_EVERY:
+            every = self.number("full_attention_interval", _FULL_EVERY[self.arch], minimum=1)
+            return (index + 1) % every != 0
+        if self.arch in _SPLIT_BLOCKS:
+            return self.kv_heads[index] == 0 and self.ffn[index] == 0
+        return self.arch in _ZERO_HEADS_RECUR and self.kv_heads[index] == 0
+
+    def state_elements(self) -> int:
+        """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r + n_embd_s)."""
+        heads = max(self.heads, default=0)
+        if wkv := self.number("wkv.head_size", 0):
+            return self.hidden * (self.number("token_shift_count", 2) + wkv)
+        if cached := self.number("shortconv.l_cache", 0):
+            return self.hidden * (cached - 1)
+        conv = self.number("ssm.conv_kernel", 0)
+        if kda := self.number("kda.head_dim", 0):
+            return 3 * ((conv or 4) - 1) * heads * kda + kda * kda * heads
+        if self.arch == "minimax-01":
+            return self.head_dim_k * self.head_dim_k * heads
+        inner, state = self.number("ssm.inner_size", 0), self.number("ssm.state_size", 0)
+        groups = self.number("ssm.group_count", 0)
+        return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The tensors of one block by their short name ("attn_q.weight")."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def has(self, name: str) -> bool:
+        return f"{name}.weight" in self.tensors
+
+    def has_experts(self) -> bool:
+        return any("_exps." in name for name in self.tensors)
+
+    def mixer_elements(self) -> int:
+        """Weights of whatever mixes tokens here: all but the feed-forward."""
+        return sum(tensor.n_elements for name, tensor in self.tensors.items() if not name.startswith("ffn_"))
+
+
+def _blocks(header: GgufHeader, n_layers: int) -> list[_Block]:
+    grouped: defaultdict[int, dict[str, TensorInfo]] = defaultdict(dict)
+    for tensor in header.tensors:
+        match = _BLOCK.fullmatch(tensor.name)
+        if match is not None:
+            grouped[int(match[1])][match[2]] = tensor
+    return [_Block(grouped.get(index, {})) for index in range(n_layers)]
+
+
+def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
+    block = blocks[index]
+    ffn = _ffn_kind(block)
+    kind = _kind(facts, index)
+    if kind == "none":
+        return Layer("none", ffn=ffn, intermediate=facts.ffn[index])
+    if kind == "recurrent":
+        return Layer(
+            "recurrent",
+            state_elements=facts.state_elements(),
+            mixer_params=block.mixer_elements(),
+            ffn=ffn,
+            intermediate=facts.ffn[index],
+        )
+    if kind == "mla":
+        rank = facts.number("attention.kv_lora_rank")
+        return Layer(
+            "mla",
+            n_kv_heads=1,
+            head_dim_k=facts.number("attention.key_length_mla"),
+            head_dim_v=facts.number("attention.value_length_mla"),
+            mla_rank=rank,
+            mla_rope_dim=facts.number("rope.dimension_count", max(0, facts.head_dim_k - rank)),
+            ffn=ffn,
+            intermediate=facts.ffn[index],
+            n_heads=facts.heads[index],
+        )
+    sliding = kind == "sliding"
+    shared_from = facts.n_layers - facts.number("attention.shared_kv_layers", 0, maximum=facts.n_layers)
+    if facts.arch == "gemma3n":
+        shared_from = min(facts.n_layers, 20)
+    return Layer(
+        kind,
+        n_kv_heads=facts.kv_heads[index],
+        head_dim_k=facts.number("attention.key_length_swa", facts.head_dim_k) if sliding else facts.head_dim_k,
+        head_dim_v=facts.number("attention.value_length_swa", facts.head_dim_v) if sliding else facts.head_dim_v,
+        window=facts.window if sliding else 0,
+        shares_kv=index >= shared_from,
+        state_elements=facts.state_elements() if facts.arch == "falcon-h1" else 0,
+        v_is_k=bool(block.tensors) and not (block.has("attn_v") or block.has("attn_qkv")),
+        ffn=ffn,
+        intermediate=facts.ffn[index],
+        n_heads=facts.heads[index],
+    )
+
+
+def _kind(facts: _Facts, index: int) -> LayerKind:
+    if facts.arch in _NO_CACHE:
+        return "none"
+    if facts.is_recurrent(index):
+        return "recurrent"
+    if not facts.kv_heads[index]:
+        return "none"
+    # Files from before the *_mla keys hold the expanded keys and values, and llama.cpp caches them in full.
+    if facts.value("attention.kv_lora_rank") is not None and facts.value("attention.key_length_mla") is not None:
+        return "mla"
+    return "sliding" if facts.is_sliding(index) else "full"
+
+
+def _ffn_kind(block: _Block) -> FfnKind:
+    dense = block.has("ffn_up") or block.has("ffn_gate")
+    if block.has_experts():
+        return "both" if dense else "experts"
+    return "dense" if dense or not block.tensors else "none"
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def _experts(facts: _Facts, blocks: list[_Block]) -> Experts | None:
+    count = facts.number("expert_count", 0)
+    if not count:
+        return None
+    used = facts.number("expert_used_count", 1, maximum=count)
+    width = facts.number("expert_feed_forward_length", 0) or max(facts.ffn, default=0)
+    shared = facts.number("expert_shared_count", 0)
+    shared_width = facts.number("expert_shared_feed_forward_length", 0)
+    if shared_width and not shared:
+        shared = 1
+    dense = next((index for index, block in enumerate(blocks) if block.has_experts()), 0)
+    return Experts(count, used, width, shared, shared_width, dense, facts.number("moe_latent_size", 0))
+
+
+def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
+    tied = all(tensor.name != "output.weight" for tensor in header.tensors)
+    count = facts.number("expert_count", 0)
+    used = facts.per_layer("expert_used_count", 0)
+    share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count) if count else 1.0
+    active = weights = mtp = 0
+    for tensor in header.tensors:
+        match = _BLOCK.fullmatch(tensor.name)
+        if match is not None and int(match[1]) >= facts.n_layers:
+            mtp += tensor.n_bytes
+            continue
+        weights += tensor.n_bytes
+        if tensor.name == "per_layer_token_embd.weight" or (tensor.name == "token_embd.weight" and not tied):
+            continue
+        active += round(tensor.n_bytes * share) if "_exps." in tensor.name else tensor.n_bytes
+    names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
+    return Variant(
+        "gguf",
+        _quant_name(header, names[0]),
+        repo,
+        names if repo else header.files,
+        header.file_bytes,
+        exact=True,
+        weights_bytes=weights,
+        active_bytes=active,
+        source="the file's own header",
+        mtp_bytes=mtp,
+    )
+
+
+_QUANT_IN_NAME = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-.]|$)", re.I
+)
+
+
+def _quant_name(header: GgufHeader, file_name: str) -> str:
+    match = _QUANT_IN_NAME.search(file_name)
+    if match is not None:
+        return match[1].upper()
+    return FILE_TYPES.get(header.integer("general.file_type", -1), "unknown")
+
+
+def _vocabulary(header: GgufHeader, facts: _Facts) -> int:
+    embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    if embedding is not None and len(embedding.shape) == 2:
+        return embedding.shape[1]
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, SkippedArray):
+        return tokens.count
+    return len(tokens) if isinstance(tokens, tuple) else facts.number("vocab_size", 0)
+
+
+def _model(
+    header: GgufHeader, facts: _Facts, layers: tuple[Layer, ...], variant: Variant, blocks: list[_Block]
+) -> Model:
+    name = header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem
+    template = header.text("tokenizer.chat_template")
+    tags = templates.reasoning_tags(template)
+    experts = _experts(facts, blocks)
+    pre = header.text("tokenizer.ggml.pre")
+    lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
+    purposes: tuple[Purpose, ...] = ("embedding",) if facts.arch in _NO_CACHE else ("chat",)
+    query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
+    plain_width = max(facts.heads, default=0) * facts.head_dim_k
+    model = Model(
+        id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
+        name=name,
+        family=header.text("general.basename").lower() or facts.arch,
+        params_total=sum(tensor.n_elements for tensor in header.tensors),
+        params_active=0,
+        layers=layers,
+        hidden_size=facts.hidden,
+        intermediate_size=max(facts.ffn, default=0),
+        n_heads=max(facts.heads, default=0),
+        head_dim=facts.head_dim_k,
+        vocab_size=_vocabulary(header, facts),
+        native_context=facts.number("context_length", 0, maximum=_MAX_TOKENS),
+        tied_embeddings=all(tensor.name != "output.weight" for tensor in header.tensors),
+        experts=experts,
+        architecture=describe(layers, experts),
+        licence=header.text("general.license"),
+        purposes=purposes,
+        tokenizer_family=_TOKENIZERS.get(pre, pre),
+        tokenizer_pre=pre,
+        tool_format=templates.tool_format(template),
+        reasoning_tags=tags,
+        reasoning_kind="hybrid" if tags else "none",
+        mtp_layers=facts.n_mtp,
+        variants=(variant,),
+        lookup_params=lookup,
+        ffn_matrices=3 if any("ffn_gate" in name for block in blocks for name in block.tensors) else 2,
+        attention_gate=query is not None and len(query.shape) == 2 and query.shape[1] == 2 * plain_width,
+        q_rank=facts.number("attention.q_lora_rank", 0),
+        shape_warning="" if facts.arch in _KNOWN else f"the architecture {facts.arch!r} is not known: KV may be less",
+    )
+    return replace(model, params_active=_active_params(header, facts, model))
+
+
+def _active_params(header: GgufHeader, facts: _Facts, model: Model) -> int:
+    active = 0
+    for tensor in header.tensors:
+        match = _BLOCK.fullmatch(tensor.name)
+        in_mtp = match is not None and int(match[1]) >= facts.n_layers
+        looked_up = tensor.name == "token_embd.weight" and not model.tied_embeddings
+        if in_mtp or looked_up or tensor.name == "per_layer_token_embd.weight":
+            continue
+        if model.experts is not None and "_exps." in tensor.name:
+            active += tensor.n_elements * model.experts.n_active // model.experts.n_experts
+        else:
+            active += tensor.n_elements
+    return active
+
+
+def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
+    """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa where it applies."""
+    kinds = {layer.kind for layer in layers}
+    base = "moe" if experts is not None else "dense"
+    if "recurrent" in kinds:
+        base = "hybrid-moe" if experts is not None else "hybrid"
+    return base + ("-mla" if "mla" in kinds else "") + ("-swa" if "sliding" in kinds else "")

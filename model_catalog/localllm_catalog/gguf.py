@@ -1,0 +1,406 @@
+"""Reads a GGUF header, local, split or over HTTP, as the untrusted input it is, and never the weights behind it.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). Every count,
+length, offset and size is held against the file's size and the limits below before anything is allocated for it: the
+mistakes behind CVE-2024-32878, CVE-2025-49847 and CVE-2026-7482 were lengths believed first and checked later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit, urlunsplit
+
+from localllm_catalog.errors import BadHeaderError
+from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
+from localllm_catalog.remote import Source, open_source
+
+# Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000 tensors.
+MAX_HEADER_BYTES = 64 << 20
+MAX_KEYS = 20_000
+MAX_TENSORS = 65_536
+MAX_SPLITS = 1_000
+MAX_STRING_BYTES = 4 << 20
+MAX_KEPT_STRING_BYTES = 16 << 20
+MAX_KEPT_ELEMENTS = 500_000
+MAX_STRING_ELEMENTS = 2_000_000
+KEEP_ARRAY = 4_096
+_MAX_KEY_BYTES = 1_024
+_MAX_NAME_BYTES = 256
+_MAX_DIMS = 4
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SCALARS: dict[int, struct.Struct] = {
+    type_id: struct.Struct("<" + code) for type_id, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "B"))
+} | {10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d")}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+Scalar = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedArray:
+    """An array that is there but was not kept (a vocabulary): only how many elements it has."""
+
+    count: int
+
+
+Value = Scalar | tuple[Scalar, ...] | SkippedArray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as announced: `shape` in GGUF's order (row length first), `type` a name of quants.GGUF_TYPES."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    offset: int
+    n_bytes: int
+
+    @property
+    def n_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file, with all its splits, says about itself. Sizes in bytes; `files` in split order."""
+
+    version: int
+    metadata: Mapping[str, Value]
+    tensors: tuple[TensorInfo, ...]
+    data_start: int
+    alignment: int
+    files: tuple[str, ...]
+    file_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, or "" if the file does not say."""
+        return self.text("general.architecture")
+
+    @property
+    def weights_bytes(self) -> int:
+        """Sum of all tensors; the file also holds the tokenizer."""
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    def text(self, key: str) -> str:
+        """A string value, or "" where it is missing or something else."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else ""
+
+    def integer(self, key: str, default: int = 0) -> int:
+        """A whole number, or `default` where it is missing or something else."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def read(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> GgufHeader:
+    """The header of a local .gguf or an http(s) URL; from any one split, all of them.
+
+    Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part), SourceError when it or
+    one of its splits cannot be reached.
+    """
+    first = _read_one(open_source(source, headers))
+    count = first.integer("split.count", 1)
+    if count <= 1:
+        return first
+    return _read_splits(os.fspath(source), first, count, headers)
+
+
+# --- splits ---------------------------------------------------------------------------------------------------------
+
+_SPLIT_NAME = re.compile(r"(?P<stem>[^/\\]+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+
+
+def split_names(name: str, count: int) -> list[str]:
+    """All file names of a split model, from any one of them. BadHeaderError if the name does not fit the count."""
+    match = _SPLIT_NAME.fullmatch(name)
+    if not 1 < count <= MAX_SPLITS or match is None or int(match["count"]) != count or ".." in match["stem"]:
+        raise BadHeaderError(
+            f"the header says {count} splits, which the file name {name!r} does not",
+            "keep the names the files were published under (…-00001-of-00003.gguf)",
+        )
+    return [f"{match['stem']}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
+
+
+def _siblings(source: str, count: int) -> list[str]:
+    if source.startswith(("http://", "https://")):
+        parts = urlsplit(source)
+        folder, _, name = parts.path.rpartition("/")
+        return [urlunsplit(parts._replace(path=f"{folder}/{sibling}")) for sibling in split_names(name, count)]
+    path = Path(source)
+    return [str(path.with_name(sibling)) for sibling in split_names(path.name, count)]
+
+
+def _read_splits(source: str, given: GgufHeader, count: int, headers: Mapping[str, str] | None) -> GgufHeader:
+    names = _siblings(source, count)
+    parts = []
+    for index, name in enumerate(names):
+        part = given if name == source else _read_one(open_source(name, headers))
+        if part.integer("split.no") != index or part.integer("split.count", 1) != count:
+            raise BadHeaderError(f"{name} is not split {index + 1} of {count}", "download it again")
+        parts.append(part)
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    stated = parts[0].integer("split.tensors.count", len(tensors))
+    if len({tensor.name for tensor in tensors}) != len(tensors) or stated != len(tensors):
+        raise BadHeaderError(
+            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} different ones are announced"
+        )
+    return GgufHeader(
+        version=parts[0].version,
+        metadata=parts[0].metadata,
+        tensors=tensors,
+        data_start=parts[0].data_start,
+        alignment=parts[0].alignment,
+        files=tuple(names),
+        file_bytes=sum(part.file_bytes for part in parts),
+    )
+
+
+# --- one file -------------------------------------------------------------------------------------------------------
+
+
+def _read_one(source: Source) -> GgufHeader:
+    try:
+        return _parse(_Cursor(source))
+    except BadHeaderError as error:
+        raise BadHeaderError(f"{source.name}: {error.message}", error.hint or "download the file again") from error
+
+
+class _Cursor:
+    """A position in the header, with a window of it in memory. Every step is checked against the file's size."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.limit = min(source.size, MAX_HEADER_BYTES)
+        self.position = 0
+        self._base = 0
+        self._buffer = b""
+        self.kept_string_bytes = 0
+        self.kept_elements = 0
+        self.string_elements = 0
+
+    def need(self, count: int, what: str) -> tuple[bytes, int]:
+        """(buffer, index in it) with `count` bytes from the position on in memory; the position does not move."""
+        end = self.position + count
+        if end > self.limit:
+            raise self.too_long(what)
+        index = self.position - self._base
+        if index + count > len(self._buffer):
+            size = min(max(count, self.source.chunk), self.limit - self.position)
+            self._buffer = self.source.read(self.position, size)
+            self._base, index = self.position, 0
+        return self._buffer, index
+
+    def too_long(self, what: str) -> BadHeaderError:
+        if self.limit < self.source.size:
+            return BadHeaderError(f"{what} runs past the first {MAX_HEADER_BYTES >> 20} MiB, which no real header does")
+        return BadHeaderError(f"{what} runs past the end of the file ({self.source.size} bytes)", "it may be cut short")
+
+    def fits(self, count: int, each: int, what: str) -> None:
+        """Refuses `count` things of at least `each` bytes that the rest of the header cannot hold."""
+        if count * each > self.limit - self.position:
+            raise self.too_long(f"{count} {what}")
+
+    def u32(self, what: str) -> int:
+        buffer, index = self.need(4, what)
+        self.position += 4
+        return int(_U32.unpack_from(buffer, index)[0])
+
+    def u64(self, what: str) -> int:
+        buffer, index = self.need(8, what)
+        self.position += 8
+        return int(_U64.unpack_from(buffer, index)[0])
+
+    def raw(self, limit: int, what: str) -> bytes:
+        length = self.u64(what)
+        if length > limit:
+            raise BadHeaderError(f"{what} of {length} bytes is longer than {limit}")
+        buffer, index = self.need(length, what)
+        self.position += length
+        return buffer[index : index + length]
+
+    def name(self, limit: int, what: str) -> str:
+        try:
+            text = self.raw(limit, what).decode("utf-8")
+        except UnicodeDecodeError:
+            raise BadHeaderError(f"{what} is not UTF-8") from None
+        if not text or not text.isprintable():
+            raise BadHeaderError(f"{what} {text[:40]!r} is empty or has control characters")
+        return text
+
+    def string(self, what: str) -> str:
+        data = self.raw(MAX_STRING_BYTES, what)
+        self.kept_string_bytes += len(data)
+        if self.kept_string_bytes > MAX_KEPT_STRING_BYTES:
+            raise BadHeaderError(f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata")
+        return data.decode("utf-8", "replace")
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Steps over `count` strings; the only loop whose length a file chooses, so it is counted."""
+        self.string_elements += count
+        if self.string_elements > MAX_STRING_ELEMENTS:
+            raise BadHeaderError(f"{what} makes more than {MAX_STRING_ELEMENTS} strings, more than any vocabulary")
+        unpack, chunk = _U64.unpack_from, self.source.chunk
+        while count:
+            buffer, index = self.need(8, what)
+            start = index
+            end = len(buffer) - 8
+            while count and index <= end:
+                length = unpack(buffer, index)[0]
+                if length > chunk:
+                    break
+                index += 8 + length
+                count -= 1
+            self.position += index - start
+            if count and index <= end:
+                self.raw(MAX_STRING_BYTES, what)
+                count -= 1
+        if self.position > self.limit:
+            raise self.too_long(what)
+
+
+def _parse(cursor: _Cursor) -> GgufHeader:
+    version, n_tensors, n_keys = _preamble(cursor)
+    metadata: dict[str, Value] = {}
+    for _ in range(n_keys):
+        key = cursor.name(_MAX_KEY_BYTES, "a metadata key")
+        if key in metadata:
+            raise BadHeaderError(f"the metadata key {key!r} is there twice")
+        metadata[key] = _value(cursor, key)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise BadHeaderError(f"an alignment of {alignment!r} is not a power of two from 8 to 1 MiB")
+    tensors = [_tensor(cursor, alignment) for _ in range(n_tensors)]
+    data_start = -(-cursor.position // alignment) * alignment
+    _check_data(tensors, data_start, cursor.source.size)
+    return GgufHeader(
+        version=version,
+        metadata=MappingProxyType(metadata),
+        tensors=tuple(tensors),
+        data_start=data_start,
+        alignment=alignment,
+        files=(cursor.source.name,),
+        file_bytes=cursor.source.size,
+    )
+
+
+def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
+    buffer, index = cursor.need(8, "the magic number")
+    if buffer[index : index + 4] != b"GGUF":
+        raise BadHeaderError("this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX")
+    cursor.position += 4
+    version = cursor.u32("the version")
+    if version not in (2, 3):
+        if version and not version & 0xFFFF:
+            raise BadHeaderError("this GGUF file is big-endian", "get the little-endian file")
+        raise BadHeaderError(
+            f"GGUF version {version} is not read here (2 and 3 are)", "get a newer or requantised file"
+        )
+    n_tensors, n_keys = cursor.u64("the tensor count"), cursor.u64("the key count")
+    if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
+        raise BadHeaderError(f"{n_tensors} tensors and {n_keys} keys are more than any model has")
+    cursor.fits(n_keys, 13, "keys")
+    cursor.fits(n_tensors, 25, "tensors")
+    return version, n_tensors, n_keys
+
+
+def _value(cursor: _Cursor, key: str) -> Value:
+    type_id = cursor.u32(key)
+    if type_id == _STRING:
+        return cursor.string(key)
+    if type_id == _ARRAY:
+        return _array(cursor, key)
+    return _numbers(cursor, key, type_id, 1)[0]
+
+
+def _array(cursor: _Cursor, key: str) -> Value:
+    type_id, count = cursor.u32(key), cursor.u64(key)
+    if type_id == _ARRAY:
+        raise BadHeaderError(f"{key} is an array of arrays, which GGUF readers do not take")
+    if type_id == _STRING:
+        cursor.fits(count, 8, f"strings of {key}")
+        if count > KEEP_ARRAY:
+            cursor.skip_strings(count, key)
+            return SkippedArray(count)
+        _keep(cursor, count)
+        return tuple(cursor.string(key) for _ in range(count))
+    size = _scalar(key, type_id).size
+    cursor.fits(count, size, f"elements of {key}")
+    if count > KEEP_ARRAY:
+        cursor.position += count * size
+        return SkippedArray(count)
+    _keep(cursor, count)
+    return _numbers(cursor, key, type_id, count)
+
+
+def _keep(cursor: _Cursor, count: int) -> None:
+    cursor.kept_elements += count
+    if cursor.kept_elements > MAX_KEPT_ELEMENTS:
+        raise BadHeaderError(f"the metadata's short arrays hold more than {MAX_KEPT_ELEMENTS} elements")
+
+
+def _scalar(key: str, type_id: int) -> struct.Struct:
+    packing = _SCALARS.get(type_id)
+    if packing is None:
+        raise BadHeaderError(f"{key} has the unknown type {type_id}")
+    return packing
+
+
+def _numbers(cursor: _Cursor, key: str, type_id: int, count: int) -> tuple[Scalar, ...]:
+    packing = _scalar(key, type_id)
+    buffer, index = cursor.need(packing.size * count, key)
+    cursor.position += packing.size * count
+    values = struct.unpack_from(f"<{count}{packing.format[-1]}", buffer, index)
+    if type_id == _BOOL:
+        if any(value > 1 for value in values):
+            raise BadHeaderError(f"{key} is a truth value other than 0 and 1")
+        return tuple(bool(value) for value in values)
+    return values
+
+
+def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
+    name = cursor.name(_MAX_NAME_BYTES, "a tensor name")
+    n_dims = cursor.u32(name)
+    if not 1 <= n_dims <= _MAX_DIMS:
+        raise BadHeaderError(f"{name} has {n_dims} dimensions")
+    shape = tuple(cursor.u64(name) for _ in range(n_dims))
+    type_id, offset = cursor.u32(name), cursor.u64(name)
+    kind = GGUF_TYPE_BY_ID.get(type_id)
+    if kind is None:
+        if type_id in REMOVED_TYPE_IDS:
+            raise BadHeaderError(f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file")
+        raise BadHeaderError(f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it")
+    elements = math.prod(shape)
+    if not elements or elements >= 1 << 63:
+        raise BadHeaderError(f"{name} has the impossible shape {shape}")
+    if shape[0] % kind.block:
+        raise BadHeaderError(f"rows of {shape[0]} in {name} are not whole {kind.name} blocks of {kind.block}")
+    if offset % alignment:
+        raise BadHeaderError(f"{name} starts at {offset}, off the alignment of {alignment}")
+    return TensorInfo(name, shape, kind.name, offset, tensor_bytes(kind.name, elements))
+
+
+def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
+    names: set[str] = set()
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.name in names:
+            raise BadHeaderError(f"the tensor {tensor.name} is there twice")
+        names.add(tensor.name)
+        if tensor.offset < end:
+            raise BadHeaderError(f"{tensor.name} overlaps the tensor before it")
+        end = tensor.offset + tensor.n_bytes
+        if data_start + end > file_bytes:
+            raise BadHeaderError(
+                f"{tensor.name} ends at byte {data_start + end} of a file of {file_bytes}", "it may be cut short"
+            )

@@ -1,0 +1,276 @@
+"""Every number format weights and KV caches come in: exact block sizes, the bits real files average, quality lost.
+
+Block sizes are those of ggml (https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h, read at b11434; equal to
+GGML_QUANT_SIZES of the `gguf` package 0.19) and of MLX (mlx-lm 0.32.2 convert.py, utils.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from localllm_catalog.errors import BadHeaderError, CatalogError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """One tensor format: `block` elements are stored in `block_bytes` bytes; `id` is its number in GGUF files."""
+
+    name: str
+    id: int
+    block: int
+    block_bytes: int
+
+    @property
+    def bits(self) -> Fraction:
+        """Exact bits per element."""
+        return Fraction(8 * self.block_bytes, self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class QualityDelta:
+    """What a mixture loses against f16, as published; None = no figure known.
+
+    ppl_delta: added perplexity, Llama-3-8B, wiki (llama.cpp tools/quantize/quantize.cpp, b11434).
+    kld_median / top_token_diff: Mistral-7B, https://gist.github.com/Artefact2/b5f810600771265fc1e39442288e8ec9;
+    top_token_diff is the share of positions whose likeliest token changes.
+    ln_ppl_ratio: ln(PPL / PPL_f16) of salamandra-2b, https://huggingface.co/robbiemu/salamandra-2b-instruct.
+    """
+
+    ppl_delta: float | None = None
+    kld_median: float | None = None
+    top_token_diff: float | None = None
+    ln_ppl_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A file type: which formats its tensors get. Bits are per weight.
+
+    file_bits: average of a whole published file; embed / head: formats of the token embedding and the output matrix;
+    reference: the model `file_bits` was taken on (its shapes are needed to separate body from embeddings).
+    """
+
+    name: str
+    file_bits: float
+    base: str
+    embed: str
+    head: str = "Q6_K"
+    reference: str = "llama-3.1-8b"
+    delta: QualityDelta = QualityDelta()
+    note: str = ""
+
+
+def _type(name: str, type_id: int, block: int, block_bytes: int) -> TensorType:
+    return TensorType(name, type_id, block, block_bytes)
+
+
+GGUF_TYPES: dict[str, TensorType] = {
+    t.name: t
+    for t in (
+        _type("F32", 0, 1, 4),
+        _type("F16", 1, 1, 2),
+        _type("Q4_0", 2, 32, 18),
+        _type("Q4_1", 3, 32, 20),
+        _type("Q5_0", 6, 32, 22),
+        _type("Q5_1", 7, 32, 24),
+        _type("Q8_0", 8, 32, 34),
+        _type("Q8_1", 9, 32, 40),
+        _type("Q2_K", 10, 256, 84),
+        _type("Q3_K", 11, 256, 110),
+        _type("Q4_K", 12, 256, 144),
+        _type("Q5_K", 13, 256, 176),
+        _type("Q6_K", 14, 256, 210),
+        _type("Q8_K", 15, 256, 292),
+        _type("IQ2_XXS", 16, 256, 66),
+        _type("IQ2_XS", 17, 256, 74),
+        _type("IQ3_XXS", 18, 256, 98),
+        _type("IQ1_S", 19, 256, 50),
+        _type("IQ4_NL", 20, 32, 18),
+        _type("IQ3_S", 21, 256, 110),
+        _type("IQ2_S", 22, 256, 82),
+        _type("IQ4_XS", 23, 256, 136),
+        _type("I8", 24, 1, 1),
+        _type("I16", 25, 1, 2),
+        _type("I32", 26, 1, 4),
+        _type("I64", 27, 1, 8),
+        _type("F64", 28, 1, 8),
+        _type("IQ1_M", 29, 256, 56),
+        _type("BF16", 30, 1, 2),
+        _type("TQ1_0", 34, 256, 54),
+        _type("TQ2_0", 35, 256, 66),
+        _type("MXFP4", 39, 32, 17),
+        _type("NVFP4", 40, 64, 36),
+        _type("Q1_0", 41, 128, 18),
+        _type("Q2_0", 42, 64, 18),
+    )
+}
+GGUF_TYPE_BY_ID: dict[int, TensorType] = {t.id: t for t in GGUF_TYPES.values()}
+
+# Numbers ggml once used and gave up; a file that holds one needs requantising, which is worth saying.
+REMOVED_TYPE_IDS = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
+
+
+def tensor_bytes(type_name: str, n_elements: int) -> int:
+    """Exact bytes of a tensor of `n_elements` in a GGUF format (e.g. "Q4_K").
+
+    Raises CatalogError for an unknown format, BadHeaderError when the elements are not whole blocks.
+    """
+    kind = GGUF_TYPES.get(type_name)
+    if kind is None:
+        raise CatalogError(f"{type_name} is not a GGUF tensor format", "see localllm_catalog.quants.GGUF_TYPES")
+    if n_elements < 0 or n_elements % kind.block:
+        raise BadHeaderError(f"{n_elements} elements are not whole {type_name} blocks of {kind.block}")
+    return n_elements // kind.block * kind.block_bytes
+
+
+# --- mixtures -------------------------------------------------------------------------------------------------------
+# file_bits: llama.cpp tools/quantize/README.md (b11434), Llama-3.1-8B, except where a reference is named. Embedding and
+# head formats: llama.cpp src/llama-quant.cpp (the output matrix is raised to Q6_K by every K and IQ mixture; with tied
+# embeddings the one shared matrix is the output matrix).
+
+_QWEN = "qwen3.6-35b-a3b"
+
+
+def _mix(
+    name: str, file_bits: float, base: str, embed: str = "", delta: QualityDelta = QualityDelta(), **rest: str
+) -> Mixture:
+    return Mixture(name, file_bits, base, embed or base, delta=delta, **rest)
+
+
+def _delta(
+    ppl: float | None = None, kld: float | None = None, top: float | None = None, ln: float | None = None
+) -> QualityDelta:
+    return QualityDelta(ppl, kld, top, ln)
+
+
+MIXTURES: dict[str, Mixture] = {
+    m.name: m
+    for m in (
+        _mix("IQ1_S", 2.0042, "IQ1_S", "Q2_K", _delta(kld=0.5495, top=0.384)),
+        _mix("IQ1_M", 2.146, "IQ1_M", "Q2_K"),
+        _mix("IQ2_XXS", 2.3824, "IQ2_XXS", "Q2_K", _delta(kld=0.1751, top=0.2313)),
+        _mix("IQ2_XS", 2.5882, "IQ2_XS", "Q2_K", _delta(kld=0.1146, top=0.1943)),
+        _mix("IQ2_S", 2.7403, "IQ2_XS", "IQ3_S", _delta(kld=0.0949, top=0.1806, ln=0.5013)),
+        _mix("IQ2_M", 2.9294, "IQ2_S", "IQ3_S", _delta(kld=0.0702, top=0.1557, ln=0.3428)),
+        _mix("Q2_K_S", 2.9697, "Q2_K", "", _delta(3.1836, 0.0829, 0.1735)),
+        _mix("Q2_K", 3.1593, "Q2_K", "", _delta(3.5199, 0.0588, 0.1492)),
+        _mix("IQ3_XXS", 3.2548, "IQ3_XXS", "IQ3_S", _delta(kld=0.033, top=0.1137)),
+        _mix("IQ3_XS", 3.4977, "IQ3_XXS", "IQ3_S", _delta(kld=0.0296, top=0.1071)),
+        _mix("IQ3_S", 3.6606, "IQ3_S", "", _delta(kld=0.0205)),
+        _mix("IQ3_M", 3.7628, "IQ3_S", "", _delta(ln=0.0868)),
+        _mix("Q3_K_S", 3.6429, "Q3_K", "", _delta(1.6321, 0.0304, 0.1068)),
+        _mix("Q3_K_M", 3.996, "Q3_K", "", _delta(0.6569, ln=0.0917)),
+        _mix("Q3_K_L", 4.2979, "Q3_K", "", _delta(0.5562, ln=0.0707)),
+        _mix("IQ4_XS", 4.4597, "IQ4_XS", "", _delta(ln=0.037)),
+        _mix("IQ4_NL", 4.6818, "IQ4_NL", "", _delta(ln=0.037)),
+        _mix("Q4_0", 4.64, "Q4_0", "", _delta(0.4685), note="file bits computed: 4.5 with the output matrix in Q6_K"),
+        _mix("Q4_1", 5.11, "Q4_1", "", _delta(0.4511), note="file bits computed: 5.0 with the output matrix in Q6_K"),
+        _mix("Q4_K_S", 4.6672, "Q4_K", "", _delta(0.2689, ln=0.0354)),
+        _mix("Q4_K_M", 4.8944, "Q4_K", "", _delta(0.1754, ln=0.0311)),
+        _mix("Q5_0", 5.57, "Q5_0", "", _delta(0.1316), note="file bits computed: 5.5 with the output matrix in Q6_K"),
+        _mix("Q5_1", 6.04, "Q5_1", "", _delta(0.1062), note="file bits computed: 6.0 with the output matrix in Q6_K"),
+        _mix("Q5_K_S", 5.5704, "Q5_K", "", _delta(0.1049, ln=0.0071)),
+        _mix("Q5_K_M", 5.7036, "Q5_K", "", _delta(0.0569, ln=0.0061)),
+        _mix("Q6_K", 6.5633, "Q6_K", "", _delta(0.0217, ln=0.0011)),
+        _mix("Q8_0", 8.5008, "Q8_0", "", _delta(0.0026, ln=0.0002), head="Q8_0"),
+        _mix("F16", 16.0005, "F16", head="F16"),
+        _mix("BF16", 16.0005, "BF16", head="BF16"),
+        # Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI rigma 0.12.2 and
+        # https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05; the latter rounded to 0.1 GiB).
+        _mix("UD-Q2_K_XL", 2.837, "Q2_K", reference=_QWEN),
+        _mix("UD-Q3_K_M", 3.84, "Q3_K", reference=_QWEN),
+        _mix("UD-Q3_K_XL", 3.888, "Q3_K", reference=_QWEN),
+        _mix("UD-IQ4_XS", 4.09, "IQ4_XS", reference=_QWEN),
+        _mix("UD-Q4_K_M", 5.109, "Q4_K", reference=_QWEN, note="5.373 on Gemma 4 26B-A4B"),
+        _mix("UD-Q4_K_XL", 5.161, "Q4_K", reference=_QWEN),
+        _mix("UD-Q5_K_M", 6.1, "Q5_K", reference=_QWEN),
+        _mix("UD-Q5_K_XL", 6.15, "Q5_K", reference=_QWEN),
+        _mix("UD-Q6_K", 6.77, "Q6_K", reference=_QWEN),
+        _mix("UD-Q6_K_XL", 7.36, "Q6_K", reference=_QWEN, head="Q8_0"),
+        _mix("UD-Q8_K_XL", 8.87, "Q8_0", reference=_QWEN, head="Q8_0"),
+        _mix("MXFP4_MOE", 5.01, "MXFP4", "Q8_0", reference=_QWEN, head="Q8_0"),
+    )
+}
+
+# Weights, and of those the token embedding, of the models the mixtures' bits were read from (both untied).
+_REFERENCES = {"llama-3.1-8b": (8_030_261_248, 525_336_576), _QWEN: (34_659_000_000, 508_559_360)}
+
+# What a K or IQ format becomes where a row is no multiple of 256 (llama.cpp src/llama-quant.cpp, fallback table).
+_FALLBACK = {
+    "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL", "IQ1_M": "IQ4_NL", "IQ2_XXS": "IQ4_NL", "IQ2_XS": "IQ4_NL",
+    "IQ2_S": "IQ4_NL", "IQ3_XXS": "IQ4_NL", "IQ3_S": "IQ4_NL", "IQ4_XS": "IQ4_NL",
+    "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
+}  # fmt: skip
+
+
+def fallback(type_name: str, row: int) -> str:
+    """The format llama.cpp really uses for rows of `row` elements when asked for `type_name`."""
+    return _FALLBACK.get(type_name, type_name) if row % GGUF_TYPES[type_name].block else type_name
+
+
+@cache
+def body_bits(mixture: str) -> float:
+    """Bits per weight of everything but the embedding and output matrices, derived from the mixture's reference."""
+    mix = MIXTURES[mixture]
+    total, embed = _REFERENCES[mix.reference]
+    ends = embed * float(GGUF_TYPES[mix.embed].bits + GGUF_TYPES[mix.head].bits)
+    return (total * mix.file_bits - ends) / (total - 2 * embed)
+
+
+# --- MLX ------------------------------------------------------------------------------------------------------------
+
+
+def mlx_bits(mode: str) -> Fraction:
+    """Exact bits per quantised weight of an MLX format: "4bit" (group 64), "4bit-g32", "mxfp4", "nvfp4", "bf16"…
+
+    Affine formats hold a 16-bit scale and a 16-bit bias per group. Raises CatalogError for an unknown one.
+    """
+    fixed = {
+        "bf16": Fraction(16),
+        "fp16": Fraction(16),
+        "mxfp4": Fraction(17 * 8, 32),
+        "mxfp8": Fraction(33 * 8, 32),
+        "nvfp4": Fraction(9 * 8, 16),
+    }
+    if mode in fixed:
+        return fixed[mode]
+    bits_text, _, group_text = mode.partition("bit")
+    group = group_text.removeprefix("-g") or "64"
+    if bits_text not in {"2", "3", "4", "5", "6", "8"} or group not in {"32", "64", "128"}:
+        raise CatalogError(f"{mode!r} is not an MLX weight format", "known: 2-6bit, 8bit, mxfp4, mxfp8, nvfp4, bf16")
+    return int(bits_text) + Fraction(32, int(group))
+
+
+MLX_FORMATS = ("3bit", "4bit", "5bit", "6bit", "8bit", "mxfp4", "mxfp8", "nvfp4", "bf16")
+
+# --- KV cache -------------------------------------------------------------------------------------------------------
+
+# Bytes per cached element. The first eight are all that llama.cpp accepts for -ctk/-ctv; mlx-4bit and mlx-8bit are
+# MLX's quantised cache with groups of 64 and f16 scales.
+KV_TYPES: dict[str, Fraction] = {
+    "f32": Fraction(4),
+    "f16": Fraction(2),
+    "bf16": Fraction(2),
+    "q8_0": Fraction(34, 32),
+    "q5_1": Fraction(24, 32),
+    "q5_0": Fraction(22, 32),
+    "q4_1": Fraction(20, 32),
+    "q4_0": Fraction(18, 32),
+    "iq4_nl": Fraction(18, 32),
+    "mlx-8bit": Fraction(68, 64),
+    "mlx-4bit": Fraction(36, 64),
+}
+
+# MMLU-Pro of Qwen3-4B-2507 (UD-Q4_K_XL weights) by cache type; 69.60 with bf16 weights and cache
+# (https://huggingface.co/adriabama06). The only published sweep known; other types have no figure.
+KV_MMLU_PRO = {"f16": 66.53, "q8_0": 66.26, "q4_0": 63.70}
+
+
+def kv_element_bytes(kv_type: str) -> Fraction:
+    """Bytes one cached element takes, exactly. Raises CatalogError for a type no backend has."""
+    try:
+        return KV_TYPES[kv_type]
+    except KeyError:
+        raise CatalogError(f"{kv_type!r} is not a KV cache type", f"known: {', '.join(KV_TYPES)}") from None

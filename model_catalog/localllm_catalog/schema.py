@@ -1,0 +1,199 @@
+"""What a family file may say, strictly: the written form of families/*.toml, as `localllm_catalog.check` wants it.
+
+Not used when the catalog is loaded: importing pydantic would cost every command more than reading all the families.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Count = Annotated[int, Field(gt=0)]
+Url = Annotated[str, StringConstraints(pattern=r"^https://[^\s]+$")]
+Date = Annotated[str, StringConstraints(pattern=r"^20[0-9]{2}-[01][0-9](-[0-3][0-9])?$")]
+ModelId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,63}$")]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Sliding(_Table):
+    """Layers that see the last `window` tokens; the rest overrides the model's figures on those layers."""
+
+    window: Count
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+
+
+class Full(_Table):
+    """Overrides on full-attention layers. `v_is_k`: no value projection of their own."""
+
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    v_is_k: bool = False
+
+
+class Mla(_Table):
+    """Multi-head latent attention: ranks and the widths of one head."""
+
+    rank: Count
+    rope: Count
+    nope: Count
+    v: Count
+    q_rank: Count | None = None
+
+
+class Recurrent(_Table):
+    """Sizes of a recurrent layer; which ones are needed depends on `kind` (layout.recurrent_sizes)."""
+
+    kind: Literal["gated_delta", "mamba2", "short_conv", "kda"]
+    conv: Count
+    key_heads: Count | None = None
+    value_heads: Count | None = None
+    heads: Count | None = None
+    inner: Count | None = None
+    state: Count | None = None
+    groups: Count | None = None
+
+
+class ExpertsTable(_Table):
+    """Mixture of experts."""
+
+    count: Count
+    active: Count
+    ffn: Count
+    shared: Count | None = None
+    shared_ffn: Count | None = None
+    dense_layers: int = 0
+    latent: Count | None = None
+    beside_dense: bool = False
+
+
+class Tools(_Table):
+    """Tool calls as the model's own template writes them."""
+
+    format: Text
+    markers: list[Text]
+
+
+class Reasoning(_Table):
+    """Whether and how the model thinks aloud."""
+
+    kind: Literal["always", "hybrid", "channels"]
+    tags: Annotated[list[Text], Field(min_length=2, max_length=2)] | None = None
+    control: Text | None = None
+
+
+class SamplingTable(_Table):
+    """The maker's sampling defaults."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Fraction01 | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction01 | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+
+
+class SamplingWithSource(SamplingTable):
+    """…with where they are from, and those for when thinking is off."""
+
+    source: Text
+    non_thinking: SamplingTable | None = None
+
+
+class Gguf(_Table):
+    """GGUF files of one repository: `bytes` exact, `about` rounded by its source, `estimate` computed from shapes."""
+
+    repo: Text
+    file: Text | None = None
+    files: dict[str, list[Text]] = {}
+    bytes: dict[str, Count] = {}
+    about: dict[str, Count] = {}
+    estimate: list[Text] = []
+    mmproj: Text | None = None
+    mmproj_bytes: Count | None = None
+    source: Text | None = None
+
+
+class Mlx(_Table):
+    """One MLX repository."""
+
+    repo: Text
+    quant: Text
+    bytes: Count | None = None
+    about: Count | None = None
+    source: Text | None = None
+
+
+class ModelTable(_Table):
+    """One [[models]] table with the family's [defaults] already under it."""
+
+    id: ModelId
+    family: Text
+    name: Text
+    hf_repo: Text
+    release_date: Date
+    licence: Text
+    params: Count
+    active: Count | None = None
+    architecture: Literal[
+        "dense", "dense-swa", "moe", "moe-swa", "moe-mla", "hybrid", "hybrid-moe", "hybrid-moe-mla", "hybrid-conv",
+        "hybrid-conv-moe",
+    ]  # fmt: skip
+    modality: list[Literal["text", "image", "video", "audio"]] = ["text"]
+    purposes: Annotated[
+        list[Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]], Field(min_length=1)
+    ]
+    layers: Count
+    hidden: Count
+    ffn: Count | None = None
+    heads: Count
+    kv_heads: Count | None = None
+    head_dim: Count
+    vocab: Count
+    context: Count
+    tied: bool = False
+    pattern: list[Text] = ["full"]
+    sliding: Sliding | None = None
+    full: Full | None = None
+    shared_kv_layers: Count | None = None
+    shared_kv_ffn: Count | None = None
+    per_layer_embedding: Count | None = None
+    mla: Mla | None = None
+    recurrent: Recurrent | None = None
+    experts: ExpertsTable | None = None
+    attention_gate: bool = False
+    ffn_matrices: Literal[2, 3] = 3
+    split_blocks: bool = False
+    mtp_layers: Count | None = None
+    vision_params: Count | None = None
+    mtp_params: Count | None = None
+    params_note: Text | None = None
+    tokenizer: Text
+    tokenizer_pre: Text | None = None
+    tools: Tools | None = None
+    reasoning: Reasoning | None = None
+    fim: dict[Literal["prefix", "suffix", "middle", "order"], Text] = {}
+    sampling: SamplingWithSource | None = None
+    drafts: list[ModelId] = []
+    external_drafts: list[Text] = []
+    quality: dict[str, dict[str, float]] = {}
+    notes: Text | None = None
+    sources: Annotated[list[Url], Field(min_length=1)]
+    gguf: list[Gguf] = []
+    mlx: list[Mlx] = []
+
+
+class SourceTable(_Table):
+    """One label of sources.toml."""
+
+    title: Text
+    url: Url
+    date: Date
+    kind: Text | None = None

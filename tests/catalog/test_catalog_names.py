@@ -1,0 +1,64 @@
+"""Repository and file names come from files and hubs: only plain relative ones may become paths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm_catalog import catalog, templates
+from localllm_catalog.errors import BadCatalogError
+from localllm_catalog.names import check_file, check_repo
+
+BAD_FILES = [
+    "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y", "x\ny",
+    "a/b/c/d/e", "x..gguf/..", "con\u202egguf",
+]  # fmt: skip
+BAD_REPOS = ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"]
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_file_names_that_travel_are_refused(name: str) -> None:
+    with pytest.raises(BadCatalogError):
+        check_file(name)
+
+
+@pytest.mark.parametrize(
+    "repo", ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"]
+)
+def test_repositories_that_travel_are_refused(repo: str) -> None:
+    with pytest.raises(BadCatalogError):
+        check_repo(repo)
+
+
+def test_all_names_of_the_catalog_pass() -> None:
+    for model in catalog.load().models:
+        for variant in model.variants:
+            assert check_repo(variant.repo)
+            assert all(check_file(name) for name in variant.files)
+
+
+@given(st.text(max_size=30))
+def test_what_passes_stays_inside_its_folder(name: str) -> None:
+    try:
+        check_file(name)
+    except BadCatalogError:
+        return
+    assert not name.startswith(("/", "-", ".", "~"))
+    assert ".." not in name
+    assert not set(name) & set("\\:\0\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "tags"),
+    [
+        ("<tool_call>\n<function=", "qwen3-coder-xml", None),
+        ("<tool_call>{{x}}</tool_call> <think>", "hermes-json", ("<think>", "</think>")),
+        ("[TOOL_CALLS][ARGS][THINK]", "mistral", ("[THINK]", "[/THINK]")),
+        ("<|channel|>analysis to=functions.x", "harmony", ("<|channel|>analysis", "<|channel|>final")),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_templates_give_themselves_away(template: str, tools: str | None, tags: tuple[str, str] | None) -> None:
+    assert templates.tool_format(template) == tools
+    assert templates.reasoning_tags(template) == tags

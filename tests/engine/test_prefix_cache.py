@@ -1,0 +1,163 @@
+"""The radix tree keeps its laws under any history, and answers what a plain list of lines would answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from localllm.engine.prefix_cache import Match, MemoryBlock, PrefixCache, common_prefix
+
+# A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
+lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+def put(cache: PrefixCache, line: list[int], start: int = 0, size: int = 10) -> bool:
+    return cache.insert(line, MemoryBlock(bytes(size), 0 if cache.whole else start, len(line)))
+
+
+@given(lines, lines)
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    n = common_prefix(np.array(a, dtype=np.int32), np.array(b, dtype=np.int32))
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+@given(st.lists(lines, max_size=20), lines)
+def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]], prompt: list[int]) -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=10**9)
+    for line in stored:
+        start = cache.covered(line)
+        if start < len(line):
+            assert put(cache, line, start)
+        cache.check_integrity()
+    best = 0
+    for line in stored:
+        n = next((i for i, (x, y) in enumerate(zip(line, prompt, strict=False)) if x != y), min(len(line), len(prompt)))
+        best = max(best, n)
+    match = cache.match(prompt)
+    assert match.length == match.diverged_at == best
+    position = 0
+    for block, start, stop in match.parts:
+        assert start == position < stop
+        assert block.start <= start
+        assert stop <= block.stop
+        position = stop
+    assert position == best
+
+
+@given(st.lists(lines, max_size=20), lines)
+def test_a_whole_tree_finds_the_longest_stored_line(stored: list[list[int]], prompt: list[int]) -> None:
+    cache = PrefixCache(whole=True, capacity_bytes=10**9)
+    for line in stored:
+        put(cache, line)
+        cache.check_integrity()
+    best = max((len(s) for s in stored if prompt[: len(s)] == s), default=0)
+    match = cache.match(prompt)
+    assert match.length == best
+    if best:
+        ((block, start, stop),) = match.parts
+        assert (block.start, start, stop, block.stop) == (0, 0, best, best)
+
+
+def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=30)
+    put(cache, [1, 1])
+    put(cache, [1, 1, 2], 2)
+    put(cache, [3])
+    cache.match([1, 1, 2])
+    put(cache, [4])
+    assert cache.match([3]).length == 0, "the least recently used leaf goes first"
+    assert cache.match([1, 1, 2]).length == 3, "a parent never goes before its child"
+    held = cache.match([1, 1, 2])
+    cache.lock(held)
+    for token in range(5, 9):
+        put(cache, [token])
+    assert cache.match([1, 1, 2]).length == 3
+    cache.unlock(held)
+    cache.check_integrity()
+
+
+def test_a_held_node_refuses_to_be_removed() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=100)
+    put(cache, [1, 2])
+    match = cache.match([1, 2])
+    cache.lock(match)
+    assert match.node is not None
+    with pytest.raises(AssertionError):
+        cache.remove(match.node)
+    cache.unlock(match)
+    cache.remove(match.node)
+    assert cache.held_bytes == 0
+
+
+def test_what_is_larger_than_the_cache_is_not_stored() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=5)
+    assert not put(cache, [1], size=6)
+    assert cache.held_bytes == 0
+
+
+def test_a_segment_without_its_parent_is_refused() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=100)
+    assert not put(cache, [1, 2, 3], start=2)
+    assert cache.match([1, 2, 3]).length == 0
+    cache.check_integrity()
+
+
+class History(RuleBasedStateMachine):
+    """Any order of insert, match, lock, unlock; laws after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(whole=False, capacity_bytes=60)
+        self.held: list[tuple[Match, list[int]]] = []
+
+    @rule(line=lines, size=st.integers(1, 25))
+    def insert(self, line: list[int], size: int) -> None:
+        start = self.cache.covered(line)
+        if start < len(line):
+            put(self.cache, line, start, size)
+
+    @rule(line=lines)
+    def match(self, line: list[int]) -> None:
+        match = self.cache.match(line)
+        assert match.length <= match.diverged_at <= len(line)
+
+    @rule(line=lines)
+    def lock(self, line: list[int]) -> None:
+        match = self.cache.match(line)
+        if match.length:
+            self.cache.lock(match)
+            self.held.append((match, line[: match.length]))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        match, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.cache.unlock(match)
+
+    @rule(need=st.integers(0, 60))
+    def evict(self, need: int) -> None:
+        self.cache.make_room(need)
+
+    @invariant()
+    def laws(self) -> None:
+        self.cache.check_integrity()
+        for _, line in self.held:
+            assert self.cache.covered(line) == len(line), "a held prefix was evicted"
+        assert self.cache.held_bytes <= 60
+
+
+class WholeHistory(History):
+    """The same for a tree of whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(whole=True, capacity_bytes=60)
+
+
+TestHistory = History.TestCase
+TestWholeHistory = WholeHistory.TestCase
+TestHistory.settings = TestWholeHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,182 @@
+"""The worker process with a real model: exact text, clear errors, and a crash that costs one clear message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from localllm.engine.client import WorkerClient, WorkerOptions
+from localllm.engine.messages import Failure, Finish, Request, Sampling, Text
+from localllm.engine.supervisor import Supervisor
+from localllm.errors import ModelFileError, ModelNotFoundError, WorkerDiedError
+from localllm_backends.contract import LoadSpec
+
+PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
+GREEDY = Sampling(temperature=0.0)
+
+
+def with_model(path: Path, use: Callable[[Supervisor, WorkerClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        supervisor = Supervisor(WorkerOptions(LoadSpec(str(path), n_ctx=2048)))
+        try:
+            await use(supervisor, await supervisor.engine())
+        finally:
+            await supervisor.close()
+
+    asyncio.run(main())
+
+
+async def generate(engine: WorkerClient, request: Request) -> tuple[str, list[int], Finish | Failure]:
+    text, tokens, end = "", [], None
+    async for event in engine.submit(request):
+        if isinstance(event, Text):
+            text += event.text
+            tokens += event.tokens
+        elif isinstance(event, Finish | Failure):
+            assert end is None, "two ends"
+            end = event
+    assert end is not None
+    return text, tokens, end
+
+
+def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
+    """llama.cpp's own greedy loop, through the bindings and nothing of ours."""
+    import ctypes
+
+    import llama_cpp
+    import numpy as np
+
+    from localllm_backends.llamacpp.load import start_native
+
+    start_native()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = 2048, 2, 2
+    context = llama_cpp.llama_init_from_model(model, params)
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+    data = prompt.encode()
+    buffer = (llama_cpp.llama_token * 512)()
+    count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, 512, False, True)
+    out: list[int] = []
+    batch = llama_cpp.llama_batch_get_one(buffer, count)
+    for _ in range(n):
+        assert llama_cpp.llama_decode(context, batch) == 0
+        row = llama_cpp.llama_get_logits_ith(context, -1)
+        token = int(np.ctypeslib.as_array(ctypes.cast(row, ctypes.POINTER(ctypes.c_float)), (n_vocab,)).argmax())
+        if llama_cpp.llama_vocab_is_eog(vocab, token):
+            break
+        out.append(token)
+        one = (llama_cpp.llama_token * 1)(token)
+        batch = llama_cpp.llama_batch_get_one(one, 1)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return out
+
+
+def test_greedy_text_is_llamacpps_own_token_for_token(smollm2: Path) -> None:
+    expected = bare_loop(smollm2, PROMPT, 200)
+    assert len(expected) >= 128
+
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        _, tokens, end = await generate(engine, Request("a", PROMPT, max_tokens=200, sampling=GREEDY))
+        assert tokens == expected
+        assert isinstance(end, Finish)
+        again = (await generate(engine, Request("b", PROMPT, max_tokens=200, sampling=GREEDY)))[1]
+        assert again[:128] == expected[:128], "a cached prompt changes nothing"
+
+    with_model(smollm2, use)
+
+
+def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(smollm2: Path) -> None:
+    async def use(supervisor: Supervisor, engine: WorkerClient) -> None:
+        ends: list[Finish | Failure] = []
+        seen = 0
+        async with asyncio.timeout(200):
+            async for event in engine.submit(Request("a", PROMPT, max_tokens=1000, sampling=GREEDY, ignore_eos=True)):
+                seen += isinstance(event, Text)
+                if isinstance(event, Text) and seen == 10:
+                    os.kill(engine.pid, signal.SIGKILL)
+                    killed = asyncio.get_running_loop().time()
+                if isinstance(event, Finish | Failure):
+                    ends.append(event)
+                    assert asyncio.get_running_loop().time() - killed < 2.0
+        (end,) = ends
+        assert isinstance(end, Failure)
+        assert end.code == "worker_died"
+        assert "SIGKILL" in end.message
+        with pytest.raises(WorkerDiedError):
+            await engine.snapshot()
+        revived = await supervisor.engine()
+        assert revived.pid != engine.pid
+        text, _, end = await generate(revived, Request("a", PROMPT, max_tokens=5, sampling=GREEDY))
+        assert isinstance(end, Finish)
+        assert text
+
+    with_model(smollm2, use)
+
+
+def test_leaving_early_cancels(smollm2: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        stream = engine.submit(Request("a", PROMPT, sampling=GREEDY, ignore_eos=True))
+        async for event in stream:
+            if isinstance(event, Text):
+                break
+        await stream.aclose()
+        snapshot = await engine.snapshot()
+        assert snapshot["cancelled"] == 1
+        assert snapshot["running"] == 0
+
+    with_model(smollm2, use)
+
+
+def test_tokens_and_text_round_trip(smollm2: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        tokens = await engine.tokenize("Grüße, 世界!")
+        assert await engine.detokenize(tokens) == "Grüße, 世界!"
+
+    with_model(smollm2, use)
+
+
+def test_closing_gives_the_memory_back(smollm2: Path) -> None:
+    async def main() -> None:
+        supervisor = Supervisor(WorkerOptions(LoadSpec(str(smollm2), n_ctx=256)))
+        engine = await supervisor.engine()
+        await supervisor.close()
+        assert not engine.alive
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine.pid, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "kind", ["not gguf", "truncated", "header only", "missing", "a folder", "garbage behind a magic"]
+)
+def test_bad_files_get_one_clear_message(kind: str, smollm2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    if kind == "not gguf":
+        path.write_bytes(b"hello, I am a text file\n" * 100)
+    elif kind == "truncated":
+        path.write_bytes(smollm2.read_bytes()[:5_000_000])
+    elif kind == "header only":
+        path.write_bytes(smollm2.read_bytes()[:64])
+    elif kind == "garbage behind a magic":
+        path.write_bytes(b"GGUF" + bytes(range(256)) * 64)
+    elif kind == "a folder":
+        path.mkdir()
+
+    async def main() -> None:
+        await Supervisor(WorkerOptions(LoadSpec(str(path), n_ctx=256))).engine()
+
+    expected = ModelNotFoundError if kind == "missing" else ModelFileError
+    with pytest.raises(expected) as caught:
+        asyncio.run(main())
+    assert "Traceback" not in caught.value.message
+    assert "model.gguf" in caught.value.message
+    assert caught.value.hint

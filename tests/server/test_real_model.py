@@ -1,0 +1,99 @@
+"""The whole line on a real model: the `openai` package, HTTP, the worker process, llama.cpp, SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm_backends.contract import LoadSpec
+from support.http_server import Running, running_server
+
+QUESTION = [{"role": "user", "content": "Name the capital of France in one short sentence."}]
+
+
+@pytest.fixture(scope="module")
+def supervisor(smollm2: Path) -> Supervisor:
+    return Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=4)))
+
+
+@pytest.fixture(scope="module")
+def server(supervisor: Supervisor):
+    with running_server({"smollm2": supervisor}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+def _ask(client: openai.OpenAI, **more):
+    return client.chat.completions.create(model="smollm2", messages=QUESTION, **{"temperature": 0, **more})
+
+
+def test_whole_and_streamed_answers_agree(client: openai.OpenAI) -> None:
+    whole = _ask(client, max_tokens=24)
+    text = whole.choices[0].message.content
+    assert "Paris" in text
+    chunks = list(_ask(client, max_tokens=24, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_max_tokens_stop_and_seed_are_honoured(client: openai.OpenAI) -> None:
+    short = _ask(client, max_tokens=3)
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
+    text = _ask(client, max_tokens=40).choices[0].message.content
+    stopped = _ask(client, max_tokens=40, stop="Paris").choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (text.split("Paris")[0], "stop")
+    first, second, other = (
+        _ask(client, max_tokens=16, temperature=1.5, seed=seed).choices[0].message.content for seed in (5, 5, 6)
+    )
+    assert first == second != other
+
+
+def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
+    content = _ask(client, max_tokens=4, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(content) == 4
+    for entry in content:
+        assert entry.logprob <= 0
+        assert entry.top_logprobs[0].token == entry.token  # greedy takes the likeliest
+
+
+def test_the_second_turn_reuses_the_first(client: openai.OpenAI) -> None:
+    first = _ask(client, max_tokens=16)
+    turn = [
+        *QUESTION,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And of Italy?"},
+    ]
+    second = client.chat.completions.create(model="smollm2", messages=turn, temperature=0, max_tokens=8)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+
+
+def test_a_killed_worker_costs_its_request_and_nothing_else(
+    client: openai.OpenAI, server: Running, supervisor: Supervisor
+) -> None:
+    _ask(client, max_tokens=1)
+    worker = supervisor.client
+    assert worker is not None
+    body = {"messages": QUESTION, "stream": True, "ignore_eos": True, "max_tokens": 1500}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=2, trust_env=False) as r:
+        lines = r.iter_lines()
+        next(line for line in lines if '"content":"' in line and '"content":""' not in line)
+        os.kill(worker.pid, signal.SIGKILL)
+        said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert said[-1]["error"]["code"] == "worker_died"
+    assert _ask(client, max_tokens=2).usage.completion_tokens == 2
+    assert supervisor.client is not None
+    assert supervisor.client.pid != worker.pid

@@ -1,0 +1,222 @@
+"""A backend without weights for unit tests: its next token is a pure function of the tokens before it.
+
+It passes the same conformance suite as the real ones. `rewind` and `segments` choose the memory shape it imitates.
+Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of text, 259 a control token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence as Seq
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import (
+    BackendFailure,
+    CannotRewindError,
+    Capabilities,
+    Chunk,
+    MemoryReport,
+    ModelInfo,
+    NoCellsError,
+)
+
+N_VOCAB = 260
+END = 2
+TURN = 259
+_BYTE = 3
+
+
+def row_after(tokens: Seq[int]) -> NDArray[np.float32]:
+    """The logits that follow `tokens`: random, but the same for the same tokens."""
+    digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
+    rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    row = rng.standard_normal(N_VOCAB).astype(np.float32)
+    # Printable text, and an end now and then.
+    row[_BYTE + 32 : _BYTE + 127] += 3.0
+    row[END] += 1.5
+    return row
+
+
+class _Result:
+    def __init__(self, rows: list[NDArray[np.float32]]) -> None:
+        self._rows = rows
+
+    def argmax(self, chunk: int) -> list[int]:
+        return [int(r.argmax()) for r in self._rows[chunk]]
+
+    def logits(self, chunk: int) -> NDArray[np.float32]:
+        return self._rows[chunk]
+
+
+class ScriptedBackend:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        *,
+        n_ctx: int = 256,
+        n_seq_max: int = 4,
+        n_batch: int = 32,
+        rewind: Literal["any", "bounded", "none"] = "any",
+        rewind_tokens: int = 0,
+        segments: bool = True,
+    ) -> None:
+        self._n_ctx = n_ctx
+        self._lines: dict[int, list[int]] = {}
+        self._shared: dict[int, list[object]] = {}
+        self._next = 0
+        self._window_steps: dict[int, int] = {}
+        self.fail_next_step: str | None = None
+        self.steps: list[list[tuple[int, int]]] = []
+        self.computed_tokens = 0
+        self.capabilities = Capabilities(
+            rewind=rewind,
+            rewind_tokens=rewind_tokens,
+            shares_cells=True,
+            segments=segments,
+            exact_batching=True,
+            kv_types=("f16",),
+        )
+        self.info = ModelInfo(
+            architecture="scripted",
+            description="scripted",
+            fingerprint="scripted-1",
+            n_vocab=N_VOCAB,
+            n_ctx=n_ctx,
+            n_ctx_train=n_ctx,
+            n_seq_max=n_seq_max,
+            n_batch=n_batch,
+            n_outputs=n_batch,
+            n_params=0,
+            weights_bytes=0,
+            eog_tokens=(END,),
+            bos_token=1,
+            eos_token=END,
+            adds_bos=False,
+            bos_text="<s>",
+            eos_text="</s>",
+            chat_template=None,
+            kv_type_k="f16",
+            kv_type_v="f16",
+        )
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        out: list[int] = []
+        for i, part in enumerate(text.split("<|turn|>") if special else [text]):
+            out += [TURN] if i else []
+            out += [_BYTE + b for b in part.encode()]
+        return out
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        if not 0 <= token < N_VOCAB:
+            raise BackendFailure(f"token {token} is outside the vocabulary")
+        if _BYTE <= token < _BYTE + 256:
+            return bytes([token - _BYTE])
+        return {0: b"<unk>", 1: b"<s>", 2: b"</s>", TURN: b"<|turn|>"}[token] if special else b""
+
+    def is_control(self, token: int) -> bool:
+        return token in (1, END, TURN)
+
+    def new_sequence(self) -> int:
+        if len(self._lines) >= self.info.n_seq_max:
+            raise NoCellsError("all sequences are in use")
+        self._next += 1
+        self._lines[self._next], self._shared[self._next] = [], []
+        return self._next
+
+    def fork(self, source: int, n_tokens: int) -> int:
+        if not 0 <= n_tokens <= len(self._lines[source]):
+            raise BackendFailure("can't fork there")
+        if n_tokens and not self._can_rewind(source, n_tokens):
+            raise CannotRewindError("can't split there")
+        target = self.new_sequence()
+        self._lines[target] = self._lines[source][:n_tokens]
+        self._shared[target] = self._shared[source][:n_tokens]
+        return target
+
+    def truncate(self, sequence: int, n_tokens: int) -> None:
+        if n_tokens >= len(self._lines[sequence]):
+            return
+        if n_tokens and not self._can_rewind(sequence, n_tokens):
+            raise CannotRewindError("can't go back there")
+        del self._lines[sequence][n_tokens:]
+        del self._shared[sequence][n_tokens:]
+        self._window_steps[sequence] = min(self._window_steps.get(sequence, 0), n_tokens)
+
+    def _can_rewind(self, sequence: int, n_tokens: int) -> bool:
+        length = len(self._lines[sequence])
+        if n_tokens == length or self.capabilities.rewind == "any":
+            return True
+        return self.capabilities.rewind == "bounded" and length - n_tokens <= self.capabilities.rewind_tokens
+
+    def drop(self, sequence: int) -> None:
+        del self._lines[sequence], self._shared[sequence]
+
+    def length(self, sequence: int) -> int:
+        return len(self._lines[sequence])
+
+    def cells_free(self) -> int:
+        return self._n_ctx - len({id(c) for line in self._shared.values() for c in line})
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        if self.fail_next_step is not None:
+            message, self.fail_next_step = self.fail_next_step, None
+            raise BackendFailure(message)
+        total = sum(len(c.tokens) for c in chunks)
+        if not total or total > self.info.n_batch:
+            raise BackendFailure(f"a step of {total} tokens does not fit the batch of {self.info.n_batch}")
+        if sum(min(c.outputs, len(c.tokens)) for c in chunks) > self.info.n_outputs:
+            raise BackendFailure("more outputs than reserved")
+        if total > self.cells_free():
+            raise NoCellsError("no cells")
+        self.steps.append([(c.sequence, len(c.tokens)) for c in chunks])
+        self.computed_tokens += total
+        results = []
+        for chunk in chunks:
+            line = self._lines[chunk.sequence]
+            rows = []
+            for i, token in enumerate(chunk.tokens):
+                line.append(token)
+                self._shared[chunk.sequence].append(object())
+                if i >= len(chunk.tokens) - chunk.outputs:
+                    rows.append(row_after(line))
+            results.append(np.array(rows, dtype=np.float32).reshape(len(rows), N_VOCAB))
+        return _Result(results)
+
+    def export_range(self, sequence: int, start: int, stop: int) -> bytes:
+        line = self._lines[sequence]
+        if not 0 <= start < stop <= len(line):
+            raise BackendFailure("can't export that range")
+        if not self.capabilities.segments and (start, stop) != (0, len(line)):
+            raise CannotRewindError("only whole")
+        return json.dumps({"start": start, "tokens": line[start:stop]}).encode()
+
+    def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
+        try:
+            blob: dict[str, Any] = json.loads(bytes(data))
+            first, tokens = blob["start"], blob["tokens"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise BackendFailure("not an exported block") from e
+        if not first <= start < stop <= first + len(tokens) or len(self._lines[sequence]) != start:
+            raise BackendFailure("these tokens don't follow")
+        if not self.capabilities.segments and (start, stop, first) != (0, len(tokens), 0):
+            raise CannotRewindError("only whole")
+        if stop - start > self.cells_free():
+            raise NoCellsError("no cells")
+        part = tokens[start - first : stop - first]
+        self._lines[sequence] += part
+        self._shared[sequence] += [object() for _ in part]
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport(0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        self._lines.clear()
+        self._shared.clear()

@@ -1,0 +1,91 @@
+"""The house keeps its rules: light imports, one error tree, backends by entry point, quick commands, no stray names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from localllm import errors
+
+ROOT = Path(__file__).parent.parent
+HEAVY = (
+    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub", "httpx", "pydantic",
+    "jinja2", "psutil", "llguidance",
+)  # fmt: skip
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}; import sys; print('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in out.stdout.split()}
+
+
+@pytest.mark.parametrize("module", ["localllm", "localllm.cli.main", "localllm_backends.llamacpp", "localllm.settings"])
+def test_importing_us_imports_nothing_heavy(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    # Typer itself imports pydantic from 0.29 on.
+    allowed = {"pydantic"} if module == "localllm.cli.main" else set()
+    assert loaded.isdisjoint(set(HEAVY) - allowed), loaded & set(HEAVY)
+
+
+def leaves(cls: type[errors.LocalLLMError] = errors.LocalLLMError) -> list[type[errors.LocalLLMError]]:
+    below = [leaf for sub in cls.__subclasses__() if sub.__module__ == "localllm.errors" for leaf in leaves(sub)]
+    return [cls, *below]
+
+
+def test_every_error_has_a_code_a_status_an_exit_code_and_crosses_borders() -> None:
+    codes = [cls.code for cls in leaves()]
+    assert len(set(codes)) == len(codes)
+    for cls in leaves():
+        assert 400 <= cls.http_status < 600
+        assert 0 < cls.exit_code < 128
+        made = errors.by_code(cls.code, "what happened", hint="what to do")
+        assert type(made) is cls
+        body = made.to_openai()["error"]
+        assert (body["message"], body["hint"], body["code"]) == ("what happened", "what to do", cls.code)
+        assert cls.__name__ in (errors.__doc__ or ""), "the tree in the docstring names every error"
+
+
+def test_an_unknown_code_is_a_backend_error() -> None:
+    assert type(errors.by_code("no such code", "x")) is errors.BackendError
+
+
+def test_our_backends_are_registered_like_anybodys() -> None:
+    assert "llamacpp" in {point.name for point in entry_points(group="localllm.backends")}
+
+
+def test_the_wheel_holds_our_four_packages_and_nothing_else() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = config["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert sorted(Path(p).name for p in packages) == [
+        "localllm",
+        "localllm_backends",
+        "localllm_catalog",
+        "localllm_tui",
+    ]
+    for folder in ("packaging", "tests"):
+        assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py would shadow a package of that name"
+
+
+def test_every_dependency_has_a_floor_and_a_cap() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    uncapped = {"nvidia-ml-py"}  # versioned by driver release; its API only grows
+    for requirement in config["project"]["dependencies"]:
+        assert ">=" in requirement, requirement
+        assert "<" in requirement or any(requirement.startswith(name) for name in uncapped), requirement
+
+
+def test_every_file_says_why_it_exists() -> None:
+    for package in ("localllm", "backends", "model_catalog", "tui"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert path.read_text().lstrip().startswith('"""'), f"{path.name} does not begin with its reason"
+
+
+def test_ci_runs_what_a_developer_runs() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -1,0 +1,45 @@
+"""One table of settings: who wins, where a value came from, and clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm import paths
+from localllm.errors import UsageError
+from localllm.settings import TABLE, Settings
+
+
+def write_config(text: str) -> None:
+    paths.config_dir().mkdir(parents=True, exist_ok=True)
+    (paths.config_dir() / "config.toml").write_text(text)
+
+
+def test_flag_beats_environment_beats_config_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Settings()["port"].value, Settings()["port"].origin) == (11535, "default")
+    assert Settings()["port"].automatic
+    write_config("port = 1\n")
+    assert (Settings()["port"].value, Settings()["port"].origin) == (1, "config")
+    monkeypatch.setenv("LOCALLLM_PORT", "2")
+    assert (Settings()["port"].value, Settings()["port"].origin) == (2, "environment")
+    assert (Settings({"port": 3})["port"].value, Settings({"port": 3})["port"].origin) == (3, "flag")
+    assert not Settings({"port": 3})["port"].automatic
+
+
+def test_a_flag_nobody_gave_is_not_a_choice() -> None:
+    assert Settings({"port": None})["port"].automatic
+
+
+@pytest.mark.parametrize(
+    "config", ["port = 'many'\n", "kv_type = 'q3'\n", "prot = 1\n", "port = \n", "offline = 'perhaps'\n"]
+)
+def test_what_is_wrong_in_config_is_said(config: str) -> None:
+    write_config(config)
+    with pytest.raises(UsageError) as caught:
+        Settings()
+    assert "config.toml" in caught.value.message
+
+
+def test_every_setting_has_help_and_its_default_is_allowed() -> None:
+    for setting in TABLE:
+        assert setting.help
+        assert setting.default is None or not setting.choices or setting.default in setting.choices

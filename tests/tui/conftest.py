@@ -1,0 +1,87 @@
+"""What the chat's tests share: a scripted server, a history on a disk of its own, and a way to drive the app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm_tui.app import ChatApp
+from localllm_tui.client import ChatClient
+from tui.scripted_sse import ScriptedServer
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    with History(tmp_path / "conversations.db") as store:
+        yield store
+
+
+class Driver:
+    """A running app and a hand on its keyboard."""
+
+    def __init__(self, app: ChatApp, pilot: Any) -> None:
+        self.app = app
+        self.pilot = pilot
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        """Wait until `what` holds, letting the app work meanwhile."""
+
+        async def wait() -> None:
+            while not what():
+                await self.pilot.pause()
+
+        await asyncio.wait_for(wait(), 20)
+
+    async def type(self, text: str) -> None:
+        self.app.composer.insert(text)
+        await self.pilot.pause()
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def ask(self, text: str) -> None:
+        """Type, send, and wait for the whole answer."""
+        await self.send(text)
+        await self.until(lambda: not self.app.answering)
+        await self.pilot.pause()
+
+    async def send(self, text: str) -> None:
+        await self.type(text)
+        await self.press("enter")
+
+    def screen(self) -> str:
+        """What the terminal shows, line by line."""
+        from rich.segment import Segment
+
+        lines = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(s.text for s in Segment.strip_styles(line)).rstrip() for line in lines)
+
+
+@pytest.fixture
+def drive(server: ScriptedServer, history: History) -> Callable[..., None]:
+    """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to ChatApp."""
+
+    def run(play: Callable[[Driver], Awaitable[None]], *, size: tuple[int, int] = (80, 24), **options: Any) -> None:
+        async def main() -> None:
+            options.setdefault("copy", lambda _: True)
+            async with ChatClient(server.base_url) as client:
+                app = ChatApp(client, history, model="scripted", **options)
+                async with app.run_test(size=size) as pilot:
+                    await pilot.pause()
+                    await play(Driver(app, pilot))
+
+        asyncio.run(main())
+
+    return run

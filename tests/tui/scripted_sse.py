@@ -1,0 +1,163 @@
+"""A chat completions server that plays scripts, for the chat's tests: real HTTP, real SSE, no model and no clock."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Say:
+    """One delta per piece; `field` may be "reasoning_content"."""
+
+    pieces: Iterable[str]
+    field: str = "content"
+
+
+@dataclass(frozen=True)
+class Comment:
+    text: str
+
+
+@dataclass
+class Gate:
+    """The script stops here until the test opens the gate; `reached` tells the test that it did."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class UntilGone:
+    """The script stops here until the client closes the connection; then `gone` is set."""
+
+    gone: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class Finish:
+    reason: str = "stop"
+    usage: tuple[int, int, int] = (11, 7, 3)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Bytes as they are."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """An HTTP error in place of a stream."""
+
+    status: int
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The connection ends here, whatever the client expected."""
+
+
+class ScriptedServer:
+    """Serves on a free loopback port while used as a context manager. `requests` are the bodies received."""
+
+    def __init__(
+        self, *, model: str = "scripted", n_ctx: int | None = 1000, models: list[dict[str, Any]] | None = None
+    ):
+        self.models = models or [{"id": model, "object": "model", **({"context_length": n_ctx} if n_ctx else {})}]
+        self.scripts: deque[list[Any]] = deque()
+        self.requests: list[dict[str, Any]] = []
+
+    def play(self, *script: Any) -> None:
+        """Answer one more request with `script`."""
+        self.scripts.append(list(script))
+
+    def answer(self, text: str, **finish: Any) -> None:
+        """Answer one more request with `text`, a word a delta."""
+        words = text.split(" ")
+        self.play(Say([w if i == 0 else " " + w for i, w in enumerate(words)]), Finish(**finish))
+
+    def __enter__(self) -> ScriptedServer:
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._json(200, {"object": "list", "data": owner.models})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.requests.append(body)
+                script = owner.scripts.popleft()
+                if isinstance(script[0], Refuse):
+                    self._json(script[0].status, {"error": script[0].error})
+                    return
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                try:
+                    for step in script:
+                        self._step(step, body)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+
+            def _step(self, step: Any, body: dict[str, Any]) -> None:
+                if isinstance(step, Say):
+                    for piece in step.pieces:
+                        self._chunk({"choices": [{"index": 0, "delta": {step.field: piece}, "finish_reason": None}]})
+                elif isinstance(step, Comment):
+                    self.wfile.write(f": {step.text}\n\n".encode())
+                elif isinstance(step, Raw):
+                    self.wfile.write(step.data)
+                elif isinstance(step, Gate):
+                    self.wfile.flush()
+                    step.reached.set()
+                    step.opened.wait()
+                elif isinstance(step, UntilGone):
+                    self.connection.recv(1)
+                    step.gone.set()
+                elif isinstance(step, Finish):
+                    self._chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": step.reason}]})
+                    prompt, completion, cached = step.usage
+                    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+                    usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
+                    if body.get("stream_options", {}).get("include_usage"):
+                        self._chunk({"choices": [], "usage": usage})
+                    self.wfile.write(b"data: [DONE]\n\n")
+                else:
+                    assert isinstance(step, Drop)
+                    self.connection.close()
+
+            def _chunk(self, chunk: dict[str, Any]) -> None:
+                self.wfile.write(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode())
+                self.wfile.flush()
+
+            def _json(self, status: int, body: dict[str, Any]) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.base_url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        # A short poll: shutdown waits for it.
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()

@@ -1,0 +1,313 @@
+"""`localllm chat` as a command: answers on stdout, pipes, Ctrl-C, kill -9, and the screen on a real terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from localllm.cli.chat import FIRST_QUESTION, chat
+from localllm.conversation.history import History
+from localllm.errors import BusyError, LocalLLMError, NotFoundError, UsageError
+from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, UntilGone
+
+# `localllm chat` with the server replaced by a scripted one: what a child process runs.
+CHILD = """
+import contextlib, sys, typer, localllm.cli.serve as serve
+url = sys.argv.pop(1)
+serve.background_server = lambda model, context=None: contextlib.nullcontext((url, "scripted"))
+from localllm.cli.chat import chat
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(chat)
+app()
+"""
+
+
+@pytest.fixture
+def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Puts the scripted server behind `chat`; the list collects the MODELs it was started with."""
+    import localllm.cli.serve
+
+    asked: list[str | None] = []
+
+    @contextmanager
+    def background_server(model: str | None, context: int | None = None) -> Iterator[tuple[str, str]]:
+        asked.append(model)
+        yield server.base_url, "scripted"
+
+    monkeypatch.setattr(localllm.cli.serve, "background_server", background_server)
+    return asked
+
+
+def run(*args: str, piped: str | bytes = "") -> Any:
+    app = typer.Typer()
+    app.command()(chat)
+    result = CliRunner().invoke(app, list(args), input=piped)
+    if isinstance(result.exception, LocalLLMError):
+        raise result.exception
+    return result
+
+
+def question(server: ScriptedServer) -> str:
+    return str(server.requests[-1]["messages"][-1]["content"])
+
+
+def test_a_prompt_is_answered_on_stdout(server: ScriptedServer, served: list[str | None]) -> None:
+    server.play(Say(["thinking"], field="reasoning_content"), Say(["Par", "is"]), Finish())
+    result = run("capital of France?", "-m", "m", "--system", "Be brief", "--temperature", "0", "--seed", "1")
+    assert (result.exit_code, result.stdout) == (0, "Paris\n")
+    assert served == ["m"]
+    sent = server.requests[0]
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "capital of France?"},
+    ]
+    assert (sent["temperature"], sent["seed"]) == (0, 1)
+    assert "max_tokens" not in sent
+    assert not Path(os.environ["LOCALLLM_DATA_DIR"]).exists()  # one answer on stdout leaves no trace
+
+
+def test_piped_text_is_the_question(server: ScriptedServer, served: list[str | None]) -> None:
+    server.answer("x")
+    assert run(piped="what is 6 × 7?\n").exit_code == 0
+    assert question(server) == "what is 6 × 7?"
+
+
+def test_piped_text_goes_before_the_prompt(server: ScriptedServer, served: list[str | None]) -> None:
+    server.answer("x")
+    run("Summarise this", piped="a long text\n")
+    assert question(server) == "a long text\n\nSummarise this"
+
+
+def test_no_terminal_and_no_question_asks_a_first_one(server: ScriptedServer, served: list[str | None]) -> None:
+    server.answer("Hello!")
+    result = run(piped="")
+    assert (result.exit_code, result.stdout) == (0, "Hello!\n")
+    assert question(server) == FIRST_QUESTION
+
+
+def test_a_file_goes_along(server: ScriptedServer, served: list[str | None], tmp_path: Path) -> None:
+    (tmp_path / "n.txt").write_text("seven")
+    server.answer("x")
+    run("which number?", "--attach", str(tmp_path / "n.txt"))
+    assert question(server) == "File n.txt:\n```txt\nseven\n```\n\nwhich number?"
+
+
+@pytest.mark.parametrize(
+    ("args", "piped", "why"),
+    [
+        (["q", "--attach", "/nowhere.txt"], "", "can't be read"),
+        (["--attach", __file__], "", "needs a question"),
+        ([], b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    served: list[str | None], args: list[str], piped: str | bytes, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        run(*args, piped=piped)
+    assert served == []
+
+
+def test_a_server_error_ends_the_command_with_that_error(server: ScriptedServer, served: list[str | None]) -> None:
+    server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))
+    with pytest.raises(BusyError):
+        run("q")
+
+
+def test_text_before_an_error_is_printed(server: ScriptedServer, served: list[str | None]) -> None:
+    server.play(Say(["so far"]), Raw(b'data: {"error": {"message": "died", "code": "worker_died"}}\n\n'))
+    command = [sys.executable, "-c", CHILD, server.base_url, "q"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "so far\n"
+    assert done.returncode != 0
+    assert "died" in done.stderr
+
+
+def test_continue_goes_on_with_the_last_conversation(server: ScriptedServer, served: list[str | None]) -> None:
+    with History() as history:
+        conv = history.create("t", "their-model")
+        history.append(conv, "user", "a")
+        history.append(conv, "assistant", "b")
+    server.answer("d")
+    run("c", "--continue")
+    assert served == ["their-model"]
+    assert [m["content"] for m in server.requests[0]["messages"]] == ["a", "b", "c"]
+    with History() as history:
+        assert [m.content for m in history.messages(conv)] == ["a", "b", "c", "d"]
+
+
+def test_continue_without_a_conversation_is_an_error(served: list[str | None]) -> None:
+    with pytest.raises(NotFoundError):
+        run("c", "--continue")
+    assert served == []
+
+
+def test_ctrl_c_exits_130_with_the_text_so_far(server: ScriptedServer) -> None:
+    until_gone = UntilGone()
+    server.play(Say(["so far"]), until_gone)
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, server.base_url, "q"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(6) == b"so far"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, b"\n", b"")
+    assert until_gone.gone.wait(10)
+
+
+def test_importing_the_command_loads_nothing_heavy() -> None:
+    code = "import sys, typer; had = set(sys.modules); import localllm.cli.chat, localllm_tui; "
+    code += "print(*sorted({'textual', 'httpx', 'sqlite3', 'llama_cpp', 'asyncio'} & (set(sys.modules) - had)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+pty = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+
+
+class Terminal:
+    """`localllm chat` in a child process on a terminal of its own, 80×24."""
+
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *args],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+        )
+        os.close(slave)
+        self.seen = b""
+
+    def until(self, text: str) -> None:
+        """Read until `text` was printed; the test's own timeout ends a wait in vain."""
+        while text.encode() not in self.seen:
+            self.seen += os.read(self.master, 65536)
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def rest(self) -> int:
+        """Read to the end and return the exit code."""
+        try:
+            while piece := os.read(self.master, 65536):
+                self.seen += piece
+        except OSError:  # Linux reports the other end's closing so
+            pass
+        os.close(self.master)
+        return self.child.wait(30)
+
+
+@pty
+def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(server: ScriptedServer) -> None:
+    server.answer("Bonjour")
+    first = Terminal(server.base_url)
+    first.until("Enter sends")
+    first.type("hello in French\r")
+    first.until("Bonjour")
+    first.type("\x11")  # Ctrl+Q
+    assert first.rest() == 0
+    assert b"\x1b[?1049l" in first.seen  # the terminal is given back
+    again = Terminal(server.base_url, "--continue")
+    again.until("Bonjour")
+    again.type("\x11")
+    assert again.rest() == 0
+
+
+@pty
+def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(server: ScriptedServer) -> None:
+    gate = Gate()
+    server.play(Say(["the first half"]), gate, Finish())
+    chat_ = Terminal(server.base_url)
+    chat_.until("Enter sends")
+    chat_.type("tell me\r")
+    chat_.until("first half")
+    chat_.type("a draft")
+    chat_.until("draft")
+    os.kill(chat_.child.pid, signal.SIGKILL)
+    assert chat_.rest() == -signal.SIGKILL
+    gate.opened.set()
+    with History() as history:
+        (conv,) = history.list()
+        said = [(m.role, m.content, m.complete) for m in history.messages(conv.id)]
+    assert said == [("user", "tell me", True), ("assistant", "the first half", False)]
+    again = Terminal(server.base_url, "--continue")
+    again.until("the first half")
+    again.until("the chat ended here")
+    again.until("a draft")
+    again.type("\x11")
+    assert again.rest() == 0
+
+
+@pty
+def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(server: ScriptedServer) -> None:
+    until_gone = UntilGone()
+    server.play(Say(["half"]), until_gone)
+    chat_ = Terminal(server.base_url)
+    chat_.until("Enter sends")
+    chat_.type("q\r")
+    chat_.until("half")
+    chat_.child.send_signal(signal.SIGHUP)
+    assert chat_.rest() == 0
+    with History() as history:
+        assert history.messages(history.list()[0].id)[1].meta["finish_reason"] == "stopped"
+
+
+@pty
+def test_no_colour_when_it_is_not_wanted(server: ScriptedServer) -> None:
+    chat_ = Terminal(server.base_url, env={"NO_COLOR": "1"})
+    chat_.until("Enter sends")
+    chat_.type("\x11")
+    assert chat_.rest() == 0
+    hues = [c for c in _colours(chat_.seen) if len(set(c)) > 1]
+    assert hues == []
+
+
+@pty
+def test_line_by_line_on_a_terminal_that_can_do_no_more(server: ScriptedServer) -> None:
+    server.answer("one\x1b[2J")
+    server.answer("two")
+    chat_ = Terminal(server.base_url, env={"TERM": "dumb"})
+    chat_.until("> ")
+    chat_.type("first\n")
+    chat_.until("one[2J")
+    chat_.type("second\n")
+    chat_.until("two")
+    chat_.type("\x04")
+    assert chat_.rest() == 0
+    assert [m["content"] for m in server.requests[1]["messages"]] == ["first", "one\x1b[2J", "second"]
+
+
+def _colours(output: bytes) -> list[tuple[int, int, int]]:
+    """The 24-bit colours and the 216-colour cube's entries named in SGR sequences, as (r, g, b)."""
+    import re
+
+    found = []
+    for r, g, b in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", output):
+        found.append((int(r), int(g), int(b)))
+    for n in re.findall(rb"[34]8;5;(\d+)", output):
+        if 16 <= int(n) <= 231:
+            cube = int(n) - 16
+            found.append((cube // 36, cube // 6 % 6, cube % 6))
+    return found

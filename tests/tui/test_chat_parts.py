@@ -1,0 +1,166 @@
+"""The chat's small parts: numbers as text, commands, files to attach, what a terminal may be sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from localllm.errors import ContextLengthError, UsageError
+from localllm_tui import commands
+from localllm_tui.attach import check_room, read_text
+from localllm_tui.client import Usage
+from localllm_tui.meter import Meter, Numbers, ago, bar, elide, status_text
+from localllm_tui.terminal import printable
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    clock.now += 2.0
+    meter.delta()
+    assert (meter.ttft_s, meter.tok_s) == (2.0, None)
+    clock.now += 1.0
+    meter.delta()
+    assert meter.tok_s == 1.0
+    meter.usage = Usage(prompt=50, completion=11, cached=40)  # deltas may hold several tokens: the server knows
+    assert meter.tok_s == 10.0
+    assert meter.used == 61
+    assert meter.meta() == {
+        "ttft_s": 2.0,
+        "tok_s": 10.0,
+        "prompt_tokens": 50,
+        "completion_tokens": 11,
+        "cached_tokens": 40,
+    }
+
+
+@given(st.integers(0, 10_000), st.integers(1, 10_000), st.integers(1, 40))
+def test_the_bar_shows_the_share_and_is_honest_at_both_ends(used: int, n_ctx: int, cells: int) -> None:
+    shown = bar(used, n_ctx, cells)
+    assert len(shown) == cells
+    full = shown.count("█")
+    assert shown == "█" * full + "░" * (cells - full)
+    assert (full == 0) == (used == 0)
+    if cells > 1:
+        assert (full == cells) == (used >= n_ctx)
+
+
+optional_float = st.none() | st.floats(0, 1e5, allow_nan=False)
+numbers = st.builds(
+    Numbers,
+    model=st.text(min_size=1, max_size=60),
+    tok_s=optional_float,
+    ttft_s=optional_float,
+    used=st.integers(0, 10**7),
+    n_ctx=st.none() | st.integers(1, 10**7),
+    cached=st.none() | st.integers(0, 10**7),
+)
+
+
+@given(numbers, st.integers(10, 200))
+def test_the_status_line_always_fits(n: Numbers, width: int) -> None:
+    assert cell_len(status_text(n, width)) <= width
+
+
+def test_the_status_line_at_80_and_160_columns() -> None:
+    n = Numbers("smollm2-135m-instruct", 61.25, 0.31, 1530, 2048, 512)
+    assert status_text(n, 156) == (
+        "smollm2-135m-instruct  61.2 tok/s  context 1,530/2,048 ███████░░░ 75%  first token 0.31 s  cached tokens 512"
+    )
+    narrow = status_text(n, 76)
+    for fact in ("smollm2-135", "61.2 tok/s", "ctx 1,530/2,048", "█████░░░", "TTFT 0.31 s", "cached 512"):
+        assert fact in narrow
+
+
+@given(st.text(), st.integers(1, 30))
+def test_elide_cuts_to_cells(text: str, cells: int) -> None:
+    assert cell_len(elide(text, cells)) <= cells
+    if cell_len(text) <= cells:
+        assert elide(text, cells) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-5, "just now"), (59, "just now"), (60, "1 min ago"), (7200, "2 h ago"), (3 * 86400, "3 days ago")],
+)
+def test_ago(seconds: float, words: str) -> None:
+    assert ago(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("typed", "parsed"),
+    [
+        ("/new", ("new", "")),
+        ("  /save my chat.md ", ("save", "my chat.md")),
+        ("/save! x", ("save!", "x")),
+        ("/exit", ("quit", "")),
+        ("/system one\ntwo", ("system", "one\ntwo")),
+        ("/nonsense", ("nonsense", "")),
+        ("/etc/hosts, what is it?", None),
+        ("//new", None),
+        ("what is /new?", None),
+        ("/ ", None),
+        ("", None),
+    ],
+)
+def test_what_is_a_command_and_what_a_question(typed: str, parsed: tuple[str, str] | None) -> None:
+    assert commands.parse(typed) == parsed
+
+
+def test_two_slashes_send_one() -> None:
+    assert commands.question("//new is a word") == "/new is a word"
+
+
+def test_every_command_is_handled_and_explained() -> None:
+    from localllm_tui.app import ChatApp
+
+    shown = commands.help_markdown()
+    for command in commands.COMMANDS:
+        assert callable(getattr(ChatApp, f"_do_{command.name}"))
+        assert f"/{command.name}" in shown
+    assert [c.name for c in commands.matching("/s")] == ["save", "system"]
+
+
+def test_reading_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfgr\xc3\xbc\xc3\x9fe")
+    assert read_text(file) == ("a.txt", "grüße")
+
+
+def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("grüße".encode("latin-1"))
+    (tmp_path / "zero.bin").write_bytes(b"a\0b")
+    for name, why in (
+        ("latin.txt", "not UTF-8"),
+        ("zero.bin", "binary"),
+        ("none.txt", "No such file"),
+        (".", "folder"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            read_text(tmp_path / name)
+
+
+def test_files_together_must_have_room() -> None:
+    check_room([("a", "x" * 400), ("b", "x" * 400)], 100)
+    check_room([("a", "x" * 10**6)], None)
+    with pytest.raises(ContextLengthError, match="a, b: 801 bytes"):
+        check_room([("a", "x" * 400), ("b", "x" * 401)], 100)
+
+
+@given(st.text())
+def test_printable_keeps_the_text_and_drops_what_steers(text: str) -> None:
+    shown = printable(text)
+    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
+    assert printable(shown) == shown
+    assert [c for c in text if ord(c) >= 160] == [c for c in shown if ord(c) >= 160]

@@ -1,0 +1,47 @@
+"""Files that go with a question: read as text, refused with a clear reason when they are not or can't fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from localllm.errors import ContextLengthError, UsageError
+
+# No tokenizer in use averages more bytes than this over a text; the server counts exactly, this only refuses early.
+MAX_BYTES_PER_TOKEN = 8
+# Beyond any context served today: reading more could only end in the same refusal, later.
+MAX_BYTES = 16_000_000
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """(name, text) of a UTF-8 file. Raises UsageError."""
+    path = path.expanduser()
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, and only files can be attached", hint="attach the files one by one")
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UsageError(f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UsageError(
+            f"{path.name} is not UTF-8 text (byte {e.start:,} is not)", hint="convert it first, for example with iconv"
+        ) from e
+    if "\0" in text:
+        raise UsageError(f"{path.name} is a binary file, and models read text")
+    return path.name, text
+
+
+def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
+    """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises ContextLengthError."""
+    size = sum(len(text.encode()) for _, text in attached)
+    if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
+        raise ContextLengthError(
+            f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "
+            f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
+            hint="attach a part, or start the chat with a larger --context",
+        )

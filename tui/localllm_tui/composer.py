@@ -1,0 +1,97 @@
+"""The input at the bottom: many lines, Enter sends, slash commands complete, earlier questions come back."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.widgets import TextArea
+
+from localllm_tui.commands import matching
+
+
+class Composer(TextArea):
+    """A TextArea that grows with its text up to eight rows. Posts Submitted; never clears itself."""
+
+    DEFAULT_CSS = """
+    Composer {
+        height: auto; min-height: 3; max-height: 10;
+        border: round $foreground 40%; padding: 0 1;
+        background: transparent;
+        &:focus { border: round $accent; }
+        & .text-area--cursor-line { background: transparent; }
+    }
+    """
+    BINDINGS = [  # noqa: RUF012 (Textual's own type)
+        Binding("ctrl+j,shift+enter,alt+enter,ctrl+enter", "newline", show=False),
+        Binding("pageup", "scroll_transcript(-1)", show=False),
+        Binding("pagedown", "scroll_transcript(1)", show=False),
+    ]
+
+    class Submitted(Message):
+        """Enter was pressed on `text`."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class ScrollTranscript(Message):
+        """PageUp (-1) or PageDown (1)."""
+
+        def __init__(self, pages: int) -> None:
+            super().__init__()
+            self.pages = pages
+
+    def __init__(self) -> None:
+        super().__init__(id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+        self.recall: list[str] = []
+        self._recalled = 0
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Submitted(self.text))
+        elif event.key == "tab":
+            event.stop()
+            event.prevent_default()
+            self._complete()
+        elif event.key in ("up", "down") and self._browse(-1 if event.key == "up" else 1):
+            event.stop()
+            event.prevent_default()
+        else:
+            await super()._on_key(event)
+
+    def replace_text(self, text: str) -> None:
+        """Set the text with the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_scroll_transcript(self, pages: int) -> None:
+        self.post_message(self.ScrollTranscript(pages))
+
+    def _complete(self) -> None:
+        found = matching(self.text)
+        if found:
+            common = found[0].name
+            for command in found[1:]:
+                while not command.name.startswith(common):
+                    common = common[:-1]
+            whole = len(found) == 1
+            self.replace_text(f"/{common}" + (" " if whole and found[0].argument else ""))
+
+    def _browse(self, step: int) -> bool:
+        """Bring back an earlier question, unless something else is being written."""
+        if self._recalled and self.text != self.recall[-self._recalled]:
+            self._recalled = 0
+        if not self.recall or (self.text and not self._recalled):
+            return False
+        wanted = self._recalled - step
+        if wanted < 0 or wanted > len(self.recall):
+            return bool(self._recalled)
+        self._recalled = wanted
+        self.replace_text(self.recall[-wanted] if wanted else "")
+        return True

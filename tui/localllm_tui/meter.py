@@ -1,0 +1,154 @@
+"""The numbers of an answer as it streams: speed, time to first token, context used; and their one line of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.cells import cell_len
+
+from localllm_tui.client import Usage
+
+BAR_CELLS = 10
+_GAP = "  "
+
+
+class Meter:
+    """Counts one answer. While it streams a delta counts as a token; the server's usage replaces the count."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._started_s = now()
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._deltas = 0
+        self.prompt_tokens = 0
+        self.usage: Usage | None = None
+
+    def delta(self) -> None:
+        """A piece of text or thinking arrived."""
+        self._last_s = self._now()
+        if self._first_s is None:
+            self._first_s = self._last_s
+        self._deltas += 1
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens so far."""
+        return self.usage.completion if self.usage else self._deltas
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from asking to the first token, as this client felt them."""
+        return None if self._first_s is None else self._first_s - self._started_s
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens per second from the first token to the last; None before the second."""
+        if self._first_s is None or self._last_s is None or self.tokens < 2:
+            return None
+        seconds = self._last_s - self._first_s
+        return (self.tokens - 1) / seconds if seconds > 0 else None
+
+    @property
+    def used(self) -> int:
+        """Context in use: the prompt (when the server told its length) and what was generated."""
+        prompt = self.usage.prompt if self.usage else self.prompt_tokens
+        return prompt + self.tokens if prompt else 0
+
+    def meta(self) -> dict[str, Any]:
+        """What is kept with the answer in the history."""
+        meta: dict[str, Any] = {}
+        if self.ttft_s is not None:
+            meta["ttft_s"] = round(self.ttft_s, 4)
+        if self.tok_s is not None:
+            meta["tok_s"] = round(self.tok_s, 2)
+        if self.used:
+            usage = self.usage or Usage(self.prompt_tokens, self._deltas)
+            meta |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
+            if self.usage:
+                meta["cached_tokens"] = usage.cached
+        return meta
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the status line shows. Tokens, tokens per second, seconds; None: not known (yet)."""
+
+    model: str
+    tok_s: float | None = None
+    ttft_s: float | None = None
+    used: int = 0
+    n_ctx: int | None = None
+    cached: int | None = None
+
+    @classmethod
+    def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> Numbers:
+        """From an answer's `meta`."""
+        return cls(model, meta.get("tok_s"), meta.get("ttft_s"), used, n_ctx, meta.get("cached_tokens"))
+
+
+def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
+    """A bar readable by shape alone. Anything used shows at least one cell, and only a full context fills the last."""
+    full = used * cells // n_ctx
+    if used > 0:
+        full = max(1, full)
+    full = min(cells, full)
+    return "█" * full + "░" * (cells - full)
+
+
+def status_text(n: Numbers, width: int) -> str:
+    """The status line in at most `width` cells: words where there is room, short names where there is not."""
+    for words in (True, False):
+        parts = _parts(n, words)
+        room = width - sum(cell_len(p) + len(_GAP) for p in parts)
+        if room >= min(cell_len(n.model), 40 if words else 12):
+            return _GAP.join([elide(n.model, room), *parts])
+    while parts and room < 8:
+        room += cell_len(parts.pop()) + len(_GAP)
+    return elide(_GAP.join([elide(n.model, max(room, 1)), *parts]), width)
+
+
+def _parts(n: Numbers, words: bool) -> list[str]:
+    parts = []
+    if n.tok_s is not None:
+        parts.append(f"{n.tok_s:.1f} tok/s")
+    if n.n_ctx and words:
+        percent = min(999, round(100 * n.used / n.n_ctx))
+        parts.append(f"context {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx)} {percent}%")
+    elif n.n_ctx:
+        parts.append(f"ctx {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx, 8)}")
+    elif n.used:
+        parts.append(f"{'context' if words else 'ctx'} {n.used:,}")
+    if n.ttft_s is not None:
+        parts.append(f"{'first token' if words else 'TTFT'} {_seconds(n.ttft_s)}")
+    if n.cached is not None:
+        parts.append(f"{'cached tokens' if words else 'cached'} {n.cached:,}")
+    return parts
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
+
+
+def elide(text: str, cells: int) -> str:
+    """`text` in at most `cells` terminal cells, with … where something was cut."""
+    if cell_len(text) <= cells:
+        return text
+    while text and cell_len(text) > cells - 1:
+        text = text[:-1]
+    return text + "…" if cells > 0 else ""
+
+
+def ago(seconds: float) -> str:
+    """How long ago, in words: "just now", "5 min ago", "3 h ago", "2 days ago"."""
+    minutes = int(seconds // 60)
+    if minutes < 1:
+        return "just now"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes // (24 * 60)} days ago"

@@ -1,0 +1,121 @@
+"""The chat without a screen: one answer streamed to stdout, or line by line for terminals that can do no more."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from contextlib import aclosing
+from typing import TextIO
+
+from localllm.errors import LocalLLMError
+from localllm_tui import commands
+from localllm_tui.client import ChatClient, Done, Prefill, Reasoning, Text, Waiting
+from localllm_tui.meter import Meter
+from localllm_tui.session import Answer, Session
+from localllm_tui.terminal import printable
+
+
+async def answer_to(
+    out: TextIO, err: TextIO, client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None
+) -> None:
+    """Stream the answer to `messages` to `out`, ending with a newline; progress goes to `err` if it is a terminal.
+
+    `keep` stores it as it comes. However it ends, what was printed is kept. Raises LocalLLMError.
+    """
+    meter = Meter()
+    reason, ends_line = "stopped", True
+    progress = _Progress(err)
+    # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
+    shown = printable if out.isatty() else str
+    try:
+        async with aclosing(client.stream(model, messages)) as stream:
+            async for event in stream:
+                if isinstance(event, (Text, Reasoning)):
+                    meter.delta()
+                    if keep is not None:
+                        keep.add(**{"text" if isinstance(event, Text) else "reasoning": event.text})
+                if isinstance(event, Text):
+                    progress.clear()
+                    out.write(shown(event.text))
+                    out.flush()
+                    ends_line = event.text.endswith("\n")
+                elif isinstance(event, Reasoning):
+                    progress.say("thinking…")
+                elif isinstance(event, Prefill):
+                    progress.say(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
+                elif isinstance(event, Waiting):
+                    progress.say(printable(event.note) + "…")
+                elif isinstance(event, Done):
+                    reason, meter.usage = event.reason, event.usage
+    except LocalLLMError:
+        reason = "error"
+        raise
+    finally:
+        progress.clear()
+        if not ends_line:
+            out.write("\n")
+            out.flush()
+        if keep is not None:
+            keep.finish({**meter.meta(), "finish_reason": reason})
+    if reason == "length":
+        print("note: the answer was cut at the token limit", file=err)
+
+
+def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None) -> None:
+    """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and not a traceback
+
+    async def run() -> None:
+        async with client:
+            await answer_to(sys.stdout, sys.stderr, client, model, messages, keep)
+
+    asyncio.run(run())
+
+
+def talk(client: ChatClient, model: str, session: Session) -> None:
+    """Ask and answer line by line until end of input. Ctrl-C stops an answer, and leaves when there is none."""
+    print(f"{model}: an empty line is skipped, /new starts afresh, Ctrl-D leaves", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        command = commands.parse(line)
+        if command == ("quit", ""):
+            return
+        if command == ("new", ""):
+            session = Session(session.history, model, system=session.system)
+        elif command is not None:
+            print("here only /new and /quit work; without --plain the chat has more", file=sys.stderr)
+        elif line:
+            session.ask(commands.question(line))
+            try:
+                ask_once(client, model, session.payload(), session.answer())
+            except KeyboardInterrupt:
+                print("(stopped)", file=sys.stderr)
+            except LocalLLMError as e:
+                print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
+
+
+class _Progress:
+    """One line on a terminal that the next one, or the answer, replaces."""
+
+    def __init__(self, err: TextIO) -> None:
+        self._err = err if err.isatty() else None
+        self._said = ""
+
+    def say(self, what: str) -> None:
+        if self._err is not None and what != self._said:
+            self._err.write(f"\r\x1b[K{what}")
+            self._err.flush()
+            self._said = what
+
+    def clear(self) -> None:
+        if self._err is not None and self._said:
+            self._err.write("\r\x1b[K")
+            self._err.flush()
+            self._said = ""
