@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+
+# As the worker runs (localllm/engine/client.py): read by OpenMP when llama.cpp is first loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "300")
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def keep(record: Record, file: Path | None = None) -> None:
         names = ("machine", "model", "quant", "backend", "kv_type", "n_ctx")
         return all(getattr(other, n) == getattr(record, n) for n in names)
 
-    runs = [r for r in load(target) if not same(r)][-(KEEP - 1) :] + [record]
+    runs = [*[r for r in load(target) if not same(r)][-(KEEP - 1) :], record]
     body = {"runs": [{f.name: getattr(r, f.name) for f in fields(Record)} for r in runs]}
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(body, indent=1), encoding="utf-8")
@@ -100,6 +100,8 @@ def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]
             continue
         variant = Variant("mlx" if r.backend == "mlx" else "gguf", r.quant, "", (), size)
         found.append(
-            Measured(model, variant, r.backend, r.decode_tok_s, r.depth, r.kv_type, r.prefill_tok_s, r.prompt_tokens, r.date)
+            Measured(
+                model, variant, r.backend, r.decode_tok_s, r.depth, r.kv_type, r.prefill_tok_s, r.prompt_tokens, r.date
+            )
         )
     return tuple(found)

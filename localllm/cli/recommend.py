@@ -23,7 +23,8 @@ def recommend(
         typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("-m", "--model", metavar="MODEL", help="What one model would need here, every variant.")
+        str | None,
+        typer.Option("-m", "--model", metavar="MODEL", help="What one model would need here, every variant."),
     ] = None,
     purpose: Annotated[
         str, typer.Option("--for", metavar="PURPOSE", help="chat, coding, autocomplete or long (documents).")
@@ -43,13 +44,17 @@ def recommend(
     what_if: Annotated[
         list[str] | None, typer.Option("--what-if", metavar="NAME", help="Compare with another machine (repeatable).")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="List every model that fits, and why others don't.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every model that fits, and why others don't.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")] = False,
     memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")] = None,
     bandwidth: Annotated[
         float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
+    ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Never use the network (recommend never does).")] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect."""
@@ -81,7 +86,10 @@ def recommend(
         return
     if what_if:
         others = [_device(name, None, None) for name in what_if]
-        answers = [answer, *(planner.recommend(d, catalog.models, workload) for d in others)]
+        answers = [
+            answer,
+            *(planner.recommend(d, catalog.models, workload, overrides=_overrides(d, catalog)) for d in others),
+        ]
         view.out(view.comparison([machine, *others], answers, as_json=as_json))
         return
     if as_json:
@@ -121,9 +129,18 @@ def _overrides(device: Device, catalog: Catalog) -> Overrides:
     from localllm.cli import measurements
     from localllm.planner.recommend import Overrides
 
+    engines = registered_backends()
     if device.simulated:
-        return Overrides()
-    return Overrides(measured=measurements.for_planner(measurements.load(), device.name, catalog.by_id))
+        return Overrides(backends=engines)
+    measured = measurements.for_planner(measurements.load(), device.name, catalog.by_id)
+    return Overrides(measured=measured, backends=engines)
+
+
+def registered_backends() -> tuple[str, ...]:
+    """Names of the engines this installation has: what it can't run it does not recommend, on any machine."""
+    from importlib.metadata import entry_points
+
+    return tuple(sorted({entry.name for entry in entry_points(group="localllm.backends")})) or ("llamacpp",)
 
 
 def find_model(reference: str, catalog: Catalog) -> Model:
@@ -181,7 +198,9 @@ def _plot(device: Device, plans: list[Plan], file: str | None) -> None:
         return
     target = Path(file)
     if target.suffix == ".png":
-        target.write_bytes(roofline.png(picture))
+        from localllm.planner.roofline_png import png
+
+        target.write_bytes(png(picture))
     else:
         target.write_text(roofline.svg(picture), encoding="utf-8")
     print(f"wrote {target}", file=sys.stderr)

@@ -110,11 +110,11 @@ def table(answer: Recommendation, device: Device, *, everything: bool = False) -
 
 def _footnotes(plans: Sequence[Plan], prompt_tokens: int) -> list[str]:
     bases = list(dict.fromkeys(p.decode_tok_s.basis for p in plans))
-    notes = [f"tok/s: 80 % range, context nearly empty; 1st: first token of a {prompt_tokens:,}-token prompt"]
+    notes = [f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}"]
     if any(p.backend == "mlx" for p in plans):
         notes.append("* runs on MLX; the others on llama.cpp")
     notes += textwrap.wrap("speeds from " + "; ".join(bases[:3]), WIDTH, subsequent_indent="  ")
-    notes.append(f"run one: localllm pull {plans[0].model.id}:{plans[0].variant.quant}, then localllm chat")
+    notes += ["run one:", f"  localllm pull {plans[0].model.id}:{plans[0].variant.quant}", "  localllm chat"]
     return notes
 
 
@@ -128,14 +128,15 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device) -> list[str
         longest = f"{plan.max_ctx // 1024}k" if plan.max_ctx >= 1024 else "none"
         lines.append(
             f"  {_clip(quant, 12):12} {gb(plan.variant.file_bytes):>8} {gb(plan.memory.total_bytes):>9} "
-            f"{bar(share):10} {plan.fits:5} {_speed(plan.decode_tok_s):>9} {longest:>8}"
+            f"{bar(share):10} {plan.fits:5} {_speed(plan.decode_tok_s) if plan.fits != 'no' else '–':>9} {longest:>8}"
         )
     first = plans[0]
     lines += [
         "",
         f"memory at {first.n_ctx:,} tokens of context; each further 1,024 tokens cost:",
         *(f"  {kind:9} {cost / 2**20:8.2f} MiB" for kind, cost in _slopes(model, device)),
-        "longest: the context that still fits; speeds from " + first.decode_tok_s.basis,
+        "longest: the context that still fits; tok/s: 80 % range, context nearly empty",
+        *textwrap.wrap("speeds from " + first.decode_tok_s.basis, WIDTH, subsequent_indent="  "),
     ]
     if any(p.backend == "mlx" for p in plans):
         lines.append("* runs on MLX; the others on llama.cpp")
@@ -194,7 +195,11 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
             others = measurements.for_planner([o for o in records if o != r], device.name, catalog.by_id)
             results.append(
                 verify.compare(
-                    device, known[0], others, memory_bytes=r.memory_bytes, predicted_memory_bytes=r.predicted_memory_bytes
+                    device,
+                    known[0],
+                    others,
+                    memory_bytes=r.memory_bytes,
+                    predicted_memory_bytes=r.predicted_memory_bytes,
                 )
             )
     if as_json:

@@ -33,6 +33,7 @@ def serve(
 
     from localllm.cli.launch import prepare
     from localllm.server.app import create_app
+    from localllm.server.idle import memory_is_short, unload_idle
     from localllm.server.router import ModelRouter
     from localllm.server.run import bind, serve_on
     from localllm.server.settings import ServerSettings
@@ -68,9 +69,13 @@ def serve(
         say(f"serving on http://{server_settings.host}:{port_now}/v1  (Ctrl-C stops)")
         if server_settings.generated_key:
             say(f"API key (this address can be reached from other machines): {server_settings.api_key}")
+        idle_s = 60.0 * settings.value("idle_unload_min")
+        watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
         try:
             await serve_on(create_app(router, settings=server_settings), sock)
         finally:
+            if watch is not None:
+                watch.cancel()
             await router.close()
 
     asyncio.run(main())

@@ -79,6 +79,8 @@ def flatten(content: Any, where: str = "content") -> str:
         if not isinstance(part, Mapping):
             raise RequestError(f"{spot} must be an object with a type", param=spot)
         kind = part.get("type", "text")
+        if not isinstance(kind, str):
+            raise RequestError(f"{spot}.type must be a string", param=spot)
         if kind in _TEXT_PARTS:
             text = part.get("text", part.get("refusal"))
             if not isinstance(text, str):

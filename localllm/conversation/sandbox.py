@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_TEXT_CHARS = 1 << 24
-MAX_STEPS = 5_000_000
+MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 MAX_REPEAT = 100_000
 _WIDE_FORMAT = re.compile(r"\d{5,}")
@@ -141,7 +141,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return _tick()
         _tick()
         name = getattr(__obj, "__name__", "")
-        _check_arguments(getattr(__obj, "__self__", None), name, args, kwargs)
+        # The sandbox wraps str.format in a function of its own.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        _check_arguments(owner, name, args, kwargs)
         return check_size(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

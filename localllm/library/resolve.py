@@ -1,55 +1,288 @@
-"""From a MODEL reference to files on this disk: a path, a name, a catalog id, or nothing (the best at hand)."""
+"""From a MODEL reference to files on this disk: a path, a name, a catalog id, a repository, or the best at hand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from localllm.errors import ModelNotFoundError
-from localllm.library import starter
+from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError
+from localllm.library import folders, names, starter, store
+from localllm.library.types import LocalModel as LocalModel
+from localllm.library.types import Origin as Origin
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model
 
-Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "starter"]
+Prefer = Callable[[Sequence[LocalModel]], LocalModel | None]
 
-
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    """Files of one Variant on this disk: `path` is the GGUF (its first part) or the MLX folder."""
-
-    name: str
-    path: Path
-    format: Literal["gguf", "mlx"]
-    size_bytes: int
-    quant: str
-    origin: Origin
+_STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
+_GEMMA_NAMES = (starter.GEMMA_NAME, starter.GEMMA_FILE.removesuffix(".gguf"))
+# Weights above this share of memory leave too little for a context and for everything else that runs.
+_SENSIBLE_SHARE = 0.5
+_NOT_CHAT = ("embed", "rerank", "reward", "whisper", "ocr-", "-base", "draft", "guard", "assistant-mtp")
 
 
-def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = False) -> LocalModel:
-    """The files that `ref` means; None = the best model at hand. Raises ModelNotFoundError with what to do."""
-    if ref is None or ref.lower() in (starter.NAME, "smollm2-135m", "starter"):
-        file = starter.path()
-        if file is not None:
-            return LocalModel(starter.NAME, file, "gguf", file.stat().st_size, "Q4_1", "starter")
-        raise ModelNotFoundError("no model is installed", hint="fetch one: `localllm recommend`, then `localllm pull ID`")
-    file = Path(ref).expanduser()
-    if file.exists() or ref.endswith(".gguf"):
-        if not file.exists():
-            raise ModelNotFoundError(f"there is no file {ref!r}", hint="check the path")
-        if file.is_dir():
-            size = sum(f.stat().st_size for f in file.glob("*.safetensors"))
-            return LocalModel(file.name, file, "mlx", size, "", "path")
-        return LocalModel(file.stem, file, "gguf", file.stat().st_size, "", "path")
-    from localllm_catalog import catalog as catalogs
+def resolve(
+    ref: str | None, *, catalog: Catalog | None = None, offline: bool = False, prefer: Prefer | None = None
+) -> LocalModel:
+    """The files that `ref` means; None = the best model at hand (the biggest sensible chat model, else the starter).
 
-    known = catalog or catalogs.load()
-    model = known.get(ref.partition(":")[0])
-    if model is not None:
-        raise ModelNotFoundError(f"{model.name} is not on this disk", hint=f"fetch it: localllm pull {ref}")
-    near = known.suggest(ref)
-    raise ModelNotFoundError(
-        f"no model is called {ref!r}",
-        hint=f"did you mean {', '.join(near)}?" if near else "see `localllm models list` and `localllm recommend`",
+    Looks at this disk only, whatever `offline` says (it is accepted because every command carries it). Where several
+    installed models answer to `ref`, or `ref` is None, `prefer` picks one of them. Raises ModelNotFoundError saying
+    what is near and how to fetch it, ModelFileError for a path that is no model, UsageError for a malformed reference.
+    """
+    if ref is None or not ref.strip():
+        return _best_at_hand(prefer)
+    ref = ref.strip()
+    if ref.lower() in _STARTER_NAMES and (found := store.packaged()):
+        return found[0]
+    if ref.lower() in _GEMMA_NAMES and (file := starter.gemma_path()) is not None:
+        return LocalModel(starter.GEMMA_NAME, file, "gguf", file.stat().st_size, "Q4_K_M", "starter", "", (file,))
+    by_path = _by_path(ref)
+    if by_path is not None:
+        return by_path
+    reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+    installed = store.scan()
+    candidates = _matching(reference, installed)
+    if candidates:
+        return _pick(candidates, prefer)
+    return _by_catalog(reference, installed, catalog, prefer)
+
+
+def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
+    """Every installed model that answers to `ref` (a name, catalog id, repository, or path); never empty.
+
+    Raises as `resolve` does.
+    """
+    installed = store.scan()
+    if "://" in ref or not (by_path := _by_path(ref.strip())):
+        reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+        found = _matching(reference, installed)
+        if not found and not reference.repo:
+            model = (catalog if catalog is not None else load_catalog()).get(reference.name)
+            found = [m for m in installed if model is not None and _is_of(m, model, reference.quant)]
+        return found or [resolve(ref, catalog=catalog)]
+    # A path into a store is that store's model, with what it knows of it (a published hash).
+    return [next((m for m in installed if m.path.resolve() == by_path.path.resolve()), by_path)]
+
+
+def _hub_hosts(ref: str) -> tuple[str, ...]:
+    """Further hosts whose addresses are the hub's: that of the mirror in HF_ENDPOINT. Asked for addresses only."""
+    if "://" not in ref:
+        return ()
+    from localllm.library import hub
+
+    return hub.hosts()
+
+
+# --- a path ---------------------------------------------------------------------------------------------------------
+
+
+def _by_path(ref: str) -> LocalModel | None:
+    """The model at a path, or None if `ref` is no path."""
+    path = Path(ref).expanduser()
+    looks_like_path = ref.lower().endswith(".gguf") or ref.startswith((".", "/", "~")) or "\\" in ref
+    try:
+        exists = path.exists()
+    except OSError:
+        exists = False
+    if not exists:
+        if looks_like_path and "://" not in ref:
+            raise ModelNotFoundError(f"there is no file {ref!r}", hint="check the path, or see `localllm models list`")
+        return None
+    if path.is_dir():
+        return _by_folder(path, must=looks_like_path)
+    split = names.split_of(path.name)
+    if split is not None and split[1] != 1:
+        path = path.with_name(f"{split[0]}-00001-of-{split[2]:05d}.gguf")
+    siblings = [path] if split is None else list(path.parent.glob("*.gguf"))
+    found = next((m for m in folders.ggufs(siblings, "path") if m.path == path), None)
+    if found is not None:
+        return replace(found, mmproj=_beside(path))
+    if split is not None:
+        raise ModelFileError(
+            f"{path.name} is one of {split[2]} parts, and not all of them are there", hint=f"look in {path.parent}"
+        )
+    # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
+    return LocalModel(
+        path.stem or path.name, path, "gguf", path.stat().st_size, names.quant_of(path.name), "path", "", (path,)
     )
+
+
+def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
+    files = sorted(f for f in folder.iterdir() if not f.is_dir())
+    found = folders.mlx(folder, files, "path", folder.resolve().name)
+    if found is not None:
+        return found
+    ggufs = folders.ggufs(files, "path")
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if not must:
+        return None
+    if ggufs:
+        listed = ", ".join(m.path.name for m in ggufs[:5])
+        raise ModelFileError(f"{folder} holds {len(ggufs)} models", hint=f"name one of them: {listed}")
+    raise ModelFileError(
+        f"{folder} is not a model",
+        hint="an MLX folder holds config.json and all its .safetensors; else name a .gguf file",
+    )
+
+
+def _beside(path: Path) -> Path | None:
+    """The projector in the same folder, where the folder is one model's (a single GGUF beside it)."""
+    ggufs = list(path.parent.glob("*.gguf"))
+    models = {names.bare(f.name) for f in ggufs if not names.is_projector(f.name)}
+    return folders.best_projector([f for f in ggufs if names.is_projector(f.name)]) if len(models) == 1 else None
+
+
+# --- a name ---------------------------------------------------------------------------------------------------------
+
+
+def _matching(reference: names.Reference, installed: list[LocalModel]) -> list[LocalModel]:
+    """Installed models that a reference names, by the strictest rule that finds any."""
+    text = reference.text.lower()
+    exact = [m for m in installed if text in _spellings(m)]
+    if exact:
+        return exact
+    of_quant = [m for m in installed if not reference.quant or names.same_quant(reference.quant, m.quant)]
+    if reference.repo:
+        same = [m for m in of_quant if m.repo.lower() == reference.repo.lower()]
+        if reference.file:
+            stem = names.stem_of(reference.file)
+            same = [m for m in same if names.stem_of(m.path.name) == stem]
+        return same
+    wanted = names.bare(reference.name)
+    return [
+        m for m in of_quant if wanted and wanted in (names.bare(m.name), names.bare(m.repo), names.bare(m.path.name))
+    ]
+
+
+def _spellings(model: LocalModel) -> set[str]:
+    spelled = {
+        model.name,
+        model.path.name,
+        f"{model.name}.gguf",
+        f"{model.repo}:{model.quant}",
+        f"{model.name}:{model.quant}",
+    }
+    if model.origin == "ollama" and model.name.endswith(":latest"):
+        spelled.add(model.name.removesuffix(":latest"))
+    return {s.lower() for s in spelled}
+
+
+def _by_catalog(
+    reference: names.Reference, installed: list[LocalModel], catalog: Catalog | None, prefer: Prefer | None
+) -> LocalModel:
+    known = catalog if catalog is not None else load_catalog()
+    model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
+    if model is not None and not reference.repo:
+        candidates = [m for m in installed if _is_of(m, model, reference.quant)]
+        if candidates:
+            return replace(_pick(candidates, prefer), name=model.id)
+    if model is not None or reference.repo:
+        what = model.name if model is not None else reference.repo
+        quant = f" in {reference.quant}" if reference.quant else ""
+        others = [m for m in installed if model is not None and _is_of(m, model, "")]
+        hint = f"fetch it: `localllm pull {reference.text}`"
+        if others:
+            hint += f"; installed: {', '.join(sorted({m.quant or m.name for m in others}))}"
+        raise ModelNotFoundError(f"{what}{quant} is not on this disk", hint=hint)
+    near = [*known.suggest(reference.name), *_near(reference.name, installed)]
+    raise ModelNotFoundError(
+        f"no model is called {reference.text!r}",
+        hint=f"did you mean {', '.join(dict.fromkeys(near))}?"
+        if near
+        else "see `localllm models list` for what is installed and `localllm recommend` for what to fetch",
+    )
+
+
+def load_catalog() -> Catalog:
+    """The catalog with the user's own models; LocalLLMError instead of the catalog's own errors."""
+    from localllm import paths
+    from localllm_catalog import catalog as catalogs
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        return catalogs.load(paths.config_dir() / "models")
+    except CatalogError as e:
+        raise LocalLLMError(e.message, hint=e.hint) from e
+
+
+def _is_of(local: LocalModel, model: Model, quant: str) -> bool:
+    """True if the files are a variant of `model`: from one of its repositories, or called as it is."""
+    if quant and not names.same_quant(quant, local.quant):
+        return False
+    repos = {v.repo.lower() for v in model.variants} | {model.hf_repo.lower()}
+    if local.repo.lower() in repos:
+        return True
+    called = {names.bare(n) for n in (model.id, model.name, model.hf_repo)}
+    return bool(called & {names.bare(local.name), names.bare(local.repo), names.bare(local.path.name)})
+
+
+def _near(name: str, installed: list[LocalModel]) -> list[str]:
+    by_lower = {m.name.lower(): m.name for m in installed}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=0.55)
+    return [by_lower[c] for c in close]
+
+
+# --- the best -------------------------------------------------------------------------------------------------------
+
+
+def _best_at_hand(prefer: Prefer | None) -> LocalModel:
+    """The biggest installed model that leaves half the memory free and has a chat template; else the starter."""
+    fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
+    candidates = [m for m in fitting if not any(word in m.name.lower() for word in _NOT_CHAT)]
+    if prefer is not None and (chosen := prefer([m for m in candidates if _can_chat(m)])) is not None:
+        return chosen
+    limit = _sensible_bytes() if candidates else 0
+    for model in candidates:
+        if model.size_bytes <= limit and _can_chat(model):
+            return model
+    raise ModelNotFoundError(
+        "no chat model is installed", hint="see `localllm recommend` for what fits here, then `localllm pull ID`"
+    )
+
+
+def _pick(candidates: list[LocalModel], prefer: Prefer | None) -> LocalModel:
+    """One of several that answer to a name: what `prefer` says, else the biggest sensible one this machine can run."""
+    if len(candidates) == 1:
+        return candidates[0]
+    if prefer is not None and (chosen := prefer(candidates)) is not None:
+        return chosen
+    ranked = sorted(_runnable(candidates) or candidates, key=lambda m: m.size_bytes)
+    limit = _sensible_bytes()
+    return next((m for m in reversed(ranked) if m.size_bytes <= limit), ranked[0])
+
+
+def _runnable(models: list[LocalModel]) -> list[LocalModel]:
+    has_mlx = importlib.util.find_spec("mlx_lm") is not None
+    return [m for m in models if m.format == "gguf" or has_mlx]
+
+
+def _sensible_bytes() -> int:
+    """Half of what is available now: the other half is for a context and for whatever else runs."""
+    import psutil
+
+    return int(psutil.virtual_memory().available * _SENSIBLE_SHARE)
+
+
+def _can_chat(model: LocalModel) -> bool:
+    """True if the files carry a chat template and make text."""
+    if model.origin == "starter":
+        return True
+    if model.format == "mlx":
+        config = folders.read_json(model.path / "tokenizer_config.json")
+        return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()
+    from localllm_catalog import gguf
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        header = gguf.read(model.path)
+    except (CatalogError, OSError):
+        return False
+    return bool(header.text("tokenizer.chat_template")) and f"{header.architecture}.pooling_type" not in header.metadata

@@ -11,7 +11,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 FILE = Path(__file__).with_name("efficiency.toml")
@@ -67,3 +67,9 @@ def load() -> dict[str, Table]:
         )
         for name in ("decode", "prefill")
     }
+
+
+@lru_cache(maxsize=4096)
+def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
+    """`Table.coefficients` of the shipped table, remembered (read-only: every caller gets the same dict)."""
+    return load()[law].coefficients(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from localllm.device.types import Device
 from localllm.planner import families, memory, quality, speed
+from localllm.planner.facts import facts
 from localllm.planner.types import Plan, Range
 from localllm_catalog.types import Model
 
@@ -79,7 +80,8 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     )
     parts, c = terms.streamed, terms.coefficients
     eta = min(0.98, c["eta"] / c["quant"])
-    layers, experts, recurrent = speed.model_layers(plan.model)
+    known = facts(plan.model)
+    layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     lines = [
         "decode, one token",
         f"  reads        {parts.total_bytes / 1e9:>10.3f} GB   weights; memory delivers {bandwidth:,.0f} GB/s ({basis})",
@@ -95,7 +97,9 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     if experts:
         lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * 1e6:.0f} µs")
     if recurrent:
-        lines.append(f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs")
+        lines.append(
+            f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs"
+        )
     if abs(terms.graph_factor - 1) > 0.005:
         lines.append(f"  graph        {terms.graph_factor:>12.2f}×   as measured for {plan.model.architecture}")
     lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from localllm.device.types import Device
 
@@ -28,6 +29,7 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@lru_cache(maxsize=1024)
 def generation(name: str) -> tuple[str, str, str]:
     """(vendor, generation, tier) of a part's name; tier is Apple's base / pro / max / ultra, else ""."""
     lower = name.lower()
@@ -41,6 +43,7 @@ def generation(name: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
+@lru_cache(maxsize=1024)
 def part(name: str) -> str:
     """A part's name as its measurements are filed: no vendor, no memory size, no core count, lower case."""
     vendor, gen, tier = generation(name)
@@ -57,6 +60,7 @@ def engine_of(device: Device, backend: str) -> str:
     return "mlx" if backend == "mlx" else device.accelerator
 
 
+@lru_cache(maxsize=1024)
 def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
     """Keys of efficiency.toml that apply to a part, general first: engine, vendor, generation, tier, the part."""
     if engine == "cpu":
@@ -81,6 +85,7 @@ def device_keys(device: Device, backend: str) -> tuple[str, ...]:
     return hardware_keys(name, engine_of(device, backend))
 
 
+@lru_cache(maxsize=1024)
 def quant_class(quant: str, *, mlx: bool = False) -> str:
     """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; mlx2 … mlx8, mlx16."""
     q = quant.upper()

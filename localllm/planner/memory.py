@@ -8,10 +8,12 @@ total. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm, mlx_lm/
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
 from localllm.device.types import Device
+from localllm.planner.facts import facts
 from localllm.planner.types import MemoryNeed
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -68,36 +70,39 @@ def kv_bytes(
     n_ubatch: int = DEFAULT_UBATCH,
 ) -> int:
     """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v × bytes_v)."""
-    bytes_k, bytes_v = quants.kv_element_bytes(kv_type_k), quants.kv_element_bytes(kv_type_v)
-    total = Fraction(0)
-    for layer in model.layers:
+    elements_k = elements_v = 0
+    for layer, count in facts(model).groups:
         width_k, width_v = _kv_widths(layer)
-        cells = kv_cells(layer, n_ctx, n_ubatch=n_ubatch, slots=slots)
-        total += cells * (width_k * bytes_k + width_v * bytes_v)
-    return int(total)
+        cells = count * kv_cells(layer, n_ctx, n_ubatch=n_ubatch, slots=slots)
+        elements_k += cells * width_k
+        elements_v += cells * width_v
+    return int(elements_k * quants.kv_element_bytes(kv_type_k) + elements_v * quants.kv_element_bytes(kv_type_v))
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     """What 1,024 more tokens of context cost once every window is full: the slope of the memory line, in bytes."""
-    return 1024 * shapes.kv_bytes_per_token(model, kv_type, beyond_windows=True)
+    growing = sum(n * shapes.layer_kv_elements(x) for x, n in facts(model).groups if x.kind != "sliding")
+    return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
 
 
 def kv_type_allowed(model: Model, kv_type: str) -> bool:
     """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others)."""
     if kv_type in ("f32", "f16", "bf16"):
         return True
-    return all(width % 32 == 0 for layer in model.layers for width in _kv_widths(layer))
+    return all(width % 32 == 0 for layer, _ in facts(model).groups for width in _kv_widths(layer))
 
 
 def recurrent_bytes(model: Model, *, slots: int = 1, n_rewind: int = 0) -> int:
     """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
-    return shapes.recurrent_state_bytes(model) * max(1, slots) * (1 + n_rewind)
+    state = sum(count * layer.state_elements for layer, count in facts(model).groups if layer.kind == "recurrent")
+    return _F32 * state * max(1, slots) * (1 + n_rewind)
 
 
 def _attention_mask_cells(model: Model, n_ctx: int, n_ubatch: int, slots: int) -> int:
-    kinds = {layer.kind for layer in model.layers}
+    layers = [layer for layer, _ in facts(model).groups]
+    kinds = {layer.kind for layer in layers}
     cells = padded_context(n_ctx) if kinds & {"full", "mla"} else 0
-    sliding = next((layer for layer in model.layers if layer.kind == "sliding"), None)
+    sliding = next((layer for layer in layers if layer.kind == "sliding"), None)
     return cells + (kv_cells(sliding, n_ctx, n_ubatch=n_ubatch, slots=slots) if sliding else 0)
 
 
@@ -131,7 +136,7 @@ def compute_bytes(
     if flash_attention:
         return max(step, output)
     n_kv = padded_context(n_ctx)
-    widest = max((sum(_kv_widths(layer)) for layer in model.layers), default=0)
+    widest = max((sum(_kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
     scores = _F32 * n_ubatch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
     return max(step, output, scores)
 
@@ -156,8 +161,9 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     if mix is not None:
         kind = quants.fallback(mix.head if model.tied_embeddings else mix.embed, model.hidden_size)
         return round(rows * float(quants.GGUF_TYPES[kind].bits) / 8)
-    total = max(1, shapes.count_params(model)[0])
-    return round(weights_bytes(variant) * min(1.0, rows / total))
+    known = facts(model)
+    stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
+    return round(weights_bytes(variant) * min(1.0, rows / max(1, stored)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +200,12 @@ def place_weights(model: Model, variant: Variant, device: Device | None, n_gpu_l
 # --- runtime --------------------------------------------------------------------------------------------------------
 
 
-def overhead_bytes(device: Device | None, backend: str = "llamacpp") -> int:
+def overhead_bytes(device: Device | None) -> int:
     """What the runtime itself keeps on the accelerator, in bytes.
 
     CUDA: driver context and kernels, 107 MiB on a 34-SM card and 555 MiB on a 188-SM one
     (https://github.com/ggml-org/llama.cpp/pull/23604), linear between. Metal: no large context, 100 MiB.
-    ROCm and Vulkan: 256 MiB, assumed. CPU: none beyond the process.
+    ROCm and Vulkan: 256 MiB, assumed. CPU: none beyond the process. Once for each of several cards.
     """
     if device is None or device.accelerator == "cpu":
         return 0
@@ -207,8 +213,8 @@ def overhead_bytes(device: Device | None, backend: str = "llamacpp") -> int:
         return 100 * MIB
     if device.accelerator == "cuda":
         units = device.compute_units or 68
-        return max(96 * MIB, round((107 + (units - 34) * (555 - 107) / (188 - 34)) * MIB))
-    return 256 * MIB
+        return device.n_gpus * max(96 * MIB, round((107 + (units - 34) * (555 - 107) / (188 - 34)) * MIB))
+    return device.n_gpus * 256 * MIB
 
 
 def _gpu_margin(device: Device | None) -> Fraction:
@@ -250,7 +256,8 @@ def need(
     compute = compute_bytes(
         model, n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash_attention
     )
-    compute = int(compute * _gpu_margin(device))
+    # Every card of several holds the buffers of its own layers' graph.
+    compute = int(compute * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
     rows = output_bytes(model, slots)
     drafted = 0
     if draft is not None:
@@ -265,7 +272,7 @@ def need(
         kv_bytes=kv,
         recurrent_bytes=state,
         compute_bytes=compute + rows,
-        overhead_bytes=overhead_bytes(device, backend) + prefix_cache_bytes,
+        overhead_bytes=overhead_bytes(device) + prefix_cache_bytes,
         draft_bytes=drafted,
         limit_bytes=device.memory.limit_bytes if device is not None else 0,
         mmproj_bytes=variant.mmproj_bytes + _MMPROJ_COMPUTE_BYTES if mmproj and variant.mmproj_bytes else 0,
@@ -284,14 +291,13 @@ def _draft_bytes(
 
 def mlx_kv_bytes(model: Model, n_ctx: int, *, kv_type: str = "f16", slots: int = 1) -> int:
     """mlx-lm's caches when `slots` sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
-    element = quants.kv_element_bytes(kv_type)
-    total = Fraction(0)
-    for layer in model.layers:
+    elements = 0
+    for layer, count in facts(model).groups:
         if layer.kind in ("recurrent", "none") or layer.shares_kv:
             continue
         cells = pad(n_ctx) if layer.kind != "sliding" or not layer.window else min(pad(n_ctx), layer.window * slots)
-        total += cells * sum(_kv_widths(layer)) * element
-    return int(total)
+        elements += count * cells * sum(_kv_widths(layer))
+    return int(elements * quants.kv_element_bytes(kv_type))
 
 
 def _need_mlx(
@@ -315,7 +321,7 @@ def _need_mlx(
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
         recurrent_bytes=recurrent_bytes(model, slots=slots),
         compute_bytes=compute + output_bytes(model, slots) // 2,
-        overhead_bytes=overhead_bytes(device, "mlx") + prefix_cache_bytes,
+        overhead_bytes=overhead_bytes(device) + prefix_cache_bytes,
         draft_bytes=drafted,
         limit_bytes=device.memory.limit_bytes if device is not None else 0,
         mmproj_bytes=0,

@@ -37,7 +37,7 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
 # points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least squares over the 42 rated
 # models of the catalog, residual 4.7 points.
 _PRIOR = (-25.3, 8.9, 6.0, 12.0)
-_PRIOR_SPREAD = 6.0
+_PRIOR_SPREAD = 7.0
 # Beyond this date the line of the prior is not trusted to go on rising.
 _PRIOR_LAST_YEARS = 2.7
 
@@ -45,7 +45,8 @@ _PRIOR_LAST_YEARS = 2.7
 def rate(model: Model) -> Rating:
     """The precision-weighted mean of everything known about `model`'s quality."""
     prior = _prior(model)
-    total, weight = prior / _PRIOR_SPREAD**2, _PRIOR_SPREAD**-2
+    weight: float = 1 / _PRIOR_SPREAD**2
+    total = prior * weight
     best = ("size and date", _PRIOR_SPREAD)
     for score in model.quality:
         line = _ONTO_INDEX.get(score.benchmark)
@@ -54,10 +55,10 @@ def rate(model: Model) -> Rating:
         slope, intercept, spread = line
         spread *= 1.0 if score.kind == "measured" or score.kind == "estimate" else 1.3
         total += (slope * score.score + intercept) / spread**2
-        weight += spread**-2
+        weight += 1 / spread**2
         if spread < best[1]:
             best = (f"{score.benchmark} {score.score:g} ({score.date})", spread)
-    return Rating(total / weight, weight**-0.5, best[0])
+    return Rating(total / weight, math.sqrt(1 / weight), best[0])
 
 
 def _prior(model: Model) -> float:
@@ -83,7 +84,7 @@ def format_cost(model: Model, variant: Variant) -> float:
         bits = float(mix.file_bits) if mix is not None else 8 * variant.file_bytes / max(1, model.params_total)
         # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at 4.89.
         loss = math.exp(-3.47 - 1.22 * (bits - 4.89))
-    small = max(1.0, (8e9 / max(model.params_total, 10**8)) ** 0.35)
+    small = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
     return min(15.0, loss * _POINTS_PER_LN_PPL * small)
 
 

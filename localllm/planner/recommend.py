@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import memory, needs, quality, speed, why
+from localllm.planner.facts import facts
 from localllm.planner.needs import Need
 from localllm.planner.speed import Measured
 from localllm.planner.types import Fits, MemoryNeed, Plan, Recommendation, Rejected, Workload
@@ -21,11 +22,11 @@ from localllm_catalog.types import Model, Variant
 MAX_PICKS = 8
 _PER_FAMILY = 2
 # Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
-_DOUBT = 0.75
+_DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
 # A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
 _TIGHT_SHARE = 0.93
-_KV_TYPES = {"llamacpp": ("f16", "q8_0", "q4_0"), "mlx": ("f16", "mlx-8bit", "mlx-4bit")}
+_KV_TYPES: dict[str, tuple[str, ...]] = {"llamacpp": ("f16", "q8_0", "q4_0"), "mlx": ("f16", "mlx-8bit", "mlx-4bit")}
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
 
@@ -57,8 +58,7 @@ def backend_for(variant: Variant) -> str:
 
 def default_slots(model: Model, parallel: int = 1) -> int:
     """Sequences to hold: 8 where an idle one costs nothing, 4 where each has its own window or state."""
-    stateful = any(layer.kind in ("sliding", "recurrent") for layer in model.layers)
-    return max(_SLOTS_PER_SEQUENCE_STATE if stateful else memory.DEFAULT_SLOTS, parallel)
+    return max(_SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else memory.DEFAULT_SLOTS, parallel)
 
 
 def context_for(model: Model, workload: Workload) -> int:
@@ -144,27 +144,56 @@ def plan_for(
     backend = backend_for(variant)
     n_ctx = context_for(model, workload)
     slots = overrides.slots or default_slots(model, workload.parallel)
-    kinds = (overrides.kv_type,) if overrides.kv_type else _KV_TYPES[backend]
-    kinds = tuple(k for k in kinds if memory.kv_type_allowed(model, k)) or ("f16",)
-    chosen: tuple[str, MemoryNeed, Fits, int] | None = None
+    draft = _named_draft(overrides.draft, backend, models)
+    kv_type, need, fits, layers = _settle(device, model, variant, n_ctx, slots, draft, overrides)
+    plan = _finish(
+        device, model, variant, workload, backend, n_ctx, slots, kv_type, need, fits, layers, overrides=overrides
+    )
+    if draft is None:
+        return plan
+    gain = speed.draft_gain(device, (model, variant), draft, backend=backend)
+    return replace(plan, draft_gain=gain)
+
+
+def _settle(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    n_ctx: int,
+    slots: int,
+    draft: tuple[Model, Variant] | None,
+    overrides: Overrides,
+) -> tuple[str, MemoryNeed, Fits, int]:
+    """(KV type, memory, verdict, GPU layers): the first that fits whole, else split over two memories, else not."""
+    wanted = (overrides.kv_type,) if overrides.kv_type else _KV_TYPES[backend_for(variant)]
+    kinds = tuple(k for k in wanted if memory.kv_type_allowed(model, k)) or ("f16",)
+
+    def with_kv(kv_type: str, layers: int = -1) -> MemoryNeed:
+        return memory_for(
+            device, model, variant, n_ctx=n_ctx, kv_type=kv_type, slots=slots, n_gpu_layers=layers, overrides=overrides,
+            draft=draft,
+        )  # fmt: skip
+
     for kv_type in kinds:
-        need = memory_for(device, model, variant, n_ctx=n_ctx, kv_type=kv_type, slots=slots, overrides=overrides)
+        need = with_kv(kv_type)
         fits = verdict(device, need)
         if fits != "no":
-            chosen = (kv_type, need, fits, -1)
-            break
-    if chosen is None and device.kind == "discrete" and device.host is not None and backend == "llamacpp":
+            return kv_type, need, fits, -1
+    if device.kind == "discrete" and device.host is not None and variant.format == "gguf":
         kv_type = kinds[min(1, len(kinds) - 1)]
         layers = _offload_layers(device, model, variant, n_ctx, kv_type, slots)
-        need = memory_for(
-            device, model, variant, n_ctx=n_ctx, kv_type=kv_type, slots=slots, n_gpu_layers=layers, overrides=overrides
-        )
-        chosen = (kv_type, need, verdict(device, need, split=True), layers)
-    if chosen is None:
-        kv_type = kinds[0]
-        need = memory_for(device, model, variant, n_ctx=n_ctx, kv_type=kv_type, slots=slots, overrides=overrides)
-        chosen = (kv_type, need, "no", -1)
-    return _finish(device, model, variant, workload, backend, n_ctx, slots, *chosen, overrides=overrides, models=models)
+        need = with_kv(kv_type, layers)
+        fits = verdict(device, need, split=True)
+        if fits != "no":
+            return kv_type, need, fits, layers
+    return kinds[0], with_kv(kinds[0]), "no", -1
+
+
+def _named_draft(name: str, backend: str, models: Sequence[Model]) -> tuple[Model, Variant] | None:
+    """The draft model called `name` ("auto", "ngram" and "off" need no second model)."""
+    small = next((m for m in models if m.id == name), None)
+    variants = [v for v in small.variants if backend_for(v) == backend] if small is not None else []
+    return (small, _typical(variants)) if small is not None and variants else None
 
 
 def _finish(
@@ -181,7 +210,6 @@ def _finish(
     n_gpu_layers: int,
     *,
     overrides: Overrides,
-    models: Sequence[Model],
 ) -> Plan:
     share = 1.0 if n_gpu_layers < 0 else n_gpu_layers / (len(model.layers) + 1)
     purpose = needs.need_of(workload)
@@ -206,7 +234,9 @@ def _finish(
             n_ubatch=_ubatch(device),
         )  # fmt: skip
     ttft = speed.ttft(over_prompt, decode, prompt)
-    cached = speed.ttft(over_prompt, decode, prompt, cached_tokens=purpose.cached_tokens) if purpose.cached_tokens else None
+    cached = (
+        speed.ttft(over_prompt, decode, prompt, cached_tokens=purpose.cached_tokens) if purpose.cached_tokens else None
+    )
     rating = quality.rate(model)
     plan = Plan(
         model=model,
@@ -266,7 +296,8 @@ def too_slow(plan: Plan, need: Need) -> bool:
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
-    engines = overrides.backends or backends_of(device)
+    possible = backends_of(device)
+    engines = tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
     usable = [v for v in model.variants if backend_for(v) in engines and v.file_bytes > 0]
     if overrides.quant:
         usable = [v for v in usable if v.quant.lower() == overrides.quant.lower()]
@@ -300,11 +331,61 @@ def recommend(
     for plan in best:
         same_family = sum(p.model.family == plan.model.family for p in picks)
         if limit and (len(picks) == limit or same_family == _PER_FAMILY):
-            rejected.append(Rejected(plan.model, plan.variant, "fits, and ranks below the ones shown", "ranking"))
+            rejected.append(_not_shown(device, plan, workload, overrides))
         else:
             picks.append(plan)
     rejected.sort(key=lambda r: (-quality.rate(r.model).points, r.model.id))
-    return Recommendation(tuple(why.explained(picks, need)), tuple(rejected), workload)
+    detailed = [detailed_plan(device, plan, everything) for plan in why.explained(picks, need)]
+    return Recommendation(tuple(detailed), tuple(rejected), workload)
+
+
+def _not_shown(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Rejected:
+    """Why a plan that fits is not among the picks: outranked, or only a small format of it fits."""
+    usual = _typical(_candidates(device, plan.model, overrides))
+    if usual.file_bytes > plan.variant.file_bytes:
+        whole = plan_for(device, plan.model, usual, workload, overrides=overrides)
+        if whole.fits == "no":
+            reason = f"{why.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
+            return Rejected(plan.model, usual, reason, "memory")
+    return Rejected(plan.model, plan.variant, "fits, and ranks below the ones shown", "ranking")
+
+
+def detailed_plan(device: Device, plan: Plan, models: Sequence[Model]) -> Plan:
+    """`plan` with its longest context, and further reasons: the cliff, and a draft model where one would pay."""
+    longest = max_context(device, plan)
+    reasons = [
+        f"up to {longest:,} tokens of context fit; each further 1,024 cost {plan.kv_bytes_per_1k / 2**20:.1f} MiB"
+    ]
+    draft = _draft_for(device, plan, models)
+    if draft is not None:
+        name, gain, extra = draft
+        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast on predictable text, {why.gb(extra)} more")
+    return replace(plan, max_ctx=longest, reasons=tuple(reasons))
+
+
+_DRAFT_PAYS = 1.25
+
+
+def _draft_for(device: Device, plan: Plan, models: Sequence[Model]) -> tuple[str, float, int] | None:
+    """(id, speed-up, bytes) of the listed draft model that pays most and still fits; None where none does."""
+    known = {m.id: m for m in models}
+    found: list[tuple[float, str, int]] = []
+    for name in plan.model.drafts:
+        small = known.get(name)
+        variants = [v for v in small.variants if backend_for(v) == plan.backend] if small is not None else []
+        if small is None or not variants:
+            continue
+        pair = (small, _typical(variants))
+        gain = speed.draft_gain(device, (plan.model, plan.variant), pair, backend=plan.backend)
+        need = memory_for(
+            device, plan.model, plan.variant, n_ctx=plan.n_ctx, kv_type=plan.kv_type, slots=plan.slots, draft=pair
+        )
+        if gain >= _DRAFT_PAYS and verdict(device, need) == "yes":
+            found.append((gain, name, need.draft_bytes))
+    if not found:
+        return None
+    gain, name, extra = max(found)
+    return name, gain, extra
 
 
 def _best_of(
@@ -353,7 +434,10 @@ def _typical(variants: Sequence[Variant]) -> Variant:
 def variants_of(device: Device, model: Model, workload: Workload, *, overrides: Overrides = Overrides()) -> list[Plan]:
     """Every variant of one model that this machine's engines can read, whether or not it fits, smallest file first."""
     plans = [plan_for(device, model, v, workload, overrides=overrides) for v in _candidates(device, model, overrides)]
-    plans = [replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, needs.need_of(workload))) for p in plans]
+    plans = [
+        replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, needs.need_of(workload)))
+        for p in plans
+    ]
     return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
 
 

@@ -1,4 +1,4 @@
-"""The roofline of a machine with plans on it: data here, drawn as terminal text, SVG or PNG (no plotting library)."""
+"""The roofline of a machine with plans on it: data here, drawn as terminal text or SVG (PNG: roofline_png.py)."""
 
 from __future__ import annotations
 
@@ -81,32 +81,52 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
     left, right = f"{picture.x_range[0]:g}", f"{picture.x_range[1]:g} GB per token"
     lines.append("        " + left + right.rjust(columns - len(left)))
     lines.append("· roof: bandwidth divided by bytes read per token")
-    lines += [
-        f"{i}  {p.label}: {p.gb_per_token:.2f} GB, {p.tok_s:.0f} tok/s, {p.tok_s * p.gb_per_token / picture.bandwidth_gbps:.0%} of the roof"
-        for i, p in enumerate(picture.points, 1)
-    ]
+    for i, p in enumerate(picture.points, 1):
+        share = p.tok_s * p.gb_per_token / picture.bandwidth_gbps
+        figures = f"{p.gb_per_token:.2f} GB, {p.tok_s:.0f} tok/s, {share:.0%} of the roof"
+        lines.append(f"{i}  {p.label[: width - len(figures) - 5]}: {figures}")
     return lines
 
 
-_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 880, 560, 70, 60, 30, 60
+# Width, height and margins (left, top, right, bottom) of the pictures, in pixels.
+FRAME = (880, 560, 70, 60, 30, 60)
+_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = FRAME
 
 
-def _place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
+def place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
+    """Pixel of a point in data coordinates."""
     return (
         _LEFT + _unit(x, picture.x_range) * (_W - _LEFT - _RIGHT),
         _TOP + (1 - _unit(y, picture.y_range)) * (_H - _TOP - _BOTTOM),
     )
 
 
-def _decades(span: tuple[float, float]) -> list[float]:
+def decades(span: tuple[float, float]) -> list[float]:
+    """The powers of ten of an axis."""
     first, last = round(math.log10(span[0])), round(math.log10(span[1]))
     return [10.0**e for e in range(first, last + 1)]
 
 
-def _roof_ends(picture: Roofline) -> tuple[tuple[float, float], tuple[float, float]]:
+def roof_ends(picture: Roofline) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Pixels where the bandwidth line enters and leaves the frame."""
     x0 = max(picture.x_range[0], picture.bandwidth_gbps / picture.y_range[1])
     x1 = min(picture.x_range[1], picture.bandwidth_gbps / picture.y_range[0])
-    return _place(picture, x0, picture.bandwidth_gbps / x0), _place(picture, x1, picture.bandwidth_gbps / x1)
+    return place(picture, x0, picture.bandwidth_gbps / x0), place(picture, x1, picture.bandwidth_gbps / x1)
+
+
+_LABEL_GAP = 13.0
+
+
+def label_spots(picture: Roofline) -> list[tuple[float, float]]:
+    """Pixels where each point's label begins: beside it, moved down where it would lie on another's."""
+    spots = [place(picture, p.gb_per_token, p.tok_s) for p in picture.points]
+    moved: dict[int, tuple[float, float]] = {}
+    for i in sorted(range(len(spots)), key=lambda i: (spots[i][1], spots[i][0])):
+        x, y = spots[i]
+        while any(abs(y - other) < _LABEL_GAP for _, other in moved.values()):
+            y += 1.0
+        moved[i] = (x + 9, y)
+    return [moved[i] for i in range(len(spots))]
 
 
 def svg(picture: Roofline) -> str:
@@ -118,22 +138,20 @@ def svg(picture: Roofline) -> str:
         f'<text x="{_LEFT}" y="24" font-size="16">{escape(picture.title)}</text>',
         f'<text x="{_LEFT}" y="44" fill="#555">{escape(picture.note)}</text>',
     ]
-    for value in _decades(picture.x_range):
-        x, _ = _place(picture, value, picture.y_range[0])
+    for value in decades(picture.x_range):
+        x, _ = place(picture, value, picture.y_range[0])
         out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_H - _BOTTOM}" stroke="#ddd"/>')
         out.append(f'<text x="{x:.1f}" y="{_H - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
-    for value in _decades(picture.y_range):
-        _, y = _place(picture, picture.x_range[0], value)
+    for value in decades(picture.y_range):
+        _, y = place(picture, picture.x_range[0], value)
         out.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_W - _RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
         out.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    (x1, y1), (x2, y2) = _roof_ends(picture)
-    out.append(
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#c0392b" stroke-width="2"/>'
-    )
-    for point in picture.points:
-        x, y = _place(picture, point.gb_per_token, point.tok_s)
+    (x1, y1), (x2, y2) = roof_ends(picture)
+    out.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#c0392b" stroke-width="2"/>')
+    for point, (label_x, label_y) in zip(picture.points, label_spots(picture), strict=True):
+        x, y = place(picture, point.gb_per_token, point.tok_s)
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
-        out.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{escape(point.label)}</text>')
+        out.append(f'<text x="{label_x:.1f}" y="{label_y + 4:.1f}">{escape(point.label)}</text>')
     out.append(f'<text x="{_W / 2}" y="{_H - 16}" text-anchor="middle">GB of weights read per token</text>')
     out.append(f'<text x="16" y="{_TOP - 8}">tok/s</text>')
     out.append("</svg>")

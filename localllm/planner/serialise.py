@@ -70,6 +70,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "quality": {"points": plan.quality, "basis": plan.quality_basis} if plan.quality is not None else None,
         "score": plan.score,
         "why": plan.why,
+        "reasons": list(plan.reasons),
     }
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.planner import efficiency, families
+from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm.planner.types import Range
-from localllm_catalog import shapes
+from localllm_catalog import quants
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
@@ -72,12 +73,6 @@ def format_keys(model: Model, quant: str, *, engine: str, vendor: str, mlx: bool
             f"arch:{arch}.{engine}", f"model:{model.id}", f"model@{engine}:{model.id}")  # fmt: skip
 
 
-def model_layers(model: Model) -> tuple[int, int, int]:
-    """(all, with experts, recurrent) layer counts."""
-    experts = sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
-    return len(model.layers), experts, sum(layer.kind == "recurrent" for layer in model.layers)
-
-
 def decode_terms(
     model: Model,
     variant: Variant,
@@ -90,27 +85,23 @@ def decode_terms(
     n_sequences: int = 1,
 ) -> Terms:
     """The parts of one decode step at `depth` tokens of context. `hardware`: keys from `families.hardware_keys`."""
-    table = efficiency.load()["decode"]
     mlx = variant.format == "mlx"
-    engine = hardware[0]
-    keys = (*hardware, *format_keys(model, variant.quant, engine=engine, vendor=vendor, mlx=mlx))
-    c = table.coefficients(keys)
+    keys = (*hardware, *format_keys(model, variant.quant, engine=hardware[0], vendor=vendor, mlx=mlx))
+    c = efficiency.coefficients("decode", keys)
     bandwidth = bandwidth_gbps * 1e9
     parts = streamed(model, variant)
     routed = parts.step_bytes(model, n_sequences) - parts.dense_bytes
-    layers, expert_layers, recurrent_layers = model_layers(model)
-    kv = shapes.kv_bytes(model, depth, kv_type) * n_sequences if depth > 0 else 0
-    state = 2 * shapes.recurrent_state_bytes(model) * n_sequences
-    is_mla = any(layer.kind == "mla" for layer in model.layers)
+    known = facts(model)
+    kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
     eta = min(0.98, c["eta"] / c["quant"])
     return Terms(
         weights_s=parts.dense_bytes / (eta * bandwidth),
         routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
-        layers_s=layers * c["layer_s"],
-        experts_s=expert_layers * c["expert_layer_s"],
-        recurrent_s=recurrent_layers * c["recurrent_layer_s"] + (state / bandwidth if n_sequences > 1 else 0.0),
-        kv_s=kv / (bandwidth * min(0.98, c["kv_mla" if is_mla else "kv"])),
+        layers_s=known.n_layers * c["layer_s"],
+        experts_s=known.n_expert_layers * c["expert_layer_s"],
+        recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"],
+        kv_s=kv / (bandwidth * min(0.98, c["kv_mla" if known.has_mla else "kv"])),
         graph_factor=c["graph"] * (c["moe"] if model.experts is not None else 1.0),
         coefficients=c,
         streamed=parts,
@@ -119,9 +110,14 @@ def decode_terms(
     )
 
 
+def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
+    """KV bytes one token's attention reads after `depth` tokens."""
+    return int(facts(model).kv_elements(depth) * quants.kv_element_bytes(kv_type)) if depth > 0 else 0
+
+
 def decode_bound(device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16") -> float:
     """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at `depth`)."""
-    read = streamed(model, variant).total_bytes + (shapes.kv_bytes(model, depth, kv_type) if depth > 0 else 0)
+    read = streamed(model, variant).total_bytes + kv_read_bytes(model, depth, kv_type)
     return bandwidth_of(device)[0] * 1e9 / read
 
 
@@ -276,24 +272,27 @@ def prefill_terms(
     n_ubatch: int = 512,
 ) -> PrefillTerms:
     """The parts of reading `prompt_tokens` after `depth` cached ones, per token. `compute_tflops`: nominal FP16."""
-    table = efficiency.load()["prefill"]
     mlx = variant.format == "mlx"
     keys = (*hardware, *format_keys(model, variant.quant, engine=hardware[0], vendor=vendor, mlx=mlx))
-    c = table.coefficients(keys)
+    c = efficiency.coefficients("prefill", keys)
     parts = streamed(model, variant)
     batch = max(1, min(prompt_tokens, 2048 if mlx else n_ubatch))
     # Logits are computed for the last token only, so the output matrix does not count.
     weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
     mean_depth = depth + prompt_tokens / 2
-    attention = sum(attention_flops(layer, model.n_heads, mean_depth) for layer in model.layers)
+    known = facts(model)
+    attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in known.groups)
     compute = compute_tflops * 1e12
-    layers, expert_layers, recurrent = model_layers(model)
     moe = c["moe"] if model.experts is not None else 1.0
     return PrefillTerms(
         matmul_s=2 * weights * c["quant"] * c["graph"] * moe / (compute * c["matmul"]),
         attention_s=attention / (compute * c["attention"]),
         weights_s=parts.step_bytes(model, batch) / (bandwidth_gbps * 1e9 * min(0.98, c["eta"])) / batch,
-        layers_s=(layers * c["layer_s"] + expert_layers * c["expert_layer_s"] + recurrent * c["recurrent_layer_s"])
+        layers_s=(
+            known.n_layers * c["layer_s"]
+            + known.n_expert_layers * c["expert_layer_s"]
+            + known.n_recurrent_layers * c["recurrent_layer_s"]
+        )
         / batch,
         flops=2.0 * weights,
         attention_flops=attention,
@@ -330,7 +329,14 @@ def prefill(
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
     if device_share < 1.0:
         host = prefill_terms(
-            model, variant, ("cpu",), ASSUMED_BANDWIDTH_GBPS, 1.0, prompt_tokens=prompt_tokens, depth=depth, n_ubatch=n_ubatch
+            model,
+            variant,
+            ("cpu",),
+            ASSUMED_BANDWIDTH_GBPS,
+            1.0,
+            prompt_tokens=prompt_tokens,
+            depth=depth,
+            n_ubatch=n_ubatch,
         )
         # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than the CPU.
         copied = streamed(model, variant).step_bytes(model, n_ubatch) / _PCIE_BYTES_S / n_ubatch
@@ -383,3 +389,28 @@ def speculation_gain(acceptance: float, length: int, draft_step_ratio: float, ve
     """
     a = min(max(acceptance, 0.0), 0.999)
     return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
+
+
+# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run from 0.5 (free
+# text) to 0.9 (edits of given text). The engine measures its own and stops drafting where it does not pay.
+ASSUMED_ACCEPTANCE = 0.7
+_DRAFT_LENGTH = 4
+
+
+def draft_gain(
+    device: Device,
+    target: tuple[Model, Variant],
+    draft: tuple[Model, Variant],
+    *,
+    backend: str = "llamacpp",
+    acceptance: float = ASSUMED_ACCEPTANCE,
+    length: int = _DRAFT_LENGTH,
+) -> float:
+    """Predicted speed-up of letting `draft` propose `length` tokens a step (below 1 = slower).
+
+    Verifying reads the target's dense weights once, but more of its experts, and computes length + 1 tokens.
+    """
+    one, _, _ = _step(device, *target, backend, 0, "f16", 1, 1.0)
+    small, _, _ = _step(device, *draft, backend, 0, "f16", 1, 1.0)
+    verify, _, _ = _step(device, *target, backend, 0, "f16", length + 1, 1.0)
+    return speculation_gain(acceptance, length, small / one, verify / one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from localllm.planner.facts import facts
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Model, Variant
 
@@ -35,16 +36,6 @@ class Streamed:
         return self.dense_bytes + round(self.expert_pool_bytes * (1 - (1 - chosen) ** n_sequences))
 
 
-def _routed_params(model: Model) -> tuple[int, int]:
-    """(chosen, all) parameters of routed experts over all layers."""
-    x = model.experts
-    if x is None:
-        return 0, 0
-    n_layers = sum(layer.ffn in ("experts", "both") for layer in model.layers)
-    one = n_layers * model.ffn_matrices * (x.latent_size or model.hidden_size) * x.intermediate
-    return one * x.n_active, one * x.n_experts
-
-
 # Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts. Attention of K
 # mixtures is one step above the base on average; Unsloth's dynamic files and MXFP4_MOE keep them at 8 bits or so
 # (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks).
@@ -64,15 +55,13 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     Experts are nearly all of a mixture's file, so their bits are found as what the file leaves after the rest at its
     format's usual bits; taking the rest as the remainder instead would turn a 2 % error of the file into 50 % here.
     """
-    _, active = shapes.count_params(model)
-    chosen, pool = _routed_params(model)
-    dense = active - chosen
+    known = facts(model)
+    chosen, pool, dense = known.chosen_params, known.pool_params, known.dense_params
     weights = variant.weights_bytes or variant.file_bytes
     if variant.format == "mlx":
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
         return _pack(dense * bits, chosen * expert_bits, pool * expert_bits, dense, chosen)
-    embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
-    lookup = embedding + model.lookup_params
+    lookup = known.embedding_params + model.lookup_params
     stored = dense + pool + lookup
     average = 8 * weights / max(1, stored)
     mix = quants.MIXTURES.get(variant.quant)

@@ -42,7 +42,13 @@ def compare(
     causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
     memory = (float(predicted_memory_bytes), float(memory_bytes)) if memory_bytes and predicted_memory_bytes else None
     return Comparison(
-        run.model.name, run.variant.quant, run.backend, (predicted.value, run.decode_tok_s), predicted.basis, memory, causes
+        run.model.name,
+        run.variant.quant,
+        run.backend,
+        (predicted.value, run.decode_tok_s),
+        predicted.basis,
+        memory,
+        causes,
     )
 
 

@@ -89,7 +89,7 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
         return f"needs {gb(saved)} less than the first"
     if plan.model.licence and plan.model.licence != first.model.licence:
         return f"another maker's take ({plan.model.licence})"
-    return "close behind"
+    return "next in rank"
 
 
 def _trade(plan: Plan, first: Plan, need: Need) -> str:

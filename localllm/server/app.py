@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
@@ -19,17 +17,16 @@ from localllm.server import (
     openapi,
     responses_routes,
 )
-from localllm.server.errors import MethodError, RouteNotFoundError, headers_of, internal
+from localllm.server.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
 from localllm.server.router import ModelRouter
-from localllm.server.security import App, Receive, Scope, SecurityGate, Send
+from localllm.server.security import App, Message, Receive, Scope, SecurityGate, Send, refuse
 from localllm.server.serving import Server
 from localllm.server.settings import ServerSettings
 
-log = logging.getLogger("localllm.server")
 
-
-class _PlainPaths:
-    """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either)."""
+class _Edge:
+    """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either), and whatever
+    nobody foresaw becomes one error object without a word about the inside."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -37,7 +34,19 @@ class _PlainPaths:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await self.app(scope, receive, send)
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except Exception as e:
+            log_failure(e)
+            if not started:
+                await refuse(send, internal(e))
 
 
 def create_app(models: ModelRouter, *, settings: ServerSettings | None = None) -> FastAPI:
@@ -53,7 +62,7 @@ def create_app(models: ModelRouter, *, settings: ServerSettings | None = None) -
     )
     server = Server(models, settings)
     app.state.server = server
-    app.add_middleware(_PlainPaths)
+    app.add_middleware(_Edge)
     app.add_middleware(SecurityGate, settings=settings)  # added last: runs first
     _errors(app)
     for face in (openai_routes, responses_routes, anthropic_routes, ollama_routes, llamacpp):
@@ -87,10 +96,6 @@ def _errors(app: FastAPI) -> None:
         if status == 404:
             return error_response(RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"))
         return error_response(LocalLLMError("the request failed"))
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return error_response(internal(error))
 
 
 def error_response(error: LocalLLMError) -> JSONResponse:

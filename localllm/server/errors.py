@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from typing import Any
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, NotFoundError, RequestError
 
-JSON = b"application/json"
+log = logging.getLogger("localllm.server")
 
 
 class KeyRequiredError(AuthError):
@@ -59,6 +61,12 @@ def headers_of(error: LocalLLMError) -> dict[str, str]:
     if error.http_status == 401:
         return {"www-authenticate": "Bearer"}
     return {"retry-after": "1"} if error.http_status == 503 else {}
+
+
+def log_failure(error: BaseException) -> None:
+    """Log where the server failed, not with which words: a message can quote a prompt."""
+    places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+    log.error("unforeseen %s at %s", type(error).__name__, " < ".join(reversed(places)))
 
 
 def internal(error: BaseException) -> LocalLLMError:

@@ -110,10 +110,12 @@ def _build(
     return Prompt(text, reply, grammar, prefix, control, tuple(ignored))
 
 
-def constraint(response_format: Mapping[str, Any] | None) -> tuple[str, str] | None:
+def constraint(response_format: Any) -> tuple[str, str] | None:
     """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
     if response_format is None:
         return None
+    if not isinstance(response_format, Mapping):
+        raise RequestError("the response format must be an object with a type", param="response_format")
     kind = response_format.get("type")
     if kind == "text":
         return None

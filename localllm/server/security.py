@@ -63,7 +63,7 @@ class SecurityGate:
                 return
             if scope["path"] not in _OPEN_PATHS:
                 self._check_key(headers)
-            self._check_body(scope["method"], headers)
+            self._check_body(scope["method"], headers, from_page=bool(origin) or b"sec-fetch-site" in headers)
         except LocalLLMError as e:
             await refuse(send, e)
             return
@@ -95,15 +95,15 @@ class SecurityGate:
         if not hmac.compare_digest(key.strip(), self.settings.api_key.encode()):
             raise KeyRequiredError("the API key is missing or wrong")
 
-    def _check_body(self, method: str, headers: dict[bytes, bytes]) -> None:
+    def _check_body(self, method: str, headers: dict[bytes, bytes], *, from_page: bool) -> None:
         if method not in _BODY_METHODS:
             return
         length = headers.get(b"content-length")
         empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if not empty and kind != b"application/json" and not kind.endswith(b"+json"):
-            raise MediaTypeError("the body must be sent as Content-Type: application/json")
-        if empty and kind not in (b"", b"application/json"):
+        # Some programs say no type at all (LiteLLM's Ollama client); a page always says its origin.
+        unsaid = kind == b"" and (empty or not from_page)
+        if not unsaid and kind != b"application/json" and not kind.endswith(b"+json"):
             raise MediaTypeError("the body must be sent as Content-Type: application/json")
         if length is not None and length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -13,12 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import LocalLLMError
-from localllm.server.errors import BodyTooLargeError, SlowBodyError, headers_of, internal
+from localllm.server.errors import BodyTooLargeError, SlowBodyError, headers_of, internal, log_failure
 from localllm.server.json_body import parse
 from localllm.server.security import Receive, Scope, Send
 from localllm.server.settings import ServerSettings
 
-log = logging.getLogger("localllm.server")
 Result = TypeVar("Result")
 _TICK_S = 1.0
 
@@ -136,7 +134,7 @@ class StreamResponse(Response):
             raise
         except Exception as e:
             if not isinstance(e, LocalLLMError):
-                log.exception("a stream failed")
+                log_failure(e)
             outbox.close(internal(e))
         else:
             outbox.close()

@@ -314,7 +314,12 @@ _QWEN35_27B = {
     "rope.dimension_count": 64,
     "rope.dimension_sections": [11, 11, 10, 0],
 }
-_QWEN35_35B = {**_QWEN35_27B, "ssm.inner_size": 4096, "ssm.time_step_rank": 32, "expert_shared_feed_forward_length": 512}
+_QWEN35_35B = {
+    **_QWEN35_27B,
+    "ssm.inner_size": 4096,
+    "ssm.time_step_rank": 32,
+    "expert_shared_feed_forward_length": 512,
+}
 _GLM_FLASH = {
     **_DEEPSEEK_LITE,
     "attention.q_lora_rank": 768,

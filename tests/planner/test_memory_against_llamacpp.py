@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import sparse_gguf
 
 from localllm.planner import memory
 from localllm_backends.contract import LoadError, LoadSpec
@@ -13,6 +12,7 @@ from localllm_backends.llamacpp import backend_type, plan_probe
 from localllm_backends.llamacpp.plan_probe import Planned, Settings
 from localllm_catalog import from_gguf, gguf
 from localllm_catalog.types import Model
+from models import sparse_gguf
 
 CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")

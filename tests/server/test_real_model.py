@@ -97,3 +97,78 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
     assert _ask(client, max_tokens=2).usage.completion_tokens == 2
     assert supervisor.client is not None
     assert supervisor.client.pid != worker.pid
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "minimum": 1}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["utc", "local"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def _fits(name: str, arguments: str) -> bool:
+    given = json.loads(arguments)
+    if name == "get_time":
+        return given in ({"zone": "utc"}, {"zone": "local"})
+    return set(given) == {"city", "days"} and isinstance(given["city"], str) and given["days"] >= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int) -> None:
+    ask = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 1.0, "seed": seed, "max_tokens": 200}
+    (call,) = _ask(client, **ask).choices[0].message.tool_calls
+    assert _fits(call.function.name, call.function.arguments)
+    name, arguments, reason = "", "", None
+    for chunk in _ask(client, **ask, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+        reason = chunk.choices[0].finish_reason or reason
+    assert (name, arguments, reason) == (call.function.name, call.function.arguments, "tool_calls")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_is_kept(client: openai.OpenAI, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "tags": {"type": "array", "maxItems": 2,
+                       "items": {"enum": ["a", "b"]}}},
+        "required": ["name", "tags"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    reply = _ask(client, response_format=wanted, temperature=1.2, seed=seed, max_tokens=200)
+    value = json.loads(reply.choices[0].message.content)
+    assert set(value) == {"name", "tags"}
+    assert len(value["name"]) <= 12
+    assert len(value["tags"]) <= 2
+    assert set(value["tags"]) <= {"a", "b"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cant_be_enforced_is_a_400_naming_it(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        _ask(client, response_format=wanted, max_tokens=20, stream=stream)

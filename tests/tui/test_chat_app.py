@@ -78,6 +78,7 @@ def test_stopping_keeps_the_text_and_tells_the_server(
         await d.until(lambda: not d.app.answering)
         assert "so far" in d.screen()
         assert "stopped" in d.screen()
+        assert "2/1,000" in d.screen()  # no usage came: the tokens seen
         await d.until(until_gone.gone.is_set)
         await d.ask("and now?")  # the chat goes on, with the half answer in its context
         assert d.app.is_running
@@ -141,7 +142,7 @@ def test_enter_sends_and_ctrl_j_breaks_the_line(drive: Any, server: ScriptedServ
     assert server.requests[0]["messages"][0]["content"] == "a\nb"
 
 
-def test_a_message_typed_during_an_answer_is_not_lost(drive: Any, server: ScriptedServer) -> None:
+def test_a_question_sent_during_an_answer_waits_for_its_end(drive: Any, server: ScriptedServer) -> None:
     gate = Gate()
     server.play(Say(["slow"]), gate, Finish())
     server.answer("second")
@@ -151,10 +152,80 @@ def test_a_message_typed_during_an_answer_is_not_lost(drive: Any, server: Script
         await d.until(lambda: "slow" in d.screen())
         await d.send("second?")
         assert d.app.composer.text == "second?"
+        assert "sent when this answer ends" in d.screen()
+        gate.opened.set()
+        await d.until(lambda: len(server.requests) == 2 and not d.app.answering)
+        assert d.app.composer.text == ""
+
+    drive(play)
+    assert [m["content"] for m in server.requests[1]["messages"]] == ["first?", "slow", "second?"]
+
+
+@pytest.mark.parametrize("key", ["escape", "x"])
+def test_a_waiting_question_is_not_sent_once_it_is_changed_or_the_answer_stopped(
+    drive: Any, server: ScriptedServer, key: str
+) -> None:
+    gate = Gate()
+    server.play(Say(["slow"]), gate, Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("first?")
+        await d.until(lambda: "slow" in d.screen())
+        await d.send("second?")
+        await d.press(key)
         gate.opened.set()
         await d.until(lambda: not d.app.answering)
-        await d.press("enter")
-        await d.until(lambda: len(server.requests) == 2 and not d.app.answering)
+        await d.pilot.pause()
+        assert d.app.composer.text.startswith("second?")
+
+    drive(play)
+    assert len(server.requests) == 1
+
+
+def test_a_short_conversation_begins_at_the_top_and_a_long_one_is_followed_to_its_end(
+    drive: Any, server: ScriptedServer
+) -> None:
+    server.answer("short")
+    server.play(Say([f"line {i}\n\n" for i in range(60)]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.ask("a")
+        assert "You" in d.screen().splitlines()[1]
+        await d.ask("b")
+        await d.until(lambda: "line 59" in d.screen())
+        await d.press("pageup", "pageup")
+        await d.until(lambda: "line 59" not in d.screen())
+
+    drive(play)
+
+
+def test_scrolling_up_is_respected_while_text_arrives(drive: Any, server: ScriptedServer) -> None:
+    gate = Gate()
+    server.play(Say([f"line {i}\n\n" for i in range(60)]), gate, Say(["the very end"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("b")
+        await d.until(lambda: "line 59" in d.screen())
+        await d.press("pageup", "pageup")
+        await d.until(lambda: "line 59" not in d.screen())
+        before = d.app.transcript.scroll_y
+        gate.opened.set()
+        await d.until(lambda: not d.app.answering)
+        await d.pilot.pause()
+        assert d.app.transcript.scroll_y == before
+        await d.press("pagedown", "pagedown", "pagedown")
+        await d.until(lambda: "the very end" in d.screen())
+
+    drive(play)
+
+
+def test_progress_gives_way_to_the_text(drive: Any, server: ScriptedServer) -> None:
+    server.play(Comment("loading"), Say(["text"]), Comment("prefill 24/42 tokens, 0 cached"), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.ask("a")
+        assert "text" in d.screen()
+        assert "reading" not in d.screen()
 
     drive(play)
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ pty = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 class Terminal:
     """`localllm chat` in a child process on a terminal of its own, 80×24."""
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *args: str, env: dict[str, str]) -> None:
         import fcntl
         import struct
         import termios
@@ -195,7 +195,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+            env={**os.environ, "TERM": "xterm-256color", **env},
         )
         os.close(slave)
         self.seen = b""
@@ -215,31 +215,50 @@ class Terminal:
                 self.seen += piece
         except OSError:  # Linux reports the other end's closing so
             pass
-        os.close(self.master)
         return self.child.wait(30)
 
 
+@pytest.fixture
+def terminal(server: ScriptedServer) -> Iterator[Callable[..., Terminal]]:
+    """Opens the chat on a terminal of its own; whatever a failing test leaves running is ended."""
+    opened: list[Terminal] = []
+
+    def open_one(*args: str, **env: str) -> Terminal:
+        opened.append(Terminal(server.base_url, *args, env=env))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.child.kill()
+        one.child.wait(30)
+        os.close(one.master)
+
+
 @pty
-def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(server: ScriptedServer) -> None:
+def test_on_a_terminal_the_screen_opens_and_the_conversation_is_kept(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
     server.answer("Bonjour")
-    first = Terminal(server.base_url)
+    first = terminal()
     first.until("Enter sends")
     first.type("hello in French\r")
     first.until("Bonjour")
     first.type("\x11")  # Ctrl+Q
     assert first.rest() == 0
     assert b"\x1b[?1049l" in first.seen  # the terminal is given back
-    again = Terminal(server.base_url, "--continue")
+    again = terminal("--continue")
     again.until("Bonjour")
     again.type("\x11")
     assert again.rest() == 0
 
 
 @pty
-def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(server: ScriptedServer) -> None:
+def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
     gate = Gate()
     server.play(Say(["the first half"]), gate, Finish())
-    chat_ = Terminal(server.base_url)
+    chat_ = terminal()
     chat_.until("Enter sends")
     chat_.type("tell me\r")
     chat_.until("first half")
@@ -252,7 +271,7 @@ def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(server: ScriptedServe
         (conv,) = history.list()
         said = [(m.role, m.content, m.complete) for m in history.messages(conv.id)]
     assert said == [("user", "tell me", True), ("assistant", "the first half", False)]
-    again = Terminal(server.base_url, "--continue")
+    again = terminal("--continue")
     again.until("the first half")
     again.until("the chat ended here")
     again.until("a draft")
@@ -261,10 +280,12 @@ def test_kill_9_in_mid_answer_loses_nothing_that_was_shown(server: ScriptedServe
 
 
 @pty
-def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(server: ScriptedServer) -> None:
+def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
     until_gone = UntilGone()
     server.play(Say(["half"]), until_gone)
-    chat_ = Terminal(server.base_url)
+    chat_ = terminal()
     chat_.until("Enter sends")
     chat_.type("q\r")
     chat_.until("half")
@@ -275,8 +296,8 @@ def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(server: ScriptedSe
 
 
 @pty
-def test_no_colour_when_it_is_not_wanted(server: ScriptedServer) -> None:
-    chat_ = Terminal(server.base_url, env={"NO_COLOR": "1"})
+def test_no_colour_when_it_is_not_wanted(server: ScriptedServer, terminal: Callable[..., Terminal]) -> None:
+    chat_ = terminal(NO_COLOR="1")
     chat_.until("Enter sends")
     chat_.type("\x11")
     assert chat_.rest() == 0
@@ -285,10 +306,12 @@ def test_no_colour_when_it_is_not_wanted(server: ScriptedServer) -> None:
 
 
 @pty
-def test_line_by_line_on_a_terminal_that_can_do_no_more(server: ScriptedServer) -> None:
+def test_line_by_line_on_a_terminal_that_can_do_no_more(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
     server.answer("one\x1b[2J")
     server.answer("two")
-    chat_ = Terminal(server.base_url, env={"TERM": "dumb"})
+    chat_ = terminal(TERM="dumb")
     chat_.until("> ")
     chat_.type("first\n")
     chat_.until("one[2J")

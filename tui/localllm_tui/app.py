@@ -15,20 +15,21 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Static, TextArea
-from textual.worker import Worker
+from textual.worker import Worker, WorkerCancelled
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm_tui import commands
 from localllm_tui.attach import check_room, read_text
-from localllm_tui.client import ChatClient, Done, Prefill, Reasoning, ServedModel, Text, Waiting
+from localllm_tui.client import ChatClient, Prefill, Reasoning, ServedModel, StreamEvent, Text, Waiting
 from localllm_tui.composer import Composer
 from localllm_tui.drafts import Drafts
-from localllm_tui.meter import Meter, Numbers, ago, elide, status_text
+from localllm_tui.meter import Meter, Numbers, elide, status_text
 from localllm_tui.picker import Picker
 from localllm_tui.session import Answer, Session, code_blocks
 from localllm_tui.terminal import copy_with_tool, printable
 from localllm_tui.transcript import AnswerView, Note, Question, Transcript, Trouble
+from localllm_tui.wording import note_under, question_of, welcome
 
 STATUS_EVERY_S = 0.2
 QUIT_WITHIN_S = 2.0
@@ -84,8 +85,7 @@ class ChatApp(App[None]):
         self._answering: Worker[None] | None = None
         self._answer: Answer | None = None
         self._meter: Meter | None = None
-        self._editing = False
-        self._warned = False
+        self._editing = self._warned = self._leaving = self._queued = False
         self._save_failed = False
         self._interrupted_s = float("-inf")
 
@@ -126,17 +126,19 @@ class ChatApp(App[None]):
 
     async def _show_session(self) -> None:
         """Draw the session from nothing, and bring back its draft."""
-        self._editing = self._warned = False
+        self._editing = self._warned = self._queued = False
         await self.transcript.remove_children()
         turns = self._session.dialogue
         widgets: list[Question | AnswerView | Note] = []
         if not turns:
-            widgets.append(Note(self._welcome(), markdown=True))
+            widgets.append(
+                Note(welcome(self.model, self.greeting, self.history.list(limit=EARLIER_SHOWN)), markdown=True)
+            )
         if len(turns) > TURNS_SHOWN:
             hidden = len(turns) - TURNS_SHOWN
             widgets.append(Note(f"{hidden} earlier messages are not shown here; the model gets them, and /save too"))
         for turn in turns[-TURNS_SHOWN:]:
-            widgets.append(_question(turn) if turn.role == "user" else self._view(turn))
+            widgets.append(question_of(turn) if turn.role == "user" else self._view(turn))
         if turns and turns[-1].role == "user":
             widgets.append(Note("This question has no answer yet: /retry asks for one"))
         await self.transcript.mount_all(widgets)
@@ -144,29 +146,11 @@ class ChatApp(App[None]):
         self.composer.recall = [str(t.meta.get("typed", t.content)) for t in turns if t.role == "user"]
         self._show_numbers()
         self._show_state()
-        self.transcript.follow(always=True)
+        self.transcript.restart()
 
     def _view(self, turn: StoredMessage) -> AnswerView:
         who = str(turn.meta.get("model") or self._session.model)
-        return AnswerView(who, turn.content, turn.reasoning or "", _note(turn))
-
-    def _welcome(self) -> str:
-        lines = [f"**localllm** with **{self.model}** on this machine. Nothing you type leaves it."]
-        if self.greeting:
-            lines.append(self.greeting)
-        earlier = self.history.list(limit=EARLIER_SHOWN)
-        if earlier:
-            lines.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
-            now = time.time()
-            lines.append(
-                "\n".join(
-                    f"- {_plain(elide(printable(c.title), 48))} · {ago(now - c.updated_s)}, {c.n_messages} messages"
-                    for c in earlier
-                )
-            )
-        else:
-            lines.append("Ask anything. `/help` shows what else there is.")
-        return "\n\n".join(lines)
+        return AnswerView(who, turn.content, turn.reasoning or "", note_under(turn))
 
     async def _say(self, text: str, *, markdown: bool = False) -> None:
         await self.transcript.mount(Note(text, markdown=markdown))
@@ -182,7 +166,7 @@ class ChatApp(App[None]):
         files = ", ".join(name for name, _ in self._attached)
         if self.answering:
             box.border_title = "answering"
-            box.border_subtitle = "Esc stops"
+            box.border_subtitle = "Esc stops · sent when this answer ends" if self._queued else "Esc stops"
             return
         box.border_title = "changing the last question" if self._editing else "message"
         if files:
@@ -199,7 +183,7 @@ class ChatApp(App[None]):
     def _show_numbers(self) -> None:
         if self._meter is not None:
             m = self._meter
-            used = m.used or self._session.used_tokens
+            used = m.used or self._session.used_tokens + m.tokens  # until the server counts
             n = Numbers(self.model, m.tok_s, m.ttft_s, used, self.n_ctx, m.usage.cached if m.usage else None)
         else:
             answer = self._session.last_answer
@@ -231,7 +215,8 @@ class ChatApp(App[None]):
             self.composer.replace_text("")
             await self._command(*command)
         elif self.answering:
-            self.notify("Esc stops the answer; then Enter sends this", timeout=4)
+            self._queued = bool(text)
+            self._show_state()
         elif text or self._attached:
             await self._send(commands.question(text))
 
@@ -252,7 +237,7 @@ class ChatApp(App[None]):
                 self._attached = []
                 self.composer.replace_text("")
                 await self._remove_welcome()
-                await self.transcript.mount(_question(turn))
+                await self.transcript.mount(question_of(turn))
         except LocalLLMError as e:
             await self._trouble(e, "What you typed is still in the input.")
             return
@@ -283,35 +268,60 @@ class ChatApp(App[None]):
         try:
             async with aclosing(self.client.stream(self.model, self._session.payload())) as stream:
                 async for event in stream:
-                    if isinstance(event, (Text, Reasoning)):
-                        if meter.tokens == 0:
-                            view.progress("")
-                        meter.delta()
-                        piece = {"text" if isinstance(event, Text) else "reasoning": event.text}
-                        view.feed(**piece)
-                        try:
-                            answer.add(**piece)
-                        except LocalLLMError as e:
-                            self._not_saved(e)
-                    elif isinstance(event, Prefill):
-                        meter.prompt_tokens = event.total
-                        view.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
-                    elif isinstance(event, Waiting) and meter.tokens == 0:
-                        view.progress(printable(event.note) + "…")
-                    elif isinstance(event, Done):
-                        meter.usage = event.usage
-                        reason = event.reason
+                    reason = self._take(event, answer, meter, view) or reason
         except LocalLLMError as e:
             reason, trouble = "error", e
         except asyncio.CancelledError:
             # Stopped by the user: the rest is the ordinary end of an answer, so the cancellation stops here.
             pass
         finally:
-            quitting = self._answer is not answer
             turn = self._close_answer(answer, meter, reason)
-        if quitting:
-            return
-        if turn is None:
+        try:
+            if not self._leaving:
+                await self._show_end(view, turn, reason, trouble)
+        finally:
+            self._answering = None
+        self._show_state()
+        self._show_numbers()
+        if self._queued and trouble is None and not self._leaving:
+            self.call_later(self._send_queued)
+
+    async def _send_queued(self) -> None:
+        """Send what waited for the answer to end, unless it was changed or taken back since."""
+        if self._queued and not self.answering:
+            self._queued = False
+            await self.on_composer_submitted(Composer.Submitted(self.composer.text))
+
+    def _take(self, event: StreamEvent, answer: Answer, meter: Meter, view: AnswerView) -> str | None:
+        """One event of the stream to the screen and the disk; the finish reason when it is the last."""
+        if isinstance(event, (Text, Reasoning)):
+            if meter.tokens == 0:
+                view.progress("")
+            meter.delta()
+            piece = {"text" if isinstance(event, Text) else "reasoning": event.text}
+            view.feed(**piece)
+            try:
+                answer.add(**piece)
+            except LocalLLMError as e:
+                self._not_saved(e)
+        elif isinstance(event, Prefill):
+            meter.prompt_tokens = event.total
+            if meter.tokens == 0:
+                view.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
+        elif isinstance(event, Waiting):
+            if meter.tokens == 0:
+                view.progress(printable(event.note) + "…")
+        else:
+            meter.usage = event.usage
+            return event.reason
+        return None
+
+    async def _show_end(
+        self, view: AnswerView, turn: StoredMessage | None, reason: str, trouble: LocalLLMError | None
+    ) -> None:
+        if turn is not None:
+            await view.settle("" if trouble is not None else note_under(turn))
+        else:
             await view.remove()
             last = self._session.dialogue[-1]
             if last.role == "assistant":  # a retry that came to nothing leaves the answer there was
@@ -319,25 +329,24 @@ class ChatApp(App[None]):
             if trouble is None:
                 how = "Stopped before the answer began" if reason == "stopped" else "The model gave an empty answer"
                 await self._say(f"{how}: /retry asks again")
-        else:
-            await view.settle("" if trouble is not None else _note(turn))
         if trouble is not None:
             kept = "The text so far is kept. " if turn is not None else ""
             await self._trouble(trouble, f"{kept}/retry asks again, /edit changes the question, /new starts afresh.")
-        self._show_state()
-        self._show_numbers()
-        if self.n_ctx is None and trouble is None:  # a server may know it only once the model is loaded
+        elif self.n_ctx is None:  # a server may know it only once the model is loaded
             await self._ask_models()
         await self._warn_of_full_context()
         self.transcript.follow()
 
     def _close_answer(self, answer: Answer, meter: Meter, reason: str) -> StoredMessage | None:
-        """Write the last of the answer. Needs no screen: it runs when the chat is quit, too."""
-        if self._answer is not answer:  # the quitting chat was here first
+        """Write the last of the answer, once. Needs no screen: quitting does it, too."""
+        if self._answer is not answer:
             return None
-        self._answer = self._meter = self._answering = None
+        self._answer = self._meter = None
+        meta = meter.meta()
+        if "prompt_tokens" not in meta:  # stopped before the server counted: what the status line showed
+            meta |= {"prompt_tokens": self._session.used_tokens, "completion_tokens": meter.tokens, "estimated": True}
         try:
-            return answer.finish({**meter.meta(), "finish_reason": reason})
+            return answer.finish({**meta, "finish_reason": reason})
         except LocalLLMError as e:
             self._not_saved(e)
             return StoredMessage(0, "assistant", answer.text, answer.reasoning, {"finish_reason": reason})
@@ -355,14 +364,16 @@ class ChatApp(App[None]):
         """Stop the answer, if there is one, and wait until what came is on disk."""
         worker = self._answering
         if worker is not None:
-            worker.cancel()
-            with suppress(Exception):
+            if self._answer is not None:  # else it is only being drawn to its end
+                worker.cancel()
+            with suppress(WorkerCancelled):
                 await worker.wait()
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         if event.text_area is self.composer:
+            self._queued = False
             if not self._editing:
                 self._drafts.save(self._session.id, self.composer.text)
             self._show_state()
@@ -371,6 +382,7 @@ class ChatApp(App[None]):
         self.transcript.page(event.pages)
 
     async def action_stop(self) -> None:
+        self._queued = False
         if self.answering:
             await self._stop_answer()
         elif self._editing:
@@ -387,6 +399,7 @@ class ChatApp(App[None]):
             self._to_clipboard(selected, "the selection")
             self.screen.clear_selection()
             return
+        self._queued = False
         if self.answering:
             await self._stop_answer()
             return
@@ -404,6 +417,7 @@ class ChatApp(App[None]):
                 return
 
     async def action_quit(self) -> None:
+        self._leaving = True
         if self._answer is not None and self._meter is not None:
             self._close_answer(self._answer, self._meter, "stopped")
         self.exit()
@@ -490,7 +504,7 @@ class ChatApp(App[None]):
         turn = self._session.swap_earlier()
         views = list(self.transcript.query(AnswerView))
         if views:
-            await views[-1].replace(turn.content, turn.reasoning or "", _note(turn))
+            await views[-1].replace(turn.content, turn.reasoning or "", note_under(turn))
             self.transcript.follow(always=True)
         self._show_numbers()
 
@@ -585,28 +599,3 @@ class ChatApp(App[None]):
     def _learn_context(self, models: list[ServedModel]) -> None:
         self.n_ctx = next((m.n_ctx for m in models if m.name == self.model), None)
         self._show_numbers()
-
-
-def _question(turn: StoredMessage) -> Question:
-    return Question(str(turn.meta.get("typed", turn.content)), list(turn.meta.get("attached", ())))
-
-
-def _plain(text: str) -> str:
-    """`text` with what Markdown would obey taken out of force."""
-    return "".join("\\" + c if c in "\\`*_{}[]<>()#+-.!|~" else c for c in text)
-
-
-def _note(turn: StoredMessage) -> str:
-    """The line under an answer: only what is out of the ordinary."""
-    reason = str(turn.meta.get("finish_reason") or "")
-    said = {
-        "stopped": "stopped; /retry answers again",
-        "length": "cut at the token limit; say “continue” for the rest",
-        "error": "broke off; /retry answers again",
-    }.get(reason, "")
-    if not turn.complete:
-        said = "the chat ended here before the answer did; /retry answers again"
-    earlier = len(turn.meta.get("earlier", ()))
-    if earlier:
-        said += ("; " if said else "") + f"one of {earlier + 1} versions, /earlier shows another"
-    return said

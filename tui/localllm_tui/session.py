@@ -65,7 +65,7 @@ class Session:
     def used_tokens(self) -> int:
         """Context in use after the last answer whose tokens the server counted (0 when there is none)."""
         for turn in reversed(self.turns):
-            if turn.role == "assistant" and turn.meta.get("prompt_tokens"):
+            if turn.role == "assistant" and "prompt_tokens" in turn.meta:
                 return int(turn.meta["prompt_tokens"]) + int(turn.meta.get("completion_tokens") or 0)
         return 0
 

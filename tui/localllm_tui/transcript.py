@@ -16,9 +16,11 @@ from textual.widgets import Collapsible, Markdown, Static
 from localllm_tui.terminal import printable
 
 # Twenty times a second reads as continuous. But laying out and drawing a long answer takes time that the model wants
-# too: a frame waits until all the work of this thread since the last one is at most this share of the time passed.
+# too: a frame waits until all the work of this thread since the last one is at most this share of the time passed,
+# or two seconds are over (a list of hundreds of items is laid out anew each time).
 DRAW_EVERY_S = 0.05
 DRAW_SHARE = 0.1
+DRAW_AT_LEAST_EVERY_S = 2.0
 
 
 class Transcript(VerticalScroll):
@@ -32,6 +34,7 @@ class Transcript(VerticalScroll):
     # Textual 4 keeps an anchored widget at its end within the layout; before it, this class does so afterwards.
     _ANCHORS = hasattr(Widget, "release_anchor")
     following = True
+    _anchored_here = False
 
     def on_mount(self) -> None:
         # Reading is done with the keys the input passes on: focus stays in the input.
@@ -41,10 +44,24 @@ class Transcript(VerticalScroll):
         """Stay at the end as it moves, if the user is (or `always`) there."""
         if always:
             self.following = True
-            if self._ANCHORS:
-                self.anchor()
-        if self.following and not self._ANCHORS:
-            self.call_after_refresh(self._to_end)
+            self._anchored_here = False
+        if not self._ANCHORS:
+            if self.following:
+                self.call_after_refresh(self._to_end)
+        elif not self._anchored_here:
+            self.call_after_refresh(self._anchor_when_full)
+
+    def restart(self) -> None:
+        """The content was replaced: begin at its top, and follow it once it is longer than the screen."""
+        if self._ANCHORS:
+            self.anchor(False)
+        self.follow(always=True)
+
+    def _anchor_when_full(self) -> None:
+        # Textual would push content shorter than the screen down to its end.
+        if self.max_scroll_y > 0 and not self._anchored_here:
+            self._anchored_here = True
+            self.anchor()
 
     def page(self, pages: int) -> None:
         """Scroll by screenfuls."""
@@ -208,7 +225,8 @@ class AnswerView(Vertical):
 
     def _may_draw(self) -> bool:
         cpu_s, at_s = self._drawn
-        return time.thread_time() - cpu_s <= DRAW_SHARE * (time.monotonic() - at_s)
+        passed_s = time.monotonic() - at_s
+        return passed_s >= DRAW_AT_LEAST_EVERY_S or time.thread_time() - cpu_s <= DRAW_SHARE * passed_s
 
     async def _add(self, markdown: Any, new: str) -> None:
         # Textual 4 parses and draws only the last block again; before it there is only the whole.

@@ -57,7 +57,11 @@ class Planned:
     def total_bytes(self) -> int:
         """Everything that was found."""
         return (
-            self.weights_bytes + self.kv_bytes + self.recurrent_bytes + (self.compute_bytes or 0) + (self.output_bytes or 0)
+            self.weights_bytes
+            + self.kv_bytes
+            + self.recurrent_bytes
+            + (self.compute_bytes or 0)
+            + (self.output_bytes or 0)
         )
 
 

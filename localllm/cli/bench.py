@@ -1,0 +1,176 @@
+"""`localllm bench`: how fast a model really is here, beside what was predicted; the planner learns from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from localllm.cli.launch import Launch
+    from localllm.engine.client import WorkerClient
+
+_ROUNDS = 3
+_DECODE_TOKENS = 64
+_PROMPT_TOKENS = 512
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand).")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Context in tokens (default: what fits).")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Also measure an OpenAI-compatible server (…/v1) on the same text."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure decode and prefill speed and memory, compare with the prediction, and remember the figures."""
+    import asyncio
+    import sys
+
+    from localllm.cli.launch import prepare
+    from localllm.settings import Settings
+
+    launch = prepare(model, Settings({"context": context}))
+    print(f"measuring {launch.name}: {_ROUNDS} rounds …", file=sys.stderr)
+    figures = asyncio.run(_measure(launch))
+    if against is not None:
+        figures["against"] = {"url": against, **_other(against)}
+    figures.update(_compare_and_keep(launch, figures))
+    if as_json:
+        import json
+
+        print(json.dumps(figures, indent=1))
+        return
+    print(f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(figures.get('predicted_decode_tok_s'))}")
+    print(
+        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(figures.get('predicted_prefill_tok_s'))}"
+    )
+    print(
+        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(figures.get('predicted_memory_bytes'))}"
+    )
+    if "against" in figures:
+        other = figures["against"]
+        print(f"{against}: decode {other['decode_tok_s']:.1f} tok/s, first token after {other['ttft_s']:.2f} s")
+    for cause in figures.get("causes", ()):
+        print(f"slower than predicted? {cause}")
+
+
+def _text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f}"
+
+
+def _gb(value: float | None) -> str:
+    return "unknown" if value is None else f"{value / 1e9:.2f} GB"
+
+
+async def _measure(launch: Launch) -> dict[str, Any]:
+    import statistics
+
+    from localllm.engine.supervisor import Supervisor
+
+    supervisor = Supervisor(launch.options)
+    try:
+        engine = await supervisor.engine()
+        await _round(engine, 0)
+        rounds = [await _round(engine, i + 1) for i in range(_ROUNDS)]
+        return {
+            "decode_tok_s": statistics.median(r[0] for r in rounds),
+            "prefill_tok_s": statistics.median(r[1] for r in rounds),
+            "memory_bytes": engine.memory.total_bytes,
+            "n_ctx": engine.info.n_ctx,
+            "n_batch": engine.info.n_batch,
+        }
+    finally:
+        await supervisor.close()
+
+
+async def _round(engine: WorkerClient, seed: int) -> tuple[float, float]:
+    """(decode, prefill) in tokens/s of one request no cache has seen."""
+    from localllm.engine.messages import Failure, Finish, Request, Sampling
+    from localllm.errors import by_code
+
+    n = min(_PROMPT_TOKENS, engine.info.n_ctx // 2)
+    prompt = [5 + (seed * 7919 + i * 104729) % (engine.info.n_vocab - 10) for i in range(n)]
+    request = Request(
+        f"bench-{seed}", prompt, max_tokens=_DECODE_TOKENS, sampling=Sampling(temperature=0.0), ignore_eos=True,
+        cache_prompt=False, draft="off",
+    )  # fmt: skip
+    async for event in engine.submit(request):
+        if isinstance(event, Failure):
+            raise by_code(event.code, event.message, hint=event.hint)
+        if isinstance(event, Finish):
+            timings = event.timings
+            return (event.usage.completion_tokens - 1) / timings.decode_s, n / timings.prefill_s
+    raise by_code("backend_error", "the measurement ended without a result")
+
+
+def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]:
+    """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
+    import datetime
+
+    from localllm.cli import measurements
+    from localllm.device.detect import detect
+    from localllm.planner.speed import Measured
+    from localllm.planner.verify import compare
+
+    plan = launch.plan
+    if plan is None:
+        return {}
+    device = detect()
+    record = measurements.Record(
+        machine=device.name, model=plan.model.id, quant=plan.variant.quant, backend=plan.backend,
+        decode_tok_s=figures["decode_tok_s"], depth=_PROMPT_TOKENS, kv_type=plan.kv_type,
+        prefill_tok_s=figures["prefill_tok_s"], prompt_tokens=_PROMPT_TOKENS, file_bytes=plan.variant.file_bytes,
+        n_ctx=plan.n_ctx, slots=plan.slots, n_ubatch=plan.n_ubatch, memory_bytes=int(figures["memory_bytes"]),
+        predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(launch.local.path),
+    )  # fmt: skip
+    run = Measured(
+        plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,
+        record.prompt_tokens, record.date,
+    )  # fmt: skip
+    result = compare(
+        device, run, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
+    )
+    measurements.keep(record)
+    return {
+        "predicted_decode_tok_s": result.decode[0],
+        "predicted_prefill_tok_s": plan.prefill_tok_s.value,
+        "predicted_memory_bytes": plan.memory.total_bytes,
+        "basis": result.basis,
+        "causes": list(result.causes),
+    }
+
+
+def _other(url: str) -> dict[str, float]:
+    """Decode tok/s and TTFT of another server on a prompt of the same length."""
+    import json
+    import time
+
+    import httpx
+
+    from localllm.errors import BackendError
+
+    words = " ".join(f"w{i * 104729 % 9973}" for i in range(_PROMPT_TOKENS // 4))
+    body = {
+        "model": "", "messages": [{"role": "user", "content": words}], "max_tokens": _DECODE_TOKENS, "temperature": 0,
+        "stream": True,
+    }  # fmt: skip
+    started, times = time.perf_counter(), []
+    try:
+        with httpx.stream("POST", url.rstrip("/") + "/chat/completions", json=body, timeout=300) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    choices = json.loads(line[6:]).get("choices") or [{}]
+                    if choices[0].get("delta", {}).get("content"):
+                        times.append(time.perf_counter())
+    except (httpx.HTTPError, ValueError) as e:
+        raise BackendError(
+            f"{url} did not answer as an OpenAI-compatible server: {e}", hint="give its …/v1 address"
+        ) from e
+    if len(times) < 2:
+        raise BackendError(f"{url} answered with {len(times)} pieces of text: too few to measure")
+    return {"decode_tok_s": (len(times) - 1) / (times[-1] - times[0]), "ttft_s": times[0] - started}

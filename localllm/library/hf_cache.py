@@ -1,0 +1,211 @@
+"""Reads and keeps the hub's cache folder: what is whole, what is partial, what nobody points at.
+
+Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. `blobs/` holds files under their hash (sha256,
+or git's sha1 for small ones), `snapshots/COMMIT/NAME` are links to them, `refs/BRANCH` names a commit. Without links
+(Windows) the file itself lies in the snapshot. Links to blobs are followed, links to folders never.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from localllm.library import folders, names
+from localllm.library.types import LocalModel, Origin
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+# Ours and older huggingface-hub (".incomplete", resumed), huggingface-hub 2.x (".XXXXXXXX.incomplete", never resumed),
+# llama.cpp (".downloadInProgress").
+_PARTIAL = re.compile(r"(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})(?:\.[0-9a-f]{8})?\.(?:incomplete|downloadInProgress)")
+
+
+def repo_folder(cache: Path, repo: str) -> Path:
+    """The folder of a repository in `cache`."""
+    return cache / ("models--" + repo.replace("/", "--"))
+
+
+def repos(cache: Path) -> Iterator[tuple[str, Path]]:
+    """(repository, folder) of every model repository in `cache`."""
+    try:
+        entries = sorted(p for p in cache.iterdir() if p.name.startswith("models--"))
+    except OSError:
+        return
+    for folder in entries:
+        repo = folder.name.removeprefix("models--").replace("--", "/")
+        if names.safe_repo(repo) and folder.is_dir():
+            yield repo, folder
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """Snapshots of a repository: that of `main` first, then other branches', then the rest, newest first."""
+    found = []
+    try:
+        found = [s for s in (folder / "snapshots").iterdir() if _COMMIT.fullmatch(s.name) and s.is_dir()]
+    except OSError:
+        return []
+    heads = _heads(folder)
+
+    def rank(snapshot: Path) -> tuple[int, float]:
+        place = 0 if heads.get("main") == snapshot.name else 1 if snapshot.name in heads.values() else 2
+        return place, -snapshot.stat().st_mtime
+
+    return sorted(found, key=rank)
+
+
+def _heads(folder: Path) -> dict[str, str]:
+    heads = {}
+    for _, files in folders.walk(folder / "refs", 2):
+        for file in files:
+            try:
+                heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[:64].strip()
+            except (OSError, UnicodeDecodeError, ValueError):
+                continue
+    return heads
+
+
+def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
+    """Every whole model in the cache. A file that several snapshots hold is listed once, from the newest head."""
+    found: list[LocalModel] = []
+    for repo, folder in repos(cache):
+        seen: set[str] = set()
+        for snapshot in snapshots(folder):
+            for model in models_of(snapshot, repo, origin):
+                key = str(model.path.relative_to(snapshot))
+                if key not in seen:
+                    seen.add(key)
+                    found.append(model)
+    return found
+
+
+def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
+    """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX folder."""
+    found: list[LocalModel] = []
+    projector: Path | None = None
+    for current, files in folders.walk(snapshot, 3):
+        here = folders.ggufs(files, origin, repo)
+        if current == snapshot:
+            projector = (
+                here[0].mmproj if here else folders.best_projector([f for f in files if names.is_projector(f.name)])
+            )
+            model = folders.mlx(current, files, origin, repo.partition("/")[2], repo)
+            if model is not None:
+                found.append(model)
+        for model in here:
+            quant = model.quant or names.quant_of(str(model.path.relative_to(snapshot)).replace(os.sep, "/"))
+            found.append(_with(model, quant, model.mmproj or projector))
+    return found
+
+
+def _with(model: LocalModel, quant: str, mmproj: Path | None) -> LocalModel:
+    from dataclasses import replace
+
+    return replace(model, quant=quant, mmproj=mmproj)
+
+
+# --- blobs ----------------------------------------------------------------------------------------------------------
+
+
+def digest_of(pointer: Path) -> str:
+    """The hash a snapshot's file was published under (the name of its blob), or "" where the cache has no links."""
+    try:
+        name = os.path.basename(os.readlink(pointer))
+    except OSError:
+        return ""
+    return name if _DIGEST.fullmatch(name) else ""
+
+
+def partials(cache: Path) -> list[Path]:
+    """Files that downloads left unfinished, oldest first."""
+    found = []
+    for _, folder in repos(cache):
+        for _, files in folders.walk(folder / "blobs", 0):
+            found += [f for f in files if _PARTIAL.fullmatch(f.name)]
+    return sorted(found, key=_mtime)
+
+
+def unreferenced(cache: Path) -> list[Path]:
+    """Blobs that no snapshot points at, and links that point at nothing."""
+    found: list[Path] = []
+    for _, folder in repos(cache):
+        used: set[str] = set()
+        for snapshot in snapshots(folder):
+            for _, files in folders.walk(snapshot, 4):
+                for file in files:
+                    if file.is_symlink():
+                        used.add(os.path.basename(os.readlink(file)))
+                        if not file.exists():
+                            found.append(file)
+        for _, files in folders.walk(folder / "blobs", 0):
+            found += [f for f in files if _DIGEST.fullmatch(f.name) and f.name not in used]
+    return found
+
+
+def remove(model: LocalModel) -> int:
+    """Remove one model's files from its repository: its links, and the blobs that nothing else points at.
+
+    Returns the bytes freed. A repository that holds no snapshot file any more goes as a whole. OSError passes through.
+    """
+    folder = _repo_of(model.path)
+    files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
+    if model.format == "mlx":
+        files = [f for _, found in folders.walk(model.path, 3) for f in found]
+    wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
+    freed = 0
+    for snapshot in snapshots(folder):
+        for name in wanted:
+            pointer = snapshot / name
+            if pointer.is_symlink():
+                pointer.unlink()
+            elif pointer.is_file():
+                freed += pointer.stat().st_size
+                pointer.unlink()
+    cache = folder.parent
+    for orphan in unreferenced(cache):
+        if folder in orphan.parents:
+            freed += 0 if orphan.is_symlink() else orphan.stat().st_size
+            orphan.unlink(missing_ok=True)
+    _remove_if_empty(folder)
+    return freed
+
+
+def _is_last(model: LocalModel, folder: Path) -> bool:
+    """True if no other model of the repository uses the projector too."""
+    others = [m for s in snapshots(folder) for m in models_of(s, model.repo) if m.name != model.name]
+    return not others
+
+
+def _snapshot_of(path: Path) -> Path:
+    for parent in (path, *path.parents):
+        if parent.parent.name == "snapshots" and _COMMIT.fullmatch(parent.name):
+            return parent
+    raise FileNotFoundError(f"{path} is not in a snapshot")
+
+
+def _repo_of(path: Path) -> Path:
+    return _snapshot_of(path).parent.parent
+
+
+def _remove_if_empty(folder: Path) -> None:
+    import shutil
+
+    for snapshot in snapshots(folder):
+        if any(files for _, files in folders.walk(snapshot, 8)):
+            return
+    if partials_in(folder):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def partials_in(folder: Path) -> list[Path]:
+    """Unfinished files of one repository."""
+    return [f for _, files in folders.walk(folder / "blobs", 0) for f in files if _PARTIAL.fullmatch(f.name)]
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

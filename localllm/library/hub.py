@@ -1,0 +1,249 @@
+"""Talks to the model hub through huggingface-hub: what a repository holds, who we are to it, and its errors in our words.
+
+Everything a hub answers is untrusted input: names, hashes and sizes are checked before they become paths or numbers.
+Environment, as huggingface-hub documents it: HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME,
+HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds); and HTTP(S)_PROXY, NO_PROXY, SSL_CERT_FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from localllm import __version__
+from localllm.errors import DownloadError, ModelNotFoundError, UsageError
+from localllm.library import names
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_FILES = 20_000
+_MAX_FILE_BYTES = 4 * 10**12
+TOKEN_HINT = "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
+LATER_HINT = "run the same command again: it goes on where it stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to keep trying. Seconds throughout; `failures` counts tries in a row that brought nothing (while asking
+    what a repository holds, `listing_failures`: a hub that is down is said to be down soon).
+
+    `longest_wait_s` caps our own waits; a Retry-After up to `longest_asked_s` is honoured in full, above it we give up
+    and say so. Below `least_bytes_s` over `slow_window_s` a connection is dropped and made anew. `sleep` is replaced
+    in tests.
+    """
+
+    failures: int = 8
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 30.0
+    longest_asked_s: float = 300.0
+    listing_failures: int = 4
+    connect_s: float = 10.0
+    read_s: float = 30.0
+    slow_window_s: float = 30.0
+    least_bytes_s: int = 4096
+    sleep: Callable[[float], None] = field(default=time.sleep)
+
+    @classmethod
+    def from_environment(cls) -> Patience:
+        """Defaults, with huggingface-hub's two timeouts where they are set."""
+        usual = cls()
+        return cls(
+            connect_s=_positive("HF_HUB_ETAG_TIMEOUT", usual.connect_s),
+            read_s=_positive("HF_HUB_DOWNLOAD_TIMEOUT", usual.read_s),
+        )
+
+    def wait_s(self, failures: int, asked_s: float | None) -> float:
+        """How long to wait before the next try, after `failures` in a row, when the server asked for `asked_s`."""
+        own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
+        return own if asked_s is None else max(own, asked_s)
+
+
+def _positive(name: str, default: float) -> float:
+    try:
+        value = float(os.environ.get(name, ""))
+    except ValueError:
+        return default
+    return value if value > 0 else default
+
+
+@dataclass(frozen=True, slots=True)
+class RepoFile:
+    """One file of a repository: its size in bytes and the hash it is stored under (sha256, or git's sha1)."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A repository at one commit."""
+
+    repo: str
+    commit: str
+    files: tuple[RepoFile, ...]
+
+    def get(self, name: str) -> RepoFile | None:
+        """The file of this name, or None."""
+        return next((f for f in self.files if f.name == name), None)
+
+
+def endpoint() -> str:
+    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s) address."""
+    address = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_ENDPOINT
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it")
+    return address
+
+
+def hosts() -> tuple[str, ...]:
+    """Hosts whose addresses count as the hub's, besides its own."""
+    return ((urlsplit(endpoint()).hostname or "").lower(),)
+
+
+def is_offline() -> bool:
+    """True when the environment forbids the network (HF_HUB_OFFLINE, as huggingface-hub reads it)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def headers() -> dict[str, str]:
+    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login)."""
+    from huggingface_hub.utils import build_hf_headers
+
+    sent: dict[str, str] = build_hf_headers(library_name="localllm", library_version=__version__)
+    return sent
+
+
+def file_url(listing: Listing, name: str) -> str:
+    """Where a file of exactly this commit is."""
+    return f"{endpoint()}/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
+
+
+def list_files(repo: str, revision: str = "", patience: Patience | None = None) -> Listing:
+    """The files of `repo` (of `main`, or a branch, tag or commit), with sizes and hashes.
+
+    Retries what may pass (rate limits, server errors, a broken line). Raises ModelNotFoundError when the hub knows no
+    such repository, Unreachable when it can't be asked now, DownloadError for other refusals and unusable answers.
+    """
+    from huggingface_hub import HfApi
+
+    patience = patience or Patience.from_environment()
+    api = HfApi(endpoint=endpoint(), library_name="localllm", library_version=__version__)
+    failures = 0
+    while True:
+        try:
+            info = api.model_info(repo, revision=revision or None, files_metadata=True, timeout=patience.connect_s)
+            return _checked(repo, info)
+        except DownloadError:
+            raise
+        except Exception as e:  # huggingface-hub stands on three HTTP libraries by version; each has its own errors
+            trouble = _explain(e, repo, revision)
+            failures += 1
+            if not isinstance(trouble, Unreachable) or failures >= patience.listing_failures:
+                raise trouble from e
+            if trouble.retry_after_s is not None and trouble.retry_after_s > patience.longest_asked_s:
+                raise trouble from e
+            patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
+
+
+class Unreachable(DownloadError):  # noqa: N818 - read as the hub's state; its parent says Error
+    """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it asked for."""
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+def _explain(error: Exception, repo: str, revision: str) -> DownloadError | ModelNotFoundError | UsageError:
+    from huggingface_hub import errors as hub_errors
+
+    host = urlsplit(endpoint()).hostname
+    if isinstance(error, hub_errors.OfflineModeIsEnabled):
+        return Unreachable("the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)", hint="unset HF_HUB_OFFLINE")
+    if isinstance(error, hub_errors.HFValidationError):
+        return UsageError(f"{repo!r} is not a repository name", hint="repositories look like org/name")
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if isinstance(error, hub_errors.GatedRepoError) or status == 403:
+        return DownloadError(f"{repo} is gated, and we have no access to it", hint=TOKEN_HINT)
+    if isinstance(error, hub_errors.RevisionNotFoundError):
+        return DownloadError(f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`")
+    if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
+        return ModelNotFoundError(
+            f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}"
+        )
+    if status is None:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        return Unreachable(
+            f"{host} can't be asked about {repo}: {reason}", hint="check the connection and the proxy, or use --offline"
+        )
+    if status == 429:
+        asked = retry_after(response.headers if response is not None else {})
+        wait = f"; it asks to wait {asked:.0f} s" if asked else ""
+        return Unreachable(
+            f"{host} limits our requests (429){wait}",
+            hint=f"HF_TOKEN raises the limit; or {LATER_HINT}",
+            retry_after_s=asked,
+        )
+    if status in (408, 425) or status >= 500:
+        return Unreachable(f"{host} answered {status} about {repo}", hint="try again later")
+    return DownloadError(f"{host} answered {status} about {repo}")
+
+
+def retry_after(sent: Any) -> float | None:
+    """Seconds a server asked us to wait: Retry-After in seconds or as a date, or the hub's RateLimit `t`."""
+    value = str(sent.get("Retry-After") or sent.get("retry-after") or "").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
+        return float(value)
+    if value:
+        from datetime import UTC, datetime
+        from email.utils import parsedate_to_datetime
+
+        try:
+            return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+        except (TypeError, ValueError):
+            return None
+    limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or sent.get("ratelimit") or ""))
+    return float(limit[1]) if limit else None
+
+
+def _checked(repo: str, info: Any) -> Listing:
+    """A Listing from huggingface-hub's answer. Raises DownloadError where a name, size or hash is not one."""
+    commit = str(info.sha)
+    siblings = info.siblings or []
+    if _COMMIT.fullmatch(commit) is None or len(siblings) > _MAX_FILES:
+        raise _unusable(repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files")
+    return Listing(repo, commit, tuple(f for s in siblings if (f := _file(repo, s)) is not None))
+
+
+def _file(repo: str, sibling: Any) -> RepoFile | None:
+    name = str(sibling.rfilename)
+    if ".." in name.split("/") or name.startswith(("/", "\\")) or "\\" in name or ":" in name:
+        raise _unusable(repo, f"it lists a file called {name[:80]!r}")
+    if not names.safe_file(name):
+        return None  # hidden files and the like: nothing a model needs
+    lfs = sibling.lfs
+    digest = str((lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)) or "") if lfs else ""
+    size = sibling.size
+    if not digest:
+        digest = str(sibling.blob_id or "")
+        valid = _COMMIT.fullmatch(digest) is not None
+    else:
+        valid = _SHA256.fullmatch(digest) is not None
+    if not valid or not isinstance(size, int) or not 0 <= size <= _MAX_FILE_BYTES:
+        raise _unusable(repo, f"it gives {name[:80]!r} no usable size and hash")
+    return RepoFile(name, size, digest)
+
+
+def _unusable(repo: str, why: str) -> DownloadError:
+    return DownloadError(
+        f"{urlsplit(endpoint()).hostname} gave an unusable answer about {repo}: {why}",
+        hint="if HF_ENDPOINT names a mirror, check that it is one of the hub",
+    )

@@ -1,0 +1,150 @@
+"""What names say: quants, splits and projectors in file names, and the MODEL references people type."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from localllm.errors import UsageError
+
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-./]|$)",
+    re.IGNORECASE,
+)
+_MLX_QUANT = re.compile(r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE)
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
+_TRIMMINGS = re.compile(
+    r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
+    r"|-(?:MLX|GGUF)$|-[2-8]bit$",
+    re.IGNORECASE,
+)
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
+_HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+_REFERENCE_HINT = "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a path"
+
+
+def quant_of(name: str) -> str:
+    """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
+    found = _QUANT.findall(name.removesuffix(".gguf"))
+    return str(found[-1]).upper() if found else ""
+
+
+def mlx_quant_of(name: str) -> str:
+    """The quant an MLX repository's name carries ("4bit", "mxfp4"), or ""."""
+    found = _MLX_QUANT.findall(name)
+    return str(found[-1]).lower() if found else ""
+
+
+def same_quant(asked: str, quant: str) -> bool:
+    """True if `quant` is what a person who typed `asked` means: case, and unsloth's "UD-" prefix, do not matter."""
+    a, q = asked.upper(), quant.upper()
+    return a == q or a == q.removeprefix("UD-")
+
+
+def split_of(name: str) -> tuple[str, int, int] | None:
+    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole file."""
+    match = _SPLIT.fullmatch(name)
+    if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
+        return None
+    return match["stem"], int(match["no"]), int(match["count"])
+
+
+def is_projector(name: str) -> bool:
+    """True for the file of an image or audio projector, which is no model by itself."""
+    return "mmproj" in name.rpartition("/")[2].lower()
+
+
+def stem_of(name: str) -> str:
+    """A GGUF's name without folder, split number and ending: what it is called in lists."""
+    name = name.replace("\\", "/").rpartition("/")[2]
+    split = split_of(name)
+    if split is not None:
+        return split[0]
+    return name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+
+
+def bare(name: str) -> str:
+    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending or punctuation."""
+    text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    while (shorter := _TRIMMINGS.sub("", text)) != text:
+        text = shorter
+    publisher, _, rest = text.partition("_")
+    if rest and "-" not in publisher:
+        text = rest
+    return re.sub(r"[^a-z0-9.]", "", text.lower())
+
+
+def safe_repo(repo: str) -> bool:
+    """True for "org/name" with nothing a path could hide in."""
+    return _REPO.fullmatch(repo) is not None and ".." not in repo
+
+
+def safe_file(name: str) -> bool:
+    """True for a plain relative path of at most four parts inside a repository."""
+    parts = name.split("/")
+    return len(parts) <= 4 and all(_PART.fullmatch(part) is not None and ".." not in part for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a MODEL reference says before anything is looked up.
+
+    `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file` is set by URLs that
+    point at one file, `revision` by URLs that name one.
+    """
+
+    text: str
+    name: str
+    repo: str = ""
+    quant: str = ""
+    file: str = ""
+    revision: str = ""
+
+
+def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> Reference:
+    """Read a reference that is not a path: id[:quant], org/name[:quant], or a hub URL.
+
+    `hub_hosts` are further hosts whose URLs count as the hub's (HF_ENDPOINT's). Raises UsageError for anything a path
+    could hide in, and for URLs of other hosts.
+    """
+    text = text.strip()
+    if "://" in text or text.split("/", 1)[0].lower() in _HUB_HOSTS:
+        return _parse_url(text, (*_HUB_HOSTS, *hub_hosts))
+    name, _, quant = text.partition(":")
+    if "/" in name:
+        if not safe_repo(name):
+            raise UsageError(f"{name[:100]!r} is not a repository name", hint=_REFERENCE_HINT)
+        return Reference(text, name.partition("/")[2], name, quant)
+    if not name or ".." in name or "\\" in name:
+        raise UsageError(f"{text[:100]!r} is not a model reference", hint=_REFERENCE_HINT)
+    return Reference(text, name, "", quant)
+
+
+def _parse_url(text: str, hosts: tuple[str, ...]) -> Reference:
+    url = urlsplit(text if "://" in text else f"https://{text}")
+    host = (url.hostname or "").lower()
+    if url.scheme not in ("http", "https") or host not in hosts:
+        raise UsageError(
+            f"{text[:100]!r} is not an address of the model hub",
+            hint="only hub addresses are read; download other files yourself and give their path",
+        )
+    path, _, quant = url.path.strip("/").partition(":")
+    parts = [unquote(part) for part in path.split("/")]
+    repo, rest = "/".join(parts[:2]), parts[2:]
+    if len(parts) < 2 or not safe_repo(repo):
+        raise UsageError(f"{text[:100]!r} names no repository", hint="repository addresses look like hf.co/org/name")
+    revision = file = ""
+    if rest:
+        kind, *rest = rest
+        if kind not in ("blob", "resolve", "tree", "raw") or not rest:
+            raise UsageError(f"{text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT)
+        revision, file = rest[0], "/".join(rest[1:])
+        if _REVISION.fullmatch(revision) is None or ".." in revision or (file and not safe_file(file)):
+            raise UsageError(f"{text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT)
+        if kind == "tree":
+            # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
+            quant, file = quant or quant_of(file), ""
+    return Reference(text, parts[1], repo, quant, file, "" if revision == "main" else revision)

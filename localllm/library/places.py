@@ -1,0 +1,135 @@
+"""Where each application keeps its models on this disk: folders only, nothing is opened that isn't a pointer to one.
+
+Sources of the layouts:
+  hub cache    https://huggingface.co/docs/huggingface_hub/guides/manage-cache and …/package_reference/environment_variables
+  LM Studio    https://lmstudio.ai/docs/basics/import-model (models/publisher/model/file); ~/.lmstudio-home-pointer names
+               the home, settings.json's downloadsFolder the models folder
+  Ollama       https://github.com/ollama/ollama/blob/main/docs/faq.md#where-are-models-stored; manifest/paths.go
+  llama.cpp    https://github.com/ggml-org/llama.cpp: common/common.cpp (fs_get_cache_directory: flat files), since 2026
+               common/hf-cache.cpp (the hub's cache layout, LLAMA_CACHE first)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from localllm import paths
+
+# Where Ollama's Linux service (its own user's home) keeps its models.
+SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
+
+
+def _env_path(name: str) -> Path | None:
+    value = os.environ.get(name, "").strip()
+    return Path(value).expanduser() if value else None
+
+
+def hub_cache() -> Path:
+    """The hub's cache, by huggingface-hub's own rules (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME), without importing it."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        chosen = _env_path(name)
+        if chosen is not None:
+            return chosen
+    home = _env_path("HF_HOME")
+    if home is not None:
+        return home / "hub"
+    return (_env_path("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface" / "hub"
+
+
+def lmstudio() -> list[Path]:
+    """LM Studio's models folders, existing ones only."""
+    homes = []
+    pointer = _text(Path.home() / ".lmstudio-home-pointer")
+    if pointer:
+        homes.append(Path(pointer.splitlines()[0].strip()))
+    homes += [Path.home() / ".lmstudio", Path.home() / ".cache" / "lm-studio"]
+    found = []
+    for home in homes:
+        downloads = _setting(home / "settings.json", "downloadsFolder")
+        if downloads:
+            found.append(Path(downloads))
+        found.append(home / "models")
+    return _existing(found)
+
+
+def ollama() -> list[Path]:
+    """Ollama's stores (folders with manifests/ and blobs/): the user's, and that of the Linux service."""
+    home = _env_path("OLLAMA_HOME")
+    candidates = [
+        _env_path("OLLAMA_MODELS"),
+        home / "models" if home else None,
+        Path.home() / ".ollama" / "models",
+        SERVICE_STORE if sys.platform == "linux" else None,
+    ]
+    return [store for store in _existing([c for c in candidates if c]) if (store / "manifests").is_dir()]
+
+
+def llamacpp() -> list[Path]:
+    """llama.cpp's own cache: LLAMA_CACHE, or its place on this system."""
+    if sys.platform == "darwin":
+        default = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        default = _env_path("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        default = _env_path("XDG_CACHE_HOME") or Path.home() / ".cache"
+    chosen = _env_path("LLAMA_CACHE")
+    return _existing([p for p in (chosen, default / "llama.cpp") if p])
+
+
+def folders_file() -> Path:
+    """The file that remembers folders adopted by name (`localllm models adopt FOLDER`)."""
+    return paths.data_dir() / "folders.json"
+
+
+def folders() -> list[Path]:
+    """Folders adopted by name, those that exist; a damaged list counts as none."""
+    return _existing(remembered())
+
+
+def remembered() -> list[Path]:
+    """Folders adopted by name, whether or not they exist now (a drive may be unplugged)."""
+    text = _text(folders_file())
+    try:
+        listed = json.loads(text) if text else []
+    except ValueError:
+        return []
+    return [Path(entry) for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
+
+
+def remember(listed: list[Path]) -> None:
+    """Write the list of folders adopted by name."""
+    target = folders_file()
+    paths.private_dir(target.parent)
+    partial = target.with_suffix(".partial")
+    partial.write_text(json.dumps([str(folder) for folder in listed], indent=1), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def _existing(candidates: list[Path]) -> list[Path]:
+    """Existing folders, each once. What can't be looked at (another user's) counts as absent."""
+    found: dict[str, Path] = {}
+    for folder in candidates:
+        try:
+            if folder.is_dir():
+                found.setdefault(os.path.realpath(folder), folder)
+        except OSError:
+            continue
+    return list(found.values())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")[:65536].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _setting(path: Path, key: str) -> str:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get(key, "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,367 @@
+"""Brings a model to this disk, once and intact: picks the variant, checks the space, resumes, verifies, links it in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import DownloadError, ModelNotFoundError
+from localllm.library import hf_cache, hub, names, other_apps, places, store, transfer, variants
+from localllm.library.hub import Listing, Patience, RepoFile, Unreachable
+from localllm.library.progress import Meter, Progress
+from localllm.library.resolve import load_catalog, resolve
+from localllm.library.types import LocalModel
+from localllm.library.variants import Choose, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model
+
+# Left free on the disk after a download: logs, the prefix cache and everybody else need some.
+RESERVE_BYTES = 512 << 20
+
+
+def pull(
+    ref: str,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    choose: Choose | None = None,
+    catalog: Catalog | None = None,
+    offline: bool = False,
+    mmproj: bool = False,
+    reserve_bytes: int = RESERVE_BYTES,
+    patience: Patience | None = None,
+) -> LocalModel:
+    """The files that `ref` names, fetched into the hub's cache if they are not there yet.
+
+    `ref` is a catalog id[:quant], org/name[:quant], a hub URL, or anything `resolve` finds. Where it leaves the variant
+    open, `choose` is given the Model with the variants there are and returns one (what fits); without it, the usual one
+    is taken. `mmproj` brings the image projector too. An interrupt keeps what has arrived; the next call goes on there.
+    When the hub is down or limits us, a model that is here already is returned.
+
+    Raises UsageError (malformed reference), ModelNotFoundError, DownloadError (hub, network, disk space, content).
+    """
+    say = on_progress or (lambda _: None)
+    if offline or hub.is_offline():
+        return _without_network(ref, catalog)
+    wanted = _wanted(ref, catalog, choose)
+    if isinstance(wanted, LocalModel):
+        return wanted
+    patience = patience or Patience.from_environment()
+    say(Progress("listing", wanted.repo, 0, 0))
+    try:
+        listing = hub.list_files(wanted.repo, wanted.revision, patience)
+    except Unreachable as e:
+        try:
+            return resolve(ref, catalog=catalog)
+        except ModelNotFoundError:
+            raise e from None
+    selection = variants.pick(
+        listing, file=wanted.file, quant=wanted.quant, described=lambda: _described(listing, catalog), choose=choose
+    )
+    if mmproj:
+        selection = _with_projector(selection, listing, wanted.projector)
+    elsewhere = _held_elsewhere(listing, selection)
+    if elsewhere is not None:
+        return elsewhere
+    return _bring(listing, selection, wanted, say, reserve_bytes, patience)
+
+
+def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
+    """The same files in another application's store: Ollama's by hash, LM Studio's and llama.cpp's by name and size."""
+    weights = [f for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors"))]
+    for model in store.scan():
+        if model.origin in ("hf-cache", "starter") or (selection.projector and model.mmproj is None):
+            continue
+        if len(weights) == 1 and weights[0].digest == other_apps.ollama_digest(model.path):
+            return model
+        if model.repo.lower() != listing.repo.lower() or len(model.files) != len(weights):
+            continue
+        sizes = {f.name: f.stat().st_size for f in model.files if f.exists()}
+        if all(_size_of(sizes, f) == f.size_bytes for f in weights):
+            return model
+    return None
+
+
+def _size_of(sizes: dict[str, int], file: RepoFile) -> int:
+    """Bytes of a published file among local ones; llama.cpp's cache puts the repository before its name."""
+    base = file.name.rpartition("/")[2]
+    return next((size for name, size in sizes.items() if name == base or name.endswith(f"_{base}")), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`."""
+
+    repo: str
+    quant: str = ""
+    file: str = ""
+    revision: str = ""
+    projector: str = ""
+    name: str = ""
+
+
+def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
+    try:
+        return resolve(ref, catalog=catalog, offline=True)
+    except ModelNotFoundError as e:
+        raise DownloadError(f"{e.message}, and offline mode forbids fetching it", hint="leave --offline out") from e
+
+
+def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _Wanted | LocalModel:
+    if _is_local_only(ref):
+        return resolve(ref, catalog=catalog)
+    reference = names.parse(ref, hub_hosts=hub.hosts())
+    if reference.repo:
+        return _Wanted(reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision)
+    known = catalog if catalog is not None else load_catalog()
+    model = known.get(reference.name)
+    if model is None:
+        # Not the catalog's: a name on this disk needs no fetching, and resolve's error says what is near.
+        return resolve(ref, catalog=known)
+    packaged = [v for v in model.variants if v.repo.startswith("pypi:")]
+    on_hub = tuple(v for v in model.variants if v not in packaged)
+    if not on_hub:
+        return resolve(ref, catalog=known)
+    if packaged and reference.quant in ("", packaged[0].quant) and (here := _of_package(ref, known)) is not None:
+        return here
+    offered = replace(model, variants=on_hub)
+    if reference.quant:
+        listed = [v for v in on_hub if names.same_quant(reference.quant, v.quant)]
+        # A quant that the catalog does not list may still be in the repository.
+        variant = listed[0] if listed else variants.usual_variant(offered)
+    else:
+        variant = choose(offered) if choose is not None else variants.usual_variant(offered)
+    is_mlx = variant.format == "mlx"
+    return _Wanted(
+        variant.repo,
+        quant="" if is_mlx else reference.quant or variant.quant,
+        file=""
+        if is_mlx or not variant.files or not variant.exact or reference.quant not in ("", variant.quant)
+        else variant.files[0],
+        projector=variant.mmproj_file,
+        name=model.id,
+    )
+
+
+def _of_package(ref: str, catalog: Catalog) -> LocalModel | None:
+    """The model where the Python package that carries it is installed: nothing to fetch."""
+    try:
+        found = resolve(ref, catalog=catalog)
+    except ModelNotFoundError:
+        return None
+    return found if found.origin == "starter" else None
+
+
+def _is_local_only(ref: str) -> bool:
+    """A path, or a model that comes as a package: nothing to fetch."""
+    if "://" in ref:
+        return False
+    try:
+        return Path(ref).expanduser().exists() or ref.startswith(("/", "./", "../", "~"))
+    except OSError:
+        return False
+
+
+def _described(listing: Listing, catalog: Catalog | None) -> Model:
+    """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says (read by range)."""
+    from localllm_catalog import from_gguf, gguf
+    from localllm_catalog.errors import CatalogError
+
+    known = (catalog if catalog is not None else load_catalog()).recognise(listing.repo)
+    if known is not None:
+        return known
+    smallest = variants.selections(listing)[0].files[0]
+    try:
+        header = gguf.read(
+            hub.file_url(listing, smallest.name), {k: v for k, v in hub.headers().items() if k == "authorization"}
+        )
+        return from_gguf.model_from_gguf(header)
+    except CatalogError as e:
+        raise DownloadError(
+            f"{smallest.name} of {listing.repo} does not say what model it is: {e.message}",
+            hint=f"name the variant you want: {listing.repo}:QUANT",
+        ) from e
+
+
+def _with_projector(selection: Selection, listing: Listing, wanted: str) -> Selection:
+    return replace(selection, projector=variants.projector_of(listing, wanted))
+
+
+# --- bringing it ----------------------------------------------------------------------------------------------------
+
+
+def _bring(
+    listing: Listing,
+    selection: Selection,
+    wanted: _Wanted,
+    say: Callable[[Progress], None],
+    reserve_bytes: int,
+    patience: Patience,
+) -> LocalModel:
+    cache = places.hub_cache()
+    folder = hf_cache.repo_folder(cache, listing.repo)
+    files = [*selection.files, *([selection.projector] if selection.projector else [])]
+    meter = Meter(selection.total_bytes, say)
+    missing = [f for f in files if not _is_there(folder, listing, f)]
+    _check_space(cache, folder, missing, reserve_bytes, listing.repo)
+    if missing:
+        address = hub.endpoint()
+        with transfer.new_client(hub.headers(), patience, address) as client:
+            for file in files:
+                if file in missing:
+                    _bring_file(client, folder, listing, file, meter, patience)
+                meter.finished(file.size_bytes)
+    _write_ref(folder, listing, wanted.revision)
+    say(Progress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
+    return _as_local(folder, listing, selection, wanted)
+
+
+def _is_there(folder: Path, listing: Listing, file: RepoFile) -> bool:
+    pointer = folder / "snapshots" / listing.commit / file.name
+    try:
+        return pointer.stat().st_size == file.size_bytes and hf_cache.digest_of(pointer) in (file.digest, "")
+    except OSError:
+        return False
+
+
+def _check_space(cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str) -> None:
+    """Refuse before the first byte what would not fit. Partials count as brought."""
+    need = 0
+    for file in missing:
+        blob = folder / "blobs" / file.digest
+        if not blob.exists():
+            partial = _partial(blob)
+            need += file.size_bytes - (min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0)
+    if not need:
+        return
+    existing = next(p for p in (cache, *cache.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if need + reserve_bytes > free:
+        raise DownloadError(
+            f"{repo} needs {need / 1e9:.2f} GB more, and the disk of {cache} has {free / 1e9:.2f} GB free",
+            hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a bigger disk, or take a smaller quant",
+        )
+
+
+def _partial(blob: Path) -> Path:
+    return blob.with_name(blob.name + ".incomplete")
+
+
+def _bring_file(
+    client: httpx.Client, folder: Path, listing: Listing, file: RepoFile, meter: Meter, patience: Patience
+) -> None:
+    """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
+    blob = folder / "blobs" / file.digest
+    try:
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder, file.digest):
+            if blob.exists() and not _keeps_its_name(blob, file, meter):
+                _demote(blob)
+            if not blob.exists():
+                _fetch(client, blob, listing, file, meter, patience)
+            _link(blob, folder / "snapshots" / listing.commit / file.name)
+    except OSError as e:
+        raise transfer.disk_trouble(e, blob) from e
+
+
+def _keeps_its_name(blob: Path, file: RepoFile, meter: Meter) -> bool:
+    """True if a blob we did not bring has the content its name promises (others check lengths only)."""
+    if blob.stat().st_size != file.size_bytes:
+        return False
+    have = 0
+
+    def count(n: int) -> None:
+        nonlocal have
+        have += n
+        meter.report("verifying", file.name, have)
+
+    return store.digest_file(blob, file.digest, count) == file.digest
+
+
+def _demote(blob: Path) -> None:
+    """A blob with wrong content becomes a partial if it is only too short, and goes otherwise."""
+    if blob.is_symlink():
+        blob.unlink()  # the shared store's file is huggingface-hub's to remove
+        return
+    os.replace(blob, _partial(blob))
+
+
+def _fetch(
+    client: httpx.Client, blob: Path, listing: Listing, file: RepoFile, meter: Meter, patience: Patience
+) -> None:
+    partial = _partial(blob)
+    url = hub.file_url(listing, file.name)
+
+    def on_bytes(have: int, state: transfer.State) -> None:
+        meter.report(state, file.name, have)
+
+    partial.touch()
+    transfer.Fetch(client, url, file, partial, patience, on_bytes).run()
+    with partial.open("rb+") as f:
+        os.fsync(f.fileno())
+    os.replace(partial, blob)
+
+
+@contextmanager
+def _lock(folder: Path, digest: str) -> Iterator[None]:
+    """huggingface-hub's own lock of this blob: two programs never fetch it at the same time."""
+    from huggingface_hub.utils import WeakFileLock
+
+    place = folder.parent / ".locks" / folder.name
+    place.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(place / f"{digest}.lock"):
+        yield
+
+
+def _link(blob: Path, pointer: Path) -> None:
+    """Point the snapshot's name at the blob, as huggingface-hub does: a relative link, or the file itself without links."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    if pointer.is_symlink() or pointer.exists():
+        pointer.unlink()
+    try:
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError:
+        os.replace(blob, pointer)
+
+
+def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
+    """Let `main` (or the branch asked for) name this commit, so that other tools find it offline."""
+    name = revision or "main"
+    if name == listing.commit:
+        return
+    ref = folder / "refs" / name
+    try:
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        if not ref.is_file() or ref.read_text(encoding="ascii", errors="replace") != listing.commit:
+            partial = ref.with_name(f".{ref.name}.{os.getpid()}")
+            partial.write_text(listing.commit, encoding="ascii")
+            os.replace(partial, ref)
+    except OSError as e:
+        raise transfer.disk_trouble(e, ref) from e
+
+
+def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: _Wanted) -> LocalModel:
+    snapshot = folder / "snapshots" / listing.commit
+    weights = tuple(snapshot / f.name for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors")))
+    is_mlx = selection.format == "mlx"
+    return LocalModel(
+        wanted.name or (listing.repo.partition("/")[2] if is_mlx else names.stem_of(weights[0].name)),
+        snapshot if is_mlx else weights[0],
+        "mlx" if is_mlx else "gguf",
+        selection.weights_bytes,
+        selection.quant,
+        "hf-cache",
+        listing.repo,
+        weights,
+        snapshot / selection.projector.name if selection.projector else None,
+    )

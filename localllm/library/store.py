@@ -1,0 +1,268 @@
+"""Everything on this disk that can be run: found wherever it lies, measured, checked, removed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from localllm.errors import LocalLLMError, UsageError
+from localllm.library import folders, hf_cache, other_apps, places, starter
+from localllm.library.types import LocalModel
+
+_OWNERS = {"lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp", "starter": "a Python package"}
+# A file that was written this recently may belong to a download that runs now.
+_SETTLED_S = 600.0
+
+
+def scan() -> list[LocalModel]:
+    """Every whole model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders, the starter.
+
+    Names and sizes only (no header is opened); files that two applications share are listed once.
+    """
+    found = hf_cache.scan(places.hub_cache())
+    for store in places.lmstudio():
+        found += other_apps.lmstudio(store)
+    for store in places.ollama():
+        found += other_apps.ollama(store)
+    for store in places.llamacpp():
+        found += other_apps.llamacpp(store)
+    for folder in places.folders():
+        found += folders.scan(folder, "folder")
+    found += packaged()
+    unique: dict[tuple[str, str], LocalModel] = {}
+    for model in found:
+        # Ollama gives one file several names, and each is asked for: those stay.
+        real = os.path.realpath(model.path)
+        unique.setdefault((real, model.name if model.origin == "ollama" else ""), model)
+    return list(unique.values())
+
+
+def packaged() -> list[LocalModel]:
+    """The starter model, where its package is installed."""
+    file = starter.path()
+    if file is None:
+        return []
+    return [LocalModel(starter.NAME, file, "gguf", file.stat().st_size, "Q4_1", "starter", "", (file,))]
+
+
+# --- du -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Disk taken by one origin, in bytes; files that several names share count once."""
+
+    origin: str
+    n_models: int
+    size_bytes: int
+
+
+def du(models: Iterable[LocalModel] | None = None) -> list[Usage]:
+    """Disk usage by origin, biggest first, and of unfinished downloads (origin "partial")."""
+    listed = list(scan() if models is None else models)
+    sizes: dict[str, dict[tuple[int, int], int]] = {}
+    counts: dict[str, int] = {}
+    for model in listed:
+        counts[model.origin] = counts.get(model.origin, 0) + 1
+        for file in _all_files(model):
+            try:
+                stat = file.stat()
+            except OSError:
+                continue
+            sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
+    usage = [Usage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
+    unfinished = hf_cache.partials(places.hub_cache())
+    if unfinished:
+        usage.append(Usage("partial", len(unfinished), sum(_size(f) for f in unfinished)))
+    return sorted(usage, key=lambda u: -u.size_bytes)
+
+
+def _all_files(model: LocalModel) -> list[Path]:
+    files = list(model.files or (model.path,))
+    if model.format == "mlx":
+        files = [f for _, found in folders.walk(model.path, 2) for f in found]
+    return [*files, model.mmproj] if model.mmproj is not None else files
+
+
+# --- rm and prune ---------------------------------------------------------------------------------------------------
+
+
+def rm(model: LocalModel) -> int:
+    """Remove a model's files from the hub's cache; returns the bytes freed.
+
+    Raises UsageError for files that another application or a person keeps: theirs to remove.
+    """
+    check_ours(model)
+    try:
+        return hf_cache.remove(model)
+    except OSError as e:
+        raise LocalLLMError(
+            f"{model.name} can't be removed: {e.strerror or e}", hint=f"its folder: {model.path}"
+        ) from e
+
+
+def check_ours(model: LocalModel) -> None:
+    """Raises UsageError if `model` is another application's, or lies in a person's own folder."""
+    if model.origin != "hf-cache":
+        owner = _OWNERS.get(model.origin)
+        raise UsageError(
+            f"{model.name} belongs to {owner}" if owner else f"{model.name} lies in a folder of yours",
+            hint=f"remove it there: {model.path}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """One thing prune removes: its path, its size in bytes, and why nobody needs it."""
+
+    path: Path
+    size_bytes: int
+    why: Literal["unfinished download", "no snapshot points at it"]
+
+
+def waste(*, now: float | None = None) -> list[Waste]:
+    """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and are left out."""
+    cache = places.hub_cache()
+    limit = (time.time() if now is None else now) - _SETTLED_S
+    found = [Waste(f, _size(f), "unfinished download") for f in hf_cache.partials(cache)]
+    found += [Waste(f, _size(f), "no snapshot points at it") for f in hf_cache.unreferenced(cache)]
+    return [w for w in found if _changed(w.path) < limit]
+
+
+def prune(found: Iterable[Waste]) -> int:
+    """Remove what `waste` found; returns the bytes freed. What can't be removed is passed over."""
+    freed = 0
+    for item in found:
+        try:
+            item.path.unlink()
+        except OSError:
+            continue
+        freed += item.size_bytes
+    return freed
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What verify found of one model: "ok" (hash as published), "whole" (no published hash; its header and length
+    agree), or "bad" with the reason in `detail`."""
+
+    model: LocalModel
+    result: Literal["ok", "whole", "bad"]
+    detail: str = ""
+
+
+def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> Checked:
+    """Read every file of `model` and hold it against its published hash; where none is recorded, against its header.
+
+    `on_bytes` hears how many bytes each step has read.
+    """
+    hashed = True
+    for file in _all_files(model):
+        expected = _published_digest(model, file)
+        if not expected:
+            hashed = False
+            continue
+        try:
+            found = digest_file(file, expected, on_bytes)
+        except OSError as e:
+            return Checked(model, "bad", f"{file.name} can't be read: {e.strerror or e}")
+        if found != expected:
+            return Checked(model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…")
+    if model.format == "gguf":
+        problem = _header_problem(model.path)
+        if problem:
+            return Checked(model, "bad", problem)
+    return Checked(model, "ok" if hashed else "whole")
+
+
+def _published_digest(model: LocalModel, file: Path) -> str:
+    if model.origin == "starter":
+        return starter.SHA256
+    if model.origin == "ollama":
+        return other_apps.ollama_digest(file)
+    return hf_cache.digest_of(file)
+
+
+def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = None) -> str:
+    """The file's sha256, or git's blob sha1 where `like` is one (40 digits). Raises OSError."""
+    digest = new_digest(like, file.stat().st_size)
+    with file.open("rb") as f:
+        while block := f.read(1 << 22):
+            digest.update(block)
+            if on_bytes is not None:
+                on_bytes(len(block))
+    return digest.hexdigest()
+
+
+def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
+    """A hash object of the kind `like` is: sha256 (64 digits), or git's sha1 of a blob of `size_bytes` (40 digits).
+
+    Git's form: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
+    """
+    if len(like) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
+
+
+def _header_problem(path: Path) -> str:
+    from localllm_catalog import gguf
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        gguf.read(path)
+    except CatalogError as e:
+        return e.message
+    return ""
+
+
+# --- adopt ----------------------------------------------------------------------------------------------------------
+
+
+def adopt(folder: Path) -> list[LocalModel]:
+    """Remember `folder`: its models are listed and run in place from now on. Returns what is in it.
+
+    Raises UsageError if it is no folder or holds no model.
+    """
+    target = folder.expanduser().resolve()
+    if not target.is_dir():
+        raise UsageError(f"{folder} is not a folder", hint="name the folder that holds .gguf files or MLX folders")
+    found = folders.scan(target, "folder")
+    if not found:
+        raise UsageError(
+            f"{folder} holds no model within three levels", hint="models are .gguf files, or folders with config.json"
+        )
+    listed = places.remembered()
+    if target not in listed:
+        places.remember([*listed, target])
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Take a folder off the list of adopted ones; its files stay. Raises UsageError if it was not on it."""
+    target = folder.expanduser().resolve()
+    listed = places.remembered()
+    if target not in listed:
+        raise UsageError(f"{folder} is not an adopted folder", hint="see `localllm models adopt`")
+    places.remember([f for f in listed if f != target])

@@ -1,0 +1,261 @@
+"""Fetches one file into a partial that survives interruption, and lets it pass only when its hash is the published one.
+
+huggingface-hub 2.x writes to a file of its own name per process, removes it on failure and checks the length only
+(file_download.py, _download_to_tmp_and_move): a killed download of 40 GB starts at zero, and a flipped bit passes. So
+the bytes are fetched here: `<hash>.incomplete` beside the blob, as huggingface-hub before 2 did, continued by Range.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from localllm.errors import DownloadError
+from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RepoFile, retry_after
+from localllm.library.store import new_digest
+
+if TYPE_CHECKING:
+    import httpx
+
+_BLOCK_BYTES = 1 << 20
+# A try that brought less than this counts as one that brought nothing: a server that resets at once must end.
+_LEAST_GAIN_BYTES = 16 << 10
+# Wrong content is fetched anew once; once more where the bytes of an earlier run may be to blame.
+_MAX_RESTARTS = 1
+# Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's MAX_HTTP_DOWNLOAD_SIZE).
+MAX_SPAN_BYTES = 16 << 30
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+
+State = Literal["checking", "downloading", "waiting"]
+OnBytes = Callable[[int, State], None]
+
+
+class _Retry(Exception):  # noqa: N818 - a signal between two functions of this file
+    """This try failed in a way that may pass; `asked_s` is what the server wants us to wait."""
+
+    def __init__(self, why: str, asked_s: float | None = None) -> None:
+        super().__init__(why)
+        self.why = why
+        self.asked_s = asked_s
+
+
+class Fetch:
+    """One file on its way: `url` to `partial`, checked against `file`'s size and hash.
+
+    `on_bytes(have, state)` hears how many bytes of the file are there, as "checking" (reading a partial back),
+    "downloading" or "waiting".
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        url: str,
+        file: RepoFile,
+        partial: Path,
+        patience: Patience,
+        on_bytes: OnBytes,
+        *,
+        span_bytes: int = MAX_SPAN_BYTES,
+    ) -> None:
+        self._client = client
+        self._url = url
+        self._file = file
+        self._partial = partial
+        self._patience = patience
+        self._on_bytes = on_bytes
+        self._span_bytes = span_bytes
+        self._have = 0
+        self._digest = new_digest(file.digest, file.size_bytes)
+
+    def run(self) -> None:
+        """Bring the partial to its full length and the published hash. Raises DownloadError; the partial is kept, to be
+        continued, unless its bytes were wrong."""
+        import httpx
+
+        self._take_up()
+        failures, restarts = 0, -1 if self._have else 0
+        while True:
+            before = self._have
+            try:
+                while self._have < self._file.size_bytes:
+                    self._stream()
+                if self._digest.hexdigest() == self._file.digest:
+                    return
+                restarts += 1
+                self._restart()
+                if restarts > _MAX_RESTARTS:
+                    raise DownloadError(
+                        f"{self._file.name} arrived again with another content than the hub announced",
+                        hint="a proxy or mirror may be changing it; try another network, or unset HF_ENDPOINT",
+                    )
+                failures += 1
+                continue
+            except (httpx.TransportError, httpx.DecodingError, httpx.TooManyRedirects, httpx.InvalidURL, _Retry) as e:
+                trouble = e
+            failures = 1 if self._have - before >= _LEAST_GAIN_BYTES else failures + 1
+            self._wait_or_give_up(trouble, failures)
+
+    def _wait_or_give_up(self, trouble: Exception, failures: int) -> None:
+        why = trouble.why if isinstance(trouble, _Retry) else _reason(trouble)
+        asked = trouble.asked_s if isinstance(trouble, _Retry) else None
+        if asked is not None and asked > self._patience.longest_asked_s:
+            raise DownloadError(
+                f"{self._file.name}: the hub asks to wait {asked:.0f} s before going on",
+                hint=f"{LATER_HINT}; HF_TOKEN raises the limit",
+            ) from trouble
+        if failures >= self._patience.failures:
+            raise DownloadError(
+                f"{self._file.name} stopped at {self._have:,} of {self._file.size_bytes:,} bytes: {why}",
+                hint=LATER_HINT,
+            ) from trouble
+        self._on_bytes(self._have, "waiting")
+        self._patience.sleep(self._patience.wait_s(failures, asked))
+
+    # --- the partial ------------------------------------------------------------------------------------------------
+
+    def _take_up(self) -> None:
+        """Go on with what an earlier run left: its bytes enter the hash."""
+        try:
+            size = self._partial.stat().st_size if self._partial.is_file() else 0
+            if size > self._file.size_bytes:
+                self._restart()
+                return
+            if size:
+                with self._partial.open("rb") as f:
+                    while block := f.read(_BLOCK_BYTES):
+                        self._digest.update(block)
+                        self._have += len(block)
+                        self._on_bytes(self._have, "checking")
+        except OSError as e:
+            raise disk_trouble(e, self._partial) from e
+
+    def _restart(self) -> None:
+        self._partial.unlink(missing_ok=True)
+        self._digest = new_digest(self._file.digest, self._file.size_bytes)
+        self._have = 0
+
+    def _append(self, block: bytes) -> None:
+        """Write, hash and count the same bytes, so that the three agree whatever happens between them."""
+        view = memoryview(block)
+        while view:
+            try:
+                n = os.write(self._out, view)
+            except OSError as e:
+                raise disk_trouble(e, self._partial) from e
+            self._digest.update(view[:n])
+            self._have += n
+            view = view[n:]
+
+    # --- one try ----------------------------------------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        end = min(self._file.size_bytes, self._have + self._span_bytes)
+        wanted = {}
+        if end < self._file.size_bytes:
+            wanted = {"Range": f"bytes={self._have}-{end - 1}"}
+        elif self._have:
+            wanted = {"Range": f"bytes={self._have}-"}
+        with self._client.stream("GET", self._url, headers=wanted) as response:
+            self._check(response)
+            try:
+                self._out = os.open(
+                    self._partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644
+                )
+            except OSError as e:
+                raise disk_trouble(e, self._partial) from e
+            try:
+                self._receive(response)
+            finally:
+                os.close(self._out)
+        if self._have < end:
+            raise _Retry("the connection ended early")
+
+    def _receive(self, response: httpx.Response) -> None:
+        began, had = time.monotonic(), self._have
+        for block in response.iter_raw():
+            if self._have + len(block) > self._file.size_bytes:
+                raise _Retry("the server sent more than it announced")
+            self._append(block)
+            self._on_bytes(self._have, "downloading")
+            elapsed = time.monotonic() - began
+            if elapsed > self._patience.slow_window_s:
+                if self._have - had < self._patience.least_bytes_s * elapsed:
+                    raise _Retry(f"the connection brought only {(self._have - had) / elapsed:.0f} bytes a second")
+                began, had = time.monotonic(), self._have
+
+    def _check(self, response: httpx.Response) -> None:
+        """Let a response pass that continues our bytes. A whole file instead of the rest empties the partial first."""
+        status = response.status_code
+        if status not in (200, 206):
+            self._refuse(response)
+        if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
+            raise _Retry("the server sent it compressed, which was not asked for")
+        if status == 206:
+            match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+            total = str(self._file.size_bytes)
+            if match is None or int(match[1]) != self._have or match[3] not in (total, "*"):
+                given = response.headers.get("Content-Range", "nothing")[:60]
+                raise _Retry(f"the server answered another range than asked for ({given})")
+            return
+        length = response.headers.get("Content-Length")
+        if length is not None and length != str(self._file.size_bytes):
+            raise _Retry(f"the server sent {length} bytes where the hub announced {self._file.size_bytes}")
+        if self._have:
+            self._restart()
+
+    def _refuse(self, response: httpx.Response) -> None:
+        status, host = response.status_code, response.url.host
+        if status == 416:
+            self._restart()
+            raise _Retry("the server does not have the rest of it")
+        if status == 429:
+            raise _Retry(f"{host} limits our requests (429)", retry_after(response.headers))
+        if status in (408, 425) or status >= 500:
+            raise _Retry(f"{host} answered {status}", retry_after(response.headers))
+        if response.history:
+            # The address behind the redirect is signed and expires: the next try gets a fresh one from the hub.
+            raise _Retry(f"{host} no longer gives it out ({status})")
+        if status in (401, 403):
+            raise DownloadError(f"{host} refuses {self._file.name} ({status})", hint=TOKEN_HINT)
+        raise DownloadError(
+            f"{host} answered {status} for {self._file.name}", hint="the repository may have changed: try again"
+        )
+
+
+def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
+    """An HTTP client that follows the hub's redirects. Proxies and certificates come from the environment.
+
+    The token stays with the hub's host (httpx drops Authorization elsewhere), and an https hub never leads to http.
+    """
+    import httpx
+
+    secure = urlsplit(endpoint).scheme == "https"
+
+    def check(request: httpx.Request) -> None:
+        if secure and request.url.scheme != "https":
+            raise DownloadError(f"{urlsplit(endpoint).hostname} leads to an unencrypted address, which is refused")
+
+    timeout = httpx.Timeout(patience.read_s, connect=patience.connect_s)
+    sent = {**headers, "Accept-Encoding": "identity"}
+    return httpx.Client(headers=sent, timeout=timeout, follow_redirects=True, event_hooks={"request": [check]})
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).splitlines()[0][:200] if str(error) else ""
+    return text or re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
+
+
+def disk_trouble(error: OSError, path: Path) -> DownloadError:
+    """The DownloadError for a disk that is full or can't be written at `path`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DownloadError(
+            f"the disk of {path.parent} is full",
+            hint="make room and run the same command again (it goes on where it stopped), or `localllm models prune`",
+        )
+    return DownloadError(f"{path.parent} can't be written: {error.strerror or error}", hint="check its permissions")

@@ -1,0 +1,28 @@
+"""The library's nouns: LocalModel, the files of one Variant on this disk, and where they came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """Files of one Variant on this disk: `path` is the GGUF (its first part) or the MLX folder.
+
+    `files` are all its weight files in order (splits, shards), `size_bytes` their sum; `mmproj` the image projector
+    lying beside them, if any. `repo` is the hub repository where it is known, `origin` whose folder holds the files.
+    """
+
+    name: str
+    path: Path
+    format: Literal["gguf", "mlx"]
+    size_bytes: int
+    quant: str
+    origin: Origin
+    repo: str = ""
+    files: tuple[Path, ...] = ()
+    mmproj: Path | None = None

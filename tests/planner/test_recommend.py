@@ -1,0 +1,327 @@
+"""What `recommend` offers and refuses: golden verdicts, the promises of the issue, properties over every machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.device.table import rows
+from localllm.device.types import Device, Figure, Memory
+from localllm.planner import explain, memory, needs, quality, recommend, roofline, roofline_png, serialise, verify
+from localllm.planner.recommend import Overrides
+from localllm.planner.speed import Measured
+from localllm.planner.types import Plan, Workload
+from localllm_catalog import catalog
+from planner import golden
+
+MODELS = catalog.load().models
+BY_ID = catalog.load().by_id
+BIG = ("DGX Spark", "Strix Halo 128GB", "M4 Max 128GB", "M5 Max 128GB")
+SCHEMA = json.loads((Path(recommend.__file__).parent / "recommend.schema.json").read_text())
+
+
+def test_golden_verdicts() -> None:
+    """Reviewed in every diff: 12 machines × 20 models. Print it anew with `python tests/planner/golden.py`."""
+    assert golden.table() == golden.FILE.read_text(encoding="utf-8")
+
+
+# --- named promises -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["DGX Spark", "Strix Halo 128GB", "M4 Max 128GB", "M3 Ultra 512GB"])
+def test_a_70b_fits_the_big_machines(machine: str) -> None:
+    assert golden.plan(machine, "llama-3.3-70b-instruct").fits == "yes"
+
+
+def test_a_70b_does_not_fit_an_rtx_5090_and_the_reason_has_numbers() -> None:
+    assert golden.plan("RTX 5090", "llama-3.3-70b-instruct").fits == "no"
+    answer = recommend.recommend(resolve("RTX 5090"), MODELS, Workload())
+    reason = next(r for r in answer.rejected if r.model.id == "llama-3.3-70b-instruct").reason
+    assert reason.startswith("Q4_K_M needs 4")
+    assert "this GPU has 34.2 GB usable" in reason
+
+
+@pytest.mark.parametrize("machine", BIG)
+def test_gpt_oss_120b_fits_and_30b_a3b_outranks_a_dense_70b_for_chat(machine: str) -> None:
+    assert golden.plan(machine, "gpt-oss-120b").fits == "yes"
+    mixture, dense = (golden.plan(machine, m) for m in ("qwen3-30b-a3b", "llama-3.3-70b-instruct"))
+    assert mixture.decode_tok_s.value > 5 * dense.decode_tok_s.value
+    assert mixture.score > dense.score
+
+
+@pytest.mark.parametrize("machine", ["Jetson Orin Nano 8GB", "M2 16GB"])
+def test_small_machines_get_something_sensible(machine: str) -> None:
+    device = resolve(machine)
+    picks = recommend.recommend(device, MODELS, Workload()).plans
+    assert len(picks) == recommend.MAX_PICKS
+    assert all(p.decode_tok_s.value >= 5 and p.memory.total_bytes <= device.memory.limit_bytes for p in picks)
+    assert max(p.model.params_total for p in picks) >= 4e9
+
+
+def test_the_kv_type_changes_the_verdict_at_128k() -> None:
+    long = Workload(context=131072)
+    full = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct", long, kv_type="f16")
+    small = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct", long, kv_type="q4_0")
+    assert (full.fits, small.fits) == ("no", "yes")
+    chosen = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct", long)
+    assert chosen.kv_type == "q4_0"
+    assert chosen.quality is not None
+    assert full.quality is not None
+    assert chosen.quality < full.quality
+
+
+def test_a_crawling_plan_is_refused_with_its_speed() -> None:
+    slow = Device(
+        "old office PC", "system", "cpu", "desktop", Memory(128 << 30, 126 << 30, 120 << 30, "given"),
+        Figure(20.0, "given"), n_cpu_cores=4,
+    )  # fmt: skip
+    answer = recommend.recommend(slow, MODELS, Workload())
+    assert all(p.decode_tok_s.value >= needs.NEEDS["chat"].least_tok_s for p in answer.plans)
+    reason = next(r for r in answer.rejected if r.model.id == "llama-3.3-70b-instruct")
+    assert reason.kind == "speed"
+    assert "too slow for chat" in reason.reason
+
+
+def test_formats_the_machine_cannot_run_never_appear() -> None:
+    for name in ("RTX 5090", "DGX Spark", "Strix Halo 128GB"):
+        everything = recommend.recommend(resolve(name), MODELS, Workload(), limit=0)
+        assert {p.variant.format for p in everything.plans} == {"gguf"}
+    both = recommend.recommend(resolve("M4 Max 128GB"), MODELS, Workload(), limit=0)
+    assert {p.variant.format for p in both.plans} == {"gguf", "mlx"}
+    only = Overrides(backends=("llamacpp",))
+    assert {
+        p.backend for p in recommend.recommend(resolve("M4 Max 128GB"), MODELS, Workload(), overrides=only).plans
+    } == {"llamacpp"}
+
+
+def test_purposes_ask_for_different_models() -> None:
+    device = resolve("RTX 4090")
+    first = {
+        p: recommend.recommend(device, MODELS, Workload(purpose=p)).plans
+        for p in ("chat", "autocomplete", "coding", "long")
+    }
+    assert all(m.model.fim or "autocomplete" in m.model.purposes for m in first["autocomplete"])
+    assert all(m.decode_tok_s.value >= 30 for m in first["autocomplete"])
+    assert all(m.n_ctx >= 65536 or m.n_ctx == memory.padded_context(m.model.native_context) for m in first["coding"])
+    assert first["chat"][0].n_ctx == 16384
+    assert all(p.ttft_cached_s is not None and p.ttft_cached_s.value < p.ttft_s.value for p in first["coding"])
+
+
+def test_the_speed_asked_for_is_kept() -> None:
+    fast = recommend.recommend(resolve("DGX Spark"), MODELS, Workload(min_decode_tok_s=60))
+    assert fast.plans
+    assert all(p.decode_tok_s.value >= 60 for p in fast.plans)
+
+
+def test_parallel_requests_each_get_the_context() -> None:
+    one, four = (golden.plan("RTX 5090", "qwen3-8b", Workload(parallel=n)) for n in (1, 4))
+    assert four.n_ctx == 4 * one.n_ctx
+    assert four.memory.kv_bytes == 4 * one.memory.kv_bytes
+
+
+def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> None:
+    card = resolve("RTX 4090")
+    host = Memory(128 << 30, 120 << 30, 110 << 30, "given")
+    device = replace(card, host=host, host_bandwidth_gbps=Figure(80.0, "given"))
+    model = BY_ID["gpt-oss-120b"]
+    variant = next(v for v in model.variants if v.format == "gguf")
+    plan = recommend.plan_for(device, model, variant, Workload())
+    assert plan.fits == "split"
+    assert 0 < plan.n_gpu_layers < len(model.layers)
+    assert plan.memory.total_bytes <= card.memory.limit_bytes
+    assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant.file_bytes
+    assert recommend.plan_for(card, model, variant, Workload()).fits == "no"
+
+
+def test_free_memory_is_a_soft_limit() -> None:
+    device = resolve("M4 Max 128GB")
+    busy = replace(device, memory=replace(device.memory, available_bytes=10 << 30))
+    plan = recommend.plan_for(busy, BY_ID["qwen3-32b"], golden.plan("H100", "qwen3-32b").variant, Workload())
+    assert plan.fits == "tight"
+
+
+def test_a_draft_model_is_counted_and_its_gain_shown() -> None:
+    device, model = resolve("RTX 5090"), BY_ID["qwen3-32b"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M")
+    plan = recommend.plan_for(
+        device, model, variant, Workload(), overrides=Overrides(draft="qwen3-0.6b"), models=MODELS
+    )
+    alone = recommend.plan_for(device, model, variant, Workload())
+    assert plan.memory.draft_bytes > 4e8
+    assert plan.memory.total_bytes == alone.memory.total_bytes + plan.memory.draft_bytes
+    assert plan.draft_gain > 1.2
+
+
+# --- properties -----------------------------------------------------------------------------------------------------
+
+
+def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
+    names = sorted({row.name for row in rows() if row.memory_gb and row.bandwidth_gbps})[::6]
+    for name in names:
+        device = resolve(name)
+        answer = recommend.recommend(device, MODELS, Workload())
+        assert len(answer.plans) <= recommend.MAX_PICKS
+        offered = {p.model.id for p in answer.plans}
+        assert not offered & {r.model.id for r in answer.rejected}
+        assert len(offered) + len(answer.rejected) >= 0.9 * len(MODELS)
+        for plan in answer.plans:
+            assert plan.memory.total_bytes <= device.memory.limit_bytes
+            assert plan.decode_tok_s.low <= plan.decode_tok_s.value <= plan.decode_tok_s.high
+            assert plan.decode_tok_s_full.value <= plan.decode_tok_s.value
+            assert plan.max_ctx >= plan.n_ctx
+            assert plan.why
+            assert all(len(line) <= 120 for line in explain.explain(plan, device))
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    device = resolve("Strix Halo 128GB")
+    forward, backward = (recommend.recommend(device, order, Workload()) for order in (MODELS, MODELS[::-1]))
+    one, two = (json.dumps(serialise.recommendation_to_json(a, {})) for a in (forward, backward))
+    assert one == two
+
+
+def test_the_longest_context_fits_and_the_next_does_not() -> None:
+    device = resolve("RTX 3060 12GB")
+    plan = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct")
+    longest = recommend.max_context(device, plan)
+    assert longest < plan.model.native_context
+
+    def fits(n_ctx: int) -> bool:
+        need = recommend.memory_for(
+            device, plan.model, plan.variant, n_ctx=n_ctx, kv_type=plan.kv_type, slots=plan.slots
+        )
+        return need.total_bytes <= device.memory.limit_bytes
+
+    assert fits(longest)
+    assert not fits(longest + memory.CONTEXT_STEP)
+
+
+def test_smaller_formats_cost_quality_in_order() -> None:
+    model = BY_ID["qwen3-32b"]
+    known = {v.quant: quality.format_cost(model, v) for v in model.variants}
+    order = [known[q] for q in ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")]
+    assert order == sorted(order)
+    assert known["Q4_K_M"] < 1.0
+
+
+def test_an_unrated_newcomer_does_not_outrank_on_its_date_alone() -> None:
+    rated, unrated = BY_ID["qwen3.5-9b"], BY_ID["granite-4.2-8b"]
+    assert quality.rate(rated).spread < quality.rate(unrated).spread
+    device = resolve("RTX 4090")
+    order = [p.model.id for p in recommend.recommend(device, [rated, unrated], Workload()).plans]
+    assert order[0] == rated.id or quality.rate(unrated).points > quality.rate(rated).points + 5
+
+
+# --- the verify loop ------------------------------------------------------------------------------------------------
+
+
+def test_reality_a_third_below_the_prediction_names_likely_causes() -> None:
+    device, model = resolve("RTX 4090"), BY_ID["qwen3-8b"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M")
+    predicted = golden.plan("RTX 4090", "qwen3-8b").decode_tok_s.value
+    fine = verify.compare(device, Measured(model, variant, "llamacpp", predicted * 0.9))
+    slow = verify.compare(device, Measured(model, variant, "llamacpp", predicted * 0.6))
+    crawling = verify.compare(device, Measured(model, variant, "llamacpp", predicted * 0.1))
+    assert fine.causes == ()
+    assert any("another program" in c for c in slow.causes)
+    assert any("power" in c for c in slow.causes)
+    assert "CPU" in crawling.causes[0]
+    full = replace(device, memory=replace(device.memory, available_bytes=1 << 30))
+    assert any("swap" in c for c in verify.compare(full, Measured(model, variant, "llamacpp", 1.0)).causes)
+
+
+def test_faster_than_the_memory_means_the_bandwidth_is_wrong() -> None:
+    device, model = resolve("RTX 4090"), BY_ID["qwen3-8b"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M")
+    (cause,) = verify.compare(device, Measured(model, variant, "llamacpp", 1000.0)).causes
+    assert "bandwidth" in cause
+
+
+# --- pictures and JSON ----------------------------------------------------------------------------------------------
+
+
+def picks(machine: str = "M4 Max 128GB") -> tuple[Device, list[Plan]]:
+    device = resolve(machine)
+    return device, list(recommend.recommend(device, MODELS, Workload()).plans)
+
+
+def test_the_roofline_is_drawn_in_text_svg_and_png() -> None:
+    picture = roofline.of(*picks())
+    assert all(p.tok_s * p.gb_per_token <= picture.bandwidth_gbps for p in picture.points)
+    lines = roofline.text(picture)
+    assert sum("·" in line for line in lines) >= 5
+    assert len(picture.points) == 8
+    svg = roofline.svg(picture)
+    assert svg.count("<circle") == 8
+    png = roofline_png.png(picture)
+    assert png.startswith(b"\x89PNG")
+    assert png.endswith(b"IEND\xaeB`\x82")
+
+
+def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:
+    """What of `value` breaks `schema` (the part of JSON Schema that ours uses)."""
+    if "$ref" in schema:
+        return conforms(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], at)
+    if "anyOf" in schema:
+        found = [conforms(value, s, at) for s in schema["anyOf"]]
+        return [] if [] in found else found[0]
+    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    wanted = schema.get("type", [])
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        if name == "integer" and isinstance(value, int) and not isinstance(value, bool):
+            break
+        if name == "number" and isinstance(value, int | float) and not isinstance(value, bool):
+            break
+        if name in kinds and isinstance(value, kinds[name]):
+            break
+    else:
+        if wanted:
+            return [f"{at}: {value!r} is not {wanted}"]
+    problems = []
+    if "enum" in schema and value not in schema["enum"]:
+        problems.append(f"{at}: {value!r} not in {schema['enum']}")
+    if "const" in schema and value != schema["const"]:
+        problems.append(f"{at}: {value!r} is not {schema['const']}")
+    if "minimum" in schema and value is not None and value < schema["minimum"]:
+        problems.append(f"{at}: {value} below {schema['minimum']}")
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        problems += [f"{at}.{k} is missing" for k in schema.get("required", []) if k not in value]
+        if schema.get("additionalProperties") is False:
+            problems += [f"{at}.{k} is not in the schema" for k in value if k not in known]
+        for key, item in value.items():
+            if key in known:
+                problems += conforms(item, known[key], f"{at}.{key}")
+    if isinstance(value, list) and "items" in schema:
+        for i, item in enumerate(value):
+            problems += conforms(item, schema["items"], f"{at}[{i}]")
+    return problems
+
+
+@pytest.mark.parametrize("machine", ["M4 Max 128GB", "RTX 5090", "Jetson Orin Nano 8GB"])
+def test_json_conforms_to_the_published_schema(machine: str) -> None:
+    from localllm.device.describe import device_to_json
+
+    device = resolve(machine)
+    answer = recommend.recommend(device, MODELS, Workload())
+    body = json.loads(json.dumps(serialise.recommendation_to_json(answer, device_to_json(device))))
+    assert conforms(body, SCHEMA) == []
+    body["plans"][0]["fits"] = "maybe"
+    del body["plans"][1]["memory"]
+    assert len(conforms(body, SCHEMA)) == 2
+
+
+def test_one_model_lists_every_variant_whether_or_not_it_fits() -> None:
+    device, model = resolve("RTX 5090"), BY_ID["qwen3-32b"]
+    plans = recommend.variants_of(device, model, Workload())
+    assert len(plans) == sum(v.format == "gguf" for v in model.variants)
+    assert {p.fits for p in plans} >= {"yes", "no"}
+    for plan in plans:
+        if plan.fits == "no":
+            assert plan.max_ctx < plan.n_ctx
+            assert "needs" in plan.why

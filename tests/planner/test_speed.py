@@ -1,0 +1,239 @@
+"""Predicted speeds: textbook bounds, the shipped table against the rows it was fitted to, and what a measurement changes."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.device.named import resolve
+from localllm.device.types import Device, Figure, Memory
+from localllm.planner import families, memory, speed
+from localllm.planner.speed import Measured
+from localllm.planner.streams import streamed
+from localllm_catalog import catalog, shapes
+from localllm_catalog.types import Model, Variant
+
+GIB = 2**30
+CATALOG = catalog.load()
+ROWS = Path(__file__).parents[2] / "benchmarks" / "data" / "speeds.csv"
+
+
+def model(name: str) -> Model:
+    found = CATALOG.get(name)
+    assert found is not None
+    return found
+
+
+def variant(m: Model, quant: str) -> Variant:
+    return next(v for v in m.variants if v.quant == quant)
+
+
+def bf16(m: Model) -> Variant:
+    return Variant("gguf", "BF16", "", (), shapes.estimate_gguf_bytes(m, "BF16"))
+
+
+def cpu(bandwidth: float = 34.0, cores: int = 2) -> Device:
+    pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
+    return Device("a small server", "system", "cpu", "server", pool, Figure(bandwidth, "measured"), n_cpu_cores=cores)
+
+
+# --- textbook -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("machine", "tok_s"), [("H100", 150), ("RTX 5090", 81)])
+def test_qwen3_8b_in_bf16_at_40k_is_bound_by_weights_and_kv(machine: str, tok_s: float) -> None:
+    m = model("qwen3-8b")
+    assert speed.decode_bound(resolve(machine), m, bf16(m), depth=40_000) == pytest.approx(tok_s, rel=0.07)
+
+
+@pytest.mark.parametrize(("machine", "tflops", "seconds"), [("H100", 989, 0.76), ("RTX 5090", 210, 3.6)])
+def test_qwen3_8b_prompt_of_40k_is_bound_by_its_matrices(machine: str, tflops: float, seconds: float) -> None:
+    m = model("qwen3-8b")
+    matrices = 2 * m.params_active * 40_000 / (tflops * 1e12)
+    assert matrices == pytest.approx(seconds, rel=0.15)
+    predicted = speed.prefill(resolve(machine), m, bf16(m), prompt_tokens=40_000)
+    # Attention over 40k tokens adds most as much again, and no kernel reaches the datasheet.
+    assert 40_000 / predicted.value > matrices
+
+
+@pytest.mark.parametrize("machine", ["M4 Max 128GB", "DGX Spark", "RTX 5090"])
+def test_an_8b_at_q4_is_bound_by_bandwidth_over_4_and_a_half_gigabytes(machine: str) -> None:
+    device, m = resolve(machine), model("llama-3.1-8b-instruct")
+    assert device.bandwidth_gbps is not None
+    bound = speed.decode_bound(device, m, variant(m, "Q4_K_M"))
+    assert bound == pytest.approx(device.bandwidth_gbps.value / 4.5, rel=0.05)
+    assert speed.decode(device, m, variant(m, "Q4_K_M")).value < bound
+
+
+def test_a_million_tokens_of_qwen3_8b_take_147_gb() -> None:
+    assert memory.kv_bytes(model("qwen3-8b"), 1_000_000 // 256 * 256) == pytest.approx(147e9, rel=0.005)
+
+
+def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> None:
+    m = model("qwen3-30b-a3b")
+    four_bit = next(v for v in m.variants if v.format == "mlx" and v.quant == "4bit")
+    parts = streamed(m, four_bit)
+    assert 16e9 <= four_bit.file_bytes <= 17.5e9
+    assert 1.7e9 <= parts.total_bytes <= 1.9e9
+    assert streamed(m, variant(m, "Q4_K_M")).total_bytes == pytest.approx(1.9e9, rel=0.1)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
+    hardware = families.hardware_keys(row["device"], row["engine"])
+    generated = int(row["test"][2:]) if row["test"].startswith("tg") else 0
+    depth = int(float(row["depth"] or 0) + generated / 2)
+    terms = speed.decode_terms(
+        m, v, hardware, float(row["bandwidth_gbps"]), vendor=families.generation(row["device"])[0], depth=depth
+    )
+    return 1 / terms.total_s
+
+
+def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
+    short, deep = [], []
+    with ROWS.open(newline="") as f:
+        for row in csv.DictReader(f):
+            m = CATALOG.get(row["model"])
+            decoding = row["test"].startswith("tg") or row["test"] == "decode"
+            if m is None or not row["file_bytes"] or not decoding or float(row["batch"]) != 1:
+                continue
+            v = Variant("mlx" if row["engine"] == "mlx" else "gguf", row["quant"], "", (), int(row["file_bytes"]))
+            error = abs(_predicted(row, m, v) / float(row["tok_s"]) - 1)
+            (deep if float(row["depth"] or 0) >= 8192 else short).append(error)
+    assert len(short) > 200
+    assert len(deep) > 80
+    assert statistics.median(short) <= 0.05
+    assert statistics.median(deep) <= 0.08
+    assert statistics.quantiles(short, n=10)[-1] <= 0.15
+
+
+def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
+    known = resolve("RTX 4090")
+    unknown = replace(known, name="GeForce RTX 4099", match="")
+    m = model("qwen3-8b")
+    a, b = (speed.decode(d, m, variant(m, "Q4_K_M")) for d in (known, unknown))
+    assert "rtx 4090" in a.basis
+    assert "nvidia-ada" in b.basis
+    assert b.value == pytest.approx(a.value, rel=0.3)
+    assert b.high / b.low >= a.high / a.low
+
+
+def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
+    nothing = replace(resolve("RTX 4090"), name="?", match="", bandwidth_gbps=None)
+    m = model("qwen3-8b")
+    found = speed.decode(nothing, m, variant(m, "Q4_K_M"))
+    assert "assumed" in found.basis
+    assert found.high / found.low > 3
+
+
+@pytest.mark.parametrize("name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"])
+def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
+    device = resolve(name)
+    for m in CATALOG.models:
+        for v in m.variants:
+            if v.format == "mlx" and device.accelerator != "metal":
+                continue
+            backend = "mlx" if v.format == "mlx" else "llamacpp"
+            assert speed.decode(device, m, v, backend=backend).value <= 1.2 * speed.decode_bound(device, m, v)
+
+
+@given(depth=st.integers(0, 200_000), more=st.integers(1, 60_000), n=st.integers(1, 32))
+def test_more_context_and_more_sequences_never_make_a_step_faster(depth: int, more: int, n: int) -> None:
+    device, m = resolve("RTX 4090"), model("gemma-3-12b-it")
+    v = variant(m, "Q4_K_M")
+    at = speed.decode(device, m, v, depth=depth, n_sequences=n).value
+    assert speed.decode(device, m, v, depth=depth + more, n_sequences=n).value <= at * 1.0001
+    assert speed.decode(device, m, v, depth=depth, n_sequences=n + 1).value <= at * 1.0001
+
+
+def test_a_sliding_window_stops_costing_once_full() -> None:
+    device, m = resolve("RTX 4090"), model("gpt-oss-20b")
+    v = variant(m, "MXFP4")
+    full_layers = sum(layer.kind == "full" for layer in m.layers)
+    one, two = (speed.kv_read_bytes(m, depth) for depth in (10_000, 20_000))
+    assert two - one == 10_000 * full_layers * 8 * 128 * 2
+    assert speed.decode(device, m, v, depth=20_000).value < speed.decode(device, m, v).value
+
+
+def test_layers_in_system_memory_add_their_own_time() -> None:
+    device = replace(resolve("RTX 4090"), host_bandwidth_gbps=Figure(60.0, "given"))
+    m = model("llama-3.3-70b-instruct")
+    v = variant(m, "Q4_K_M")
+    whole, most = (speed.decode(device, m, v, device_share=s).value for s in (1.0, 0.9))
+    assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s beside 1,008
+
+
+# --- this machine's own figures -------------------------------------------------------------------------------------
+
+
+def test_a_measurement_replaces_the_table_and_says_so() -> None:
+    device, m = cpu(), model("smollm2-135m-instruct")
+    v = variant(m, "Q4_1")
+    own = speed.decode(device, m, v, measured=[Measured(m, v, "llamacpp", 131.0, depth=64)])
+    assert speed.decode(
+        device, m, v, depth=64, measured=[Measured(m, v, "llamacpp", 131.0, 64)]
+    ).value == pytest.approx(131)
+    assert own.basis.startswith("measured here")
+    assert own.high / own.low < 1.2
+
+
+@pytest.mark.parametrize("known_first", [True, False])
+def test_one_small_bench_predicts_another_model_on_the_same_machine(known_first: bool) -> None:
+    # Best of forty interleaved bursts on two Zen 5 cores, llama.cpp 0.3.36: 149.7 and 87.7 tok/s.
+    small, gemma = model("smollm2-135m-instruct"), model("gemma-3-270m-it")
+    runs = {
+        small.id: Measured(small, variant(small, "Q4_1"), "llamacpp", 149.7, 100),
+        gemma.id: Measured(
+            gemma, Variant("gguf", "Q4_K_M", "", (), 253_113_024, weights_bytes=246_587_904), "llamacpp", 87.7, 100
+        ),
+    }
+    known, other = (small, gemma) if known_first else (gemma, small)
+    run = runs[other.id]
+    predicted = speed.decode(cpu(), other, run.variant, depth=run.depth, measured=[runs[known.id]])
+    assert predicted.value == pytest.approx(run.decode_tok_s, rel=0.15)
+    assert known.id in predicted.basis
+
+
+def test_a_measurement_of_another_engine_changes_nothing() -> None:
+    device, m = resolve("M4 Max 128GB"), model("qwen3-8b")
+    v = variant(m, "Q4_K_M")
+    plain = speed.decode(device, m, v)
+    assert speed.decode(device, m, v, measured=[Measured(m, v, "mlx", 1.0)]) == plain
+
+
+def test_prefill_and_the_first_token_follow_a_measurement() -> None:
+    device, m = cpu(), model("smollm2-135m-instruct")
+    v = variant(m, "Q4_1")
+    run = Measured(m, v, "llamacpp", 131.0, 0, prefill_tok_s=320.0, prompt_tokens=128)
+    prefill = speed.prefill(device, m, v, prompt_tokens=128, n_ubatch=128, measured=[run])
+    assert prefill.value == pytest.approx(320, rel=0.02)
+    decode = speed.decode(device, m, v, measured=[run])
+    cold, warm = speed.ttft(prefill, decode, 1000), speed.ttft(prefill, decode, 1000, cached_tokens=900)
+    assert cold.value > 5 * warm.value
+    assert warm.low <= warm.value <= warm.high
+
+
+# --- speculation ----------------------------------------------------------------------------------------------------
+
+
+def test_speculation_follows_the_published_formula() -> None:
+    assert speed.speculation_gain(0.8, 5, 0.0) == pytest.approx((1 - 0.8**6) / 0.2)
+    assert speed.speculation_gain(0.0, 4, 0.1) == pytest.approx(1 / 1.4)
+
+
+def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
+    device = resolve("RTX 5090")
+    draft = (model("qwen3-0.6b"), variant(model("qwen3-0.6b"), "Q4_K_M"))
+    dense, mixture = model("qwen3-32b"), model("qwen3-30b-a3b")
+    big = speed.draft_gain(device, (dense, variant(dense, "Q4_K_M")), draft)
+    small = speed.draft_gain(device, (mixture, variant(mixture, "Q4_K_M")), draft)
+    assert big > 1.3
+    assert small < big

@@ -1,0 +1,38 @@
+"""docs/api.md names every path and every field: a page that lags behind the code fails here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from localllm.conversation.tools.prompt import _INSTRUCTION
+from localllm.server.app import create_app
+from localllm.server.fields import HINTS, REFUSED, ChatFields
+from localllm.server.router import ModelRouter
+from support.scripted_engine import ScriptedEngine
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_every_field_is_documented() -> None:
+    named = set(re.findall(r"[a-z_]{1,40}", PAGE))
+    wanted = {*ChatFields.model_fields, *REFUSED, *HINTS} - {
+        "length_penalty",
+        "messages",
+        "tools",
+        "stream_options",
+        "stream",
+    }
+    assert wanted - named == set()
+
+
+def test_every_path_is_documented() -> None:
+    app = create_app(ModelRouter({"tiny": ScriptedEngine()}))
+    for path in app.openapi()["paths"]:
+        short = path.partition("/{")[0].rsplit("/", 1)[-1]
+        assert short in PAGE or "embed" in path or "rerank" in path, path
+
+
+def test_the_default_tool_format_is_the_documented_one() -> None:
+    for line in _INSTRUCTION.replace("{{", "{").replace("}}", "}").replace("{tools}", "{…one per line…}").splitlines():
+        assert f"    {line}" in PAGE

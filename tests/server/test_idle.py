@@ -1,0 +1,79 @@
+"""An idle model gives its memory back; one in use never does; the next request finds it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from localllm.engine.messages import Event, Request
+from localllm.server.idle import unload_idle
+from localllm.server.router import ModelRouter, ServedModel
+from support.scripted_backend import ScriptedBackend
+
+
+class Engine:
+    """Only its facts are asked for here."""
+
+    info = ScriptedBackend().info
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        return
+        yield
+
+    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        return []
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        return ""
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {}
+
+
+class Host:
+    def __init__(self) -> None:
+        self.loads = 0
+        self.closed = asyncio.Event()
+
+    async def engine(self) -> Engine:
+        self.loads += 1
+        self.closed.clear()
+        return Engine()
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+def test_an_idle_model_is_closed_and_comes_back() -> None:
+    async def main() -> None:
+        host = Host()
+        model = ServedModel("m", host)
+        await model.engine()
+        watch = asyncio.create_task(unload_idle(ModelRouter([model]), idle_s=0.05))
+        async with asyncio.timeout(30):
+            await host.closed.wait()
+            await model.engine()
+            assert host.loads == 2
+            await host.closed.wait()
+        watch.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_model_in_use_is_never_closed_and_short_memory_hurries_the_others() -> None:
+    async def main() -> None:
+        busy, idle = Host(), Host()
+        models = [ServedModel("busy", busy), ServedModel("idle", idle)]
+        for model in models:
+            await model.engine()
+        models[0].in_use = 1
+        watch = asyncio.create_task(
+            unload_idle(ModelRouter(models), idle_s=0.5, pressed=lambda: True, pressed_idle_s=0.01)
+        )
+        async with asyncio.timeout(30):
+            await idle.closed.wait()
+        assert not busy.closed.is_set()
+        watch.cancel()
+
+    asyncio.run(main())
