@@ -6,10 +6,10 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test check unit format bench clean help
+.PHONY: chat test test-oldest check unit format bench clean help
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 chat: $(VENV)/.app ## set up and chat with the starter model (without a terminal: one answer)
 	@$(BIN)/localllm chat -m smollm2-135m-instruct $(ARGS)
@@ -26,6 +26,9 @@ check: $(VENV)/.dev ## lint, format, types, import rules, catalog schema
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
+test-oldest: ## run the tests on the oldest versions of every dependency we claim to support
+	@PYTHON="$(or $(PYTHON_OLDEST),python3.11)" sh packaging/test-oldest.sh $(ARGS)
+
 format: $(VENV)/.dev ## rewrite the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -34,7 +37,7 @@ bench: $(VENV)/.dev ## measure against peers and limits (minutes; never part of 
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove the virtual environment and caches of this checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(VENV)/.app: pyproject.toml packaging/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh packaging/setup.sh app

@@ -27,7 +27,7 @@ class Comparison:
 
     def ratio(self, name: str, to: str) -> float:
         """Median of `name` over median of `to`."""
-        return self.median(name) / self.median(to)
+        return self.median(name) / self.median(to) if self.median(to) else float("nan")
 
     def report(self, to: str) -> dict[str, object]:
         """Print one line per name, with its ratio to `to`, and return the figures."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import bench, chat, connect, device, doctor, recommend, serve
+from localllm.cli import bench, chat, connect, device, doctor, models, pull, recommend, serve
 from localllm.errors import LocalLLMError
 
 _EPILOG = (
@@ -29,6 +29,8 @@ app = typer.Typer(
 app.command()(chat.chat)
 app.command()(recommend.recommend)
 app.command()(serve.serve)
+app.command()(pull.pull)
+app.add_typer(models.app, name="models")
 app.command()(bench.bench)
 app.command()(device.device)
 app.command()(doctor.doctor)

@@ -91,8 +91,8 @@ def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]
 
     found = []
     for r in records:
-        model = models.get(r.model)
-        if model is None or r.machine != machine:
+        model = _model_of(r, models) if r.machine == machine else None
+        if model is None:
             continue
         known = next((v for v in model.variants if v.quant == r.quant), None)
         size = r.file_bytes or (known.file_bytes if known else 0)
@@ -105,3 +105,19 @@ def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]
             )
         )
     return tuple(found)
+
+
+def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
+    """The record's model: from the catalog (a base model has its tuned sister's shapes), else from its file's header."""
+    for name in (record.model, f"{record.model}-it", f"{record.model}-instruct"):
+        if name in models:
+            return models[name]
+    if not record.file.endswith(".gguf") or not Path(record.file).exists():
+        return None
+    from localllm_catalog import from_gguf, gguf
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        return from_gguf.model_from_gguf(gguf.read(record.file))
+    except (CatalogError, OSError):
+        return None

@@ -65,5 +65,8 @@ def describe(local: LocalModel) -> Model | None:
 
 def _measured(device: Device, model: Model) -> tuple[Measured, ...]:
     from localllm.cli import measurements
+    from localllm.cli.recommend import user_catalog
+    from localllm_catalog import catalog as catalogs
 
-    return measurements.for_planner(measurements.load(), device.name, {model.id: model})
+    models = {**catalogs.load(user_catalog()).by_id, model.id: model}
+    return measurements.for_planner(measurements.load(), device.name, models)

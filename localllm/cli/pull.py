@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from localllm.library.progress import Progress
     from localllm.library.types import LocalModel
+    from localllm_catalog.types import Model, Variant
 
 # Off a terminal (a log, a pipe) a line this often is enough.
 _LOG_EVERY_S = 10.0
@@ -29,13 +30,18 @@ def pull(
     import sys
 
     from localllm.cli.models import as_row, gb
+    from localllm.cli.recommend import user_catalog
     from localllm.library.pull import pull as fetch
     from localllm.settings import Settings
+    from localllm_catalog import catalog as catalogs
 
+    # Only of a curated model is enough known, before anything is fetched, to plan by.
+    curated = catalogs.load(user_catalog()).get(ref.partition(":")[0])
+    choose = planned if curated is not None else None
     no_network = bool(Settings({"offline": offline}).value("offline"))
     meter = None if quiet else ProgressLine(lambda text: print(text, end="", file=sys.stderr, flush=True))
     try:
-        found: LocalModel = fetch(ref, on_progress=meter, mmproj=mmproj, offline=no_network)
+        found: LocalModel = fetch(ref, on_progress=meter, choose=choose, mmproj=mmproj, offline=no_network)
     except KeyboardInterrupt:
         if meter is not None:
             meter.close()
@@ -150,3 +156,25 @@ def duration(seconds: float) -> str:
     if whole < 360_000:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return "over 100 h"
+
+
+def planned(model: Model) -> Variant:
+    """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
+    from localllm.device.detect import detect
+    from localllm.engine import backends
+    from localllm.errors import DoesNotFitError
+    from localllm.planner.recommend import Overrides, variants_of
+    from localllm.planner.types import Workload
+
+    plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=tuple(backends.names())))
+    if not plans:
+        raise DoesNotFitError(f"no engine installed here runs any published variant of {model.name}")
+    fitting = [p for p in plans if p.fits != "no"]
+    if not fitting:
+        least = min(p.memory.total_bytes for p in plans)
+        raise DoesNotFitError(
+            f"{model.name} needs at least {least / 1e9:.1f} GB, and this machine has "
+            f"{plans[0].memory.limit_bytes / 1e9:.1f} GB usable",
+            hint=f"name a variant to fetch it all the same: localllm pull {model.id}:{plans[0].variant.quant}",
+        )
+    return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant

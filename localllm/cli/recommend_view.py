@@ -210,7 +210,8 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     lines.append(f"  {'model':28} {'quant':8} {'memory':>17} {'decode tok/s':>21}")
     for x in results:
         lines.append(f"  {_clip(x.name, 28):28} {_clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}")
-        lines += [f"      {cause}" for cause in x.causes]
+        for cause in x.causes:
+            lines += textwrap.wrap(cause, WIDTH - 6, initial_indent="      ", subsequent_indent="      ")
     return lines
 
 

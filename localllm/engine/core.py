@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ class Engine:
             n_prompt=len(prompt),
             max_tokens=room if request.max_tokens is None else request.max_tokens,
             sampler=Sampler(request.sampling, constraint),
-            text=TextStream(self.backend.token_bytes, request.stop),
+            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), request.stop),
             submitted_s=self.clock(),
         )
         self._waiting[job.id] = job

@@ -9,13 +9,19 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from localllm.library import folders, hf_cache, names
+from localllm.library import folders, hf_cache, names, places
 from localllm.library.types import LocalModel
 
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
+_MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
+# Of a list's manifests: those for llama.cpp itself first, then those for Ollama's own engine; MLX ones are not GGUF.
+_RUNNERS = ("llamacpp", "ollama", "")
+# One registry under two names (manifests/ has the first, manifests-v2/ the second).
+_OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 
 
 def lmstudio(store: Path) -> list[LocalModel]:
@@ -26,10 +32,10 @@ def lmstudio(store: Path) -> list[LocalModel]:
 def llamacpp(cache: Path) -> list[LocalModel]:
     """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
-    known = [_repo_of_manifest(f.name) for f in files]
+    known = [r for f in files if (r := _repo_of_manifest(f.name) or _repo_of_name(f.name))]
     found = []
     for model in folders.ggufs(files, "llama.cpp"):
-        repo = next((r for r in known if r and model.path.name.startswith(r.replace("/", "_") + "_")), "")
+        repo = next((r for r in known if model.path.name.startswith(r.replace("/", "_") + "_")), "")
         name = model.name.removeprefix(repo.replace("/", "_") + "_") if repo else model.name
         # The cache holds many repositories side by side: a projector belongs to the model of its own.
         projector = _own_projector(files, repo) if repo else None
@@ -55,18 +61,26 @@ def _repo_of_manifest(name: str) -> str:
     return repo if names.safe_repo(repo) else ""
 
 
+def _repo_of_name(name: str) -> str:
+    """The repository in "publisher_repository-GGUF_file.gguf", where nothing else tells where it ends; or ""."""
+    match = re.match(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf$", name, re.IGNORECASE)
+    repo = f"{match['publisher']}/{match['name']}" if match else ""
+    return repo if names.safe_repo(repo) else ""
+
+
 def ollama(store: Path) -> list[LocalModel]:
-    """Ollama's store: manifests/HOST/NAMESPACE/MODEL/TAG name the blobs. GGUF models only.
+    """Ollama's store: manifests-v2/ or manifests/HOST/NAMESPACE/MODEL/TAG name the blobs. GGUF models only.
 
     Left out: models with an adapter (running the base alone would be another model), and those whose weights are not
     one GGUF file (Ollama's own safetensors layout).
     """
-    found = []
-    for manifest in _manifests(store / "manifests"):
-        model = _ollama_model(store, manifest)
-        if model is not None:
-            found.append(model)
-    return found
+    found: dict[str, LocalModel] = {}
+    for root in places.MANIFESTS:
+        for manifest in _manifests(store / root):
+            name = manifest.relative_to(store / root).parts
+            if _title(name) not in found and (model := _ollama_model(store, manifest, name)) is not None:
+                found[model.name] = model
+    return list(found.values())
 
 
 def _manifests(folder: Path) -> Iterator[Path]:
@@ -75,8 +89,32 @@ def _manifests(folder: Path) -> Iterator[Path]:
             yield from files
 
 
-def _ollama_model(store: Path, manifest: Path) -> LocalModel | None:
-    content = folders.read_json(manifest)
+def _title(name: tuple[str, ...]) -> str:
+    """A model's name as Ollama prints it: its own registry and the namespace `library` go without saying."""
+    host, namespace, model, tag = name
+    if host.lower() not in _OLLAMA_HOSTS:
+        return f"{host}/{namespace}/{model}:{tag}"
+    return f"{model}:{tag}" if namespace == "library" else f"{namespace}/{model}:{tag}"
+
+
+def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The manifest itself, or of a list the one we can run (written out in it, or lying among the blobs)."""
+    if content.get("mediaType") != _MANIFEST_LIST:
+        return content
+    listed = content.get("manifests")
+    children = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    for runner in _RUNNERS:
+        for child in children:
+            if str(child.get("runner", "")).lower() == runner and child.get("format", "gguf") == "gguf":
+                if "layers" in child:
+                    return child
+                blob = _blob(store, child)
+                return folders.read_json(blob) if blob is not None else {}
+    return {}
+
+
+def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalModel | None:
+    content = _runnable_manifest(store, folders.read_json(manifest))
     layers = content.get("layers")
     if not isinstance(layers, list):
         return None
@@ -91,22 +129,17 @@ def _ollama_model(store: Path, manifest: Path) -> LocalModel | None:
     weights = by_type.get(_MODEL, [])
     if len(weights) != 1 or _ADAPTER in by_type or not _is_gguf(weights[0]):
         return None
-    host, namespace, name, tag = manifest.relative_to(store / "manifests").parts
-    repo = f"{namespace}/{name}" if host in ("hf.co", "huggingface.co") else ""
+    host, namespace, model, tag = name
+    repo = f"{namespace}/{model}" if host in ("hf.co", "huggingface.co") else ""
     config = content.get("config")
     config_blob = _blob(store, config) if isinstance(config, dict) else None
     facts = folders.read_json(config_blob) if config_blob is not None else {}
     quant = facts.get("file_type") if isinstance(facts.get("file_type"), str) else ""
     if not quant or quant == "unknown":
         quant = names.quant_of(f"-{tag}")
-    title = f"{name}:{tag}"
-    if host != "registry.ollama.ai":
-        title = f"{host}/{namespace}/{title}"
-    elif namespace != "library":
-        title = f"{namespace}/{title}"
     projectors = by_type.get(_PROJECTOR, [])
     return LocalModel(
-        title,
+        _title(name),
         weights[0],
         "gguf",
         weights[0].stat().st_size,
@@ -119,14 +152,14 @@ def _ollama_model(store: Path, manifest: Path) -> LocalModel | None:
 
 
 def _blob(store: Path, layer: dict[str, object]) -> Path | None:
-    """The blob of a manifest's layer: there, and as long as the manifest says."""
+    """The blob of a manifest's layer: there, and as long as the manifest says (where it does)."""
     match = _OLLAMA_DIGEST.fullmatch(str(layer.get("digest")))
     if match is None:
         return None
     for separator in "-:":
         blob = store / "blobs" / f"sha256{separator}{match['hex']}"
         try:
-            if blob.is_file() and blob.stat().st_size == layer.get("size"):
+            if blob.is_file() and blob.stat().st_size == layer.get("size", blob.stat().st_size):
                 return blob
         except OSError:
             return None

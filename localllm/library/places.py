@@ -22,6 +22,10 @@ from localllm import paths
 SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
 
 
+# Ollama's, the newer first: what both name, the newer one says.
+MANIFESTS = ("manifests-v2", "manifests")
+
+
 def _env_path(name: str) -> Path | None:
     value = os.environ.get(name, "").strip()
     return Path(value).expanduser() if value else None
@@ -64,7 +68,7 @@ def ollama() -> list[Path]:
         Path.home() / ".ollama" / "models",
         SERVICE_STORE if sys.platform == "linux" else None,
     ]
-    return [store for store in _existing([c for c in candidates if c]) if (store / "manifests").is_dir()]
+    return [store for store in _existing([c for c in candidates if c]) if any((store / m).is_dir() for m in MANIFESTS)]
 
 
 def llamacpp() -> list[Path]:

@@ -77,7 +77,7 @@ def pull(
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
-    """The same files in another application's store: Ollama's by hash, LM Studio's and llama.cpp's by name and size."""
+    """The same files in another application's store: by hash, and looked for by name and size first."""
     weights = [f for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors"))]
     for model in store.scan():
         if model.origin in ("hf-cache", "starter") or (selection.projector and model.mmproj is None):
@@ -86,16 +86,18 @@ def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None
             return model
         if model.repo.lower() != listing.repo.lower() or len(model.files) != len(weights):
             continue
-        sizes = {f.name: f.stat().st_size for f in model.files if f.exists()}
-        if all(_size_of(sizes, f) == f.size_bytes for f in weights):
+        if all(_is_here(model.files, f) for f in weights):
             return model
     return None
 
 
-def _size_of(sizes: dict[str, int], file: RepoFile) -> int:
-    """Bytes of a published file among local ones; llama.cpp's cache puts the repository before its name."""
-    base = file.name.rpartition("/")[2]
-    return next((size for name, size in sizes.items() if name == base or name.endswith(f"_{base}")), -1)
+def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
+    """Is the published file among these, whole? llama.cpp's cache puts the repository before its name."""
+    base = wanted.name.rpartition("/")[2]
+    held = next((f for f in files if (f.name == base or f.name.endswith(f"_{base}")) and f.exists()), None)
+    if held is None or held.stat().st_size != wanted.size_bytes:
+        return False
+    return not wanted.digest or store.digest_file(held, wanted.digest) == wanted.digest
 
 
 @dataclass(frozen=True, slots=True)

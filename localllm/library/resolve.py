@@ -85,11 +85,11 @@ def _hub_hosts(ref: str) -> tuple[str, ...]:
 
 def _by_path(ref: str) -> LocalModel | None:
     """The model at a path, or None if `ref` is no path."""
-    path = Path(ref).expanduser()
-    looks_like_path = ref.lower().endswith(".gguf") or ref.startswith((".", "/", "~")) or "\\" in ref
+    looks_like_path = ref.startswith((".", "/", "~")) or "\\" in ref or (ref.lower().endswith(".gguf") and "/" in ref)
     try:
+        path = Path(ref).expanduser()
         exists = path.exists()
-    except OSError:
+    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody ("~x"), a NUL
         exists = False
     if not exists:
         if looks_like_path and "://" not in ref:
@@ -149,7 +149,9 @@ def _matching(reference: names.Reference, installed: list[LocalModel]) -> list[L
     exact = [m for m in installed if text in _spellings(m)]
     if exact:
         return exact
-    of_quant = [m for m in installed if not reference.quant or names.same_quant(reference.quant, m.quant)]
+    # "Tiny-Q8_0" means no other quant, as "tiny:Q8_0" doesn't.
+    quant = reference.quant or ("" if reference.repo else names.quant_of(reference.name))
+    of_quant = [m for m in installed if not quant or names.same_quant(quant, m.quant)]
     if reference.repo:
         same = [m for m in of_quant if m.repo.lower() == reference.repo.lower()]
         if reference.file:

@@ -34,12 +34,9 @@ def scan() -> list[LocalModel]:
     for folder in places.folders():
         found += folders.scan(folder, "folder")
     found += packaged()
-    unique: dict[tuple[str, str], LocalModel] = {}
-    for model in found:
-        # Ollama gives one file several names, and each is asked for: those stay.
-        real = os.path.realpath(model.path)
-        unique.setdefault((real, model.name if model.origin == "ollama" else ""), model)
-    return list(unique.values())
+    # One application may give a file several names, and each is asked for; another application's are left out.
+    holder: dict[str, str] = {}
+    return [m for m in found if holder.setdefault(os.path.realpath(m.path), m.origin) == m.origin]
 
 
 def packaged() -> list[LocalModel]:

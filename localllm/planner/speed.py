@@ -58,6 +58,11 @@ class Terms:
     bandwidth_bytes_s: float
 
     @property
+    def memory_s(self) -> float:
+        """Seconds of the step that a faster memory would shorten."""
+        return (self.weights_s + self.routed_s) * self.graph_factor + self.kv_s
+
+    @property
     def total_s(self) -> float:
         """Seconds of the step."""
         core = self.weights_s + self.routed_s + self.layers_s + self.experts_s + self.recurrent_s
@@ -161,11 +166,26 @@ def decode(
     `device_share` < 1: the rest of the layers run from host memory and the times add up. `measured`: this machine's
     own figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
     """
-    seconds, spread, basis = _step(device, model, variant, backend, depth, kv_type, n_sequences, device_share)
+    step = _step(device, model, variant, backend, depth, kv_type, n_sequences, device_share)
     learnt = _correction(device, model, variant, backend, measured)
     if learnt is not None:
-        seconds, basis, spread = seconds * learnt[0], learnt[1], learnt[2]
-    return _range(1 / seconds, spread, basis)
+        seconds = step.memory_s * learnt.memory_factor + step.fixed_s * learnt.fixed_factor
+        return _range(1 / seconds, learnt.spread, learnt.basis)
+    return _range(1 / step.total_s, step.spread, step.basis)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A decode step in seconds: what scales with memory bandwidth, what does not; and how well that is known."""
+
+    memory_s: float
+    fixed_s: float
+    spread: float
+    basis: str
+
+    @property
+    def total_s(self) -> float:
+        return self.memory_s + self.fixed_s
 
 
 def _step(
@@ -177,7 +197,7 @@ def _step(
     kv_type: str,
     n_sequences: int,
     device_share: float,
-) -> tuple[float, float, str]:
+) -> _Step:
     hardware = families.device_keys(device, backend)
     bandwidth, bandwidth_basis = bandwidth_of(device)
 
@@ -190,42 +210,63 @@ def _step(
     basis, spread = _basis(efficiency.load()["decode"], hardware, model)
     if bandwidth_basis == "assumed":
         basis, spread = f"assumed {bandwidth:.0f} GB/s", 0.5
-    seconds = terms.total_s
+    memory_s, fixed_s = terms.memory_s, terms.total_s - terms.memory_s
     if n_sequences > 1:
         tflops, _ = families.nominal_tflops(device)
         prompt = prefill_terms(model, variant, hardware, bandwidth, tflops, vendor=_vendor(device))
-        seconds = max(seconds, n_sequences * prompt.matmul_s)
+        fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - memory_s)
     if device_share < 1.0:
         host_gbps = device.host_bandwidth_gbps.value if device.host_bandwidth_gbps else ASSUMED_BANDWIDTH_GBPS
         host = terms_on(("cpu",), host_gbps, "")
-        seconds = seconds * device_share + host.total_s * (1 - device_share)
+        memory_s = memory_s * device_share + host.memory_s * (1 - device_share)
+        fixed_s = fixed_s * device_share + (host.total_s - host.memory_s) * (1 - device_share)
         basis, spread = f"{basis}; host {host_gbps:.0f} GB/s", max(spread, 0.25)
-    return seconds, spread, basis
+    return _Step(memory_s, fixed_s, spread, basis)
 
 
 def _same(m: Measured, model: Model, variant: Variant) -> bool:
     return m.model.id == model.id and m.variant.quant == variant.quant
 
 
+@dataclass(frozen=True, slots=True)
+class _Correction:
+    memory_factor: float
+    fixed_factor: float
+    spread: float
+    basis: str
+
+
 def _correction(
     device: Device, model: Model, variant: Variant, backend: str, measured: Sequence[Measured]
-) -> tuple[float, str, float] | None:
-    """(factor on predicted seconds, basis, spread) learnt from this machine's own runs; None where it has none.
+) -> _Correction | None:
+    """What this machine's own runs say about its step times; None where it has none.
 
-    The same variant's figure if there is one, else the geometric mean over the others: what the machine's power mode,
-    cooling and build do to one model they do to the next.
+    The same variant's figure if there is one, else the geometric mean over the others: what power mode, cooling and
+    build do to one model they do to the next. On a CPU the bandwidth is the unknown (a busy machine measures half of
+    it) and the time per layer is not, so there the run corrects the memory's share alone as long as that explains it.
     """
     here = [m for m in measured if m.backend == backend and m.decode_tok_s > 0]
     exact = [m for m in here if _same(m, model, variant)]
     used = exact or here
     if not used:
         return None
-    logs = []
+    memory_logs, fixed_logs = [], []
     for m in used:
-        predicted, _, _ = _step(device, m.model, m.variant, backend, m.depth, m.kv_type, 1, 1.0)
-        logs.append(math.log(1 / m.decode_tok_s / predicted))
+        step = _step(device, m.model, m.variant, backend, m.depth, m.kv_type, 1, 1.0)
+        left = 1 / m.decode_tok_s - step.fixed_s
+        if device.accelerator == "cpu" and left > 0.3 / m.decode_tok_s:
+            memory_logs.append(math.log(left / step.memory_s))
+            fixed_logs.append(0.0)
+        else:
+            memory_logs.append(math.log(1 / m.decode_tok_s / step.total_s))
+            fixed_logs.append(memory_logs[-1])
     names = "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
-    return math.exp(sum(logs) / len(logs)), f"measured here: {names}", 0.05 if exact else 0.10
+    return _Correction(
+        math.exp(sum(memory_logs) / len(used)),
+        math.exp(sum(fixed_logs) / len(used)),
+        0.05 if exact else 0.10,
+        f"measured here: {names}",
+    )
 
 
 # --- prefill --------------------------------------------------------------------------------------------------------
@@ -410,7 +451,7 @@ def draft_gain(
 
     Verifying reads the target's dense weights once, but more of its experts, and computes length + 1 tokens.
     """
-    one, _, _ = _step(device, *target, backend, 0, "f16", 1, 1.0)
-    small, _, _ = _step(device, *draft, backend, 0, "f16", 1, 1.0)
-    verify, _, _ = _step(device, *target, backend, 0, "f16", length + 1, 1.0)
+    one = _step(device, *target, backend, 0, "f16", 1, 1.0).total_s
+    small = _step(device, *draft, backend, 0, "f16", 1, 1.0).total_s
+    verify = _step(device, *target, backend, 0, "f16", length + 1, 1.0).total_s
     return speculation_gain(acceptance, length, small / one, verify / one)

@@ -30,7 +30,7 @@ async def unload_idle(
                 continue
             closed_at[model.name] = used
             log.info("unloading %s after %.0f s without a request", model.name, now - used)
-            await model.host.close()
+            await model.unload()
 
 
 def memory_is_short() -> bool:

@@ -258,21 +258,25 @@ def routes(server: Server) -> APIRouter:
     async def tokenize(request: Request) -> dict[str, Any]:
         """Token ids of a text."""
         fields, _ = read(TokenizeFields, await read_json(request, server.settings))
-        engine = await server.models.resolve(fields.model).engine()
-        tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
-        if not fields.with_pieces:
-            return {"tokens": tokens}
-        return {"tokens": [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]}
+        model = server.models.resolve(fields.model)
+        with model.lease():
+            engine = await model.engine()
+            tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
+            if not fields.with_pieces:
+                return {"tokens": tokens}
+            return {"tokens": [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]}
 
     @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields))
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
         fields, _ = read(DetokenizeFields, await read_json(request, server.settings))
-        engine = await server.models.resolve(fields.model).engine()
-        bad = next((t for t in fields.tokens if t >= engine.info.n_vocab), None)
-        if bad is not None:
-            raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
-        return {"content": await engine.detokenize(fields.tokens)}
+        model = server.models.resolve(fields.model)
+        with model.lease():
+            engine = await model.engine()
+            bad = next((t for t in fields.tokens if t >= engine.info.n_vocab), None)
+            if bad is not None:
+                raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
+            return {"content": await engine.detokenize(fields.tokens)}
 
     @router.post("/apply-template", response_model=None, openapi_extra=body_of(TemplateFields))
     async def apply_template(request: Request) -> dict[str, Any]:

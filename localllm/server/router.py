@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from localllm.conversation.reply import think_markers
 from localllm.conversation.template import ChatTemplate
 from localllm.engine.api import Engine, Host
 from localllm.engine.messages import Sampling
-from localllm.errors import ModelNotFoundError
+from localllm.errors import BusyError, ModelNotFoundError
 from localllm_backends.contract import ModelInfo
 
 # Suffixes clients add to a name without meaning another model.
@@ -32,6 +33,7 @@ class ServedModel:
     n_ctx: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     info: ModelInfo | None = None
+    loaded: bool = False
     in_use: int = 0
     last_used_s: float = 0.0
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -40,9 +42,28 @@ class ServedModel:
     async def engine(self) -> Engine:
         """The loaded engine (loading it when needed); remembers its facts for the model lists."""
         engine = await self.host.engine()
-        self.info = engine.info
+        self.info, self.loaded = engine.info, True
         self.last_used_s = asyncio.get_running_loop().time()
         return engine
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Hold the model for a request: it is never unloaded while somebody does."""
+        self.in_use += 1
+        try:
+            yield
+        finally:
+            self.in_use -= 1
+            self.last_used_s = asyncio.get_running_loop().time()
+
+    async def unload(self) -> None:
+        """Give the memory back; the next request loads it again. Raises BusyError while requests run.
+
+        A request that comes while this runs waits for the Host, which loads again after it has closed."""
+        if self.in_use:
+            raise BusyError(f"{self.name} answers {self.in_use} requests")
+        self.loaded = False
+        await self.host.close()
 
     def template(self, info: ModelInfo) -> ChatTemplate:
         """The model's chat template, compiled once."""
@@ -67,14 +88,10 @@ class ServedModel:
                 found.append("insert")
         return found
 
-    @property
-    def loaded(self) -> bool:
-        """True once its engine has answered."""
-        return self.info is not None
-
 
 class ModelRouter:
-    """Names to models. Built from ServedModels, or from a mapping of names to Hosts."""
+    """Names to models. Built from ServedModels, or from a mapping of names to Hosts; each is loaded when first asked
+    for."""
 
     def __init__(self, models: Mapping[str, Host] | Iterable[ServedModel]) -> None:
         if isinstance(models, Mapping):

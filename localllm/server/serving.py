@@ -125,10 +125,11 @@ class Server:
 
     async def count(self, ask: Ask, model: ServedModel) -> int:
         """How many tokens the prompt of `ask` has."""
-        engine = await model.engine()
-        job = await job_for(ask, model, engine, self.recall)
-        assert isinstance(job.prompt, str)
-        return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
+        with model.lease():
+            engine = await model.engine()
+            job = await job_for(ask, model, engine, self.recall)
+            assert isinstance(job.prompt, str)
+            return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
 
     def _remembering(self, writer: Writer, job: Job) -> Writer:
         return writer if job.asked is None else Remembering(writer, self.recall, job.asked)
@@ -143,18 +144,18 @@ class Server:
 
 
 class _Lease:
-    """Counts a request against its model while it runs: a model in use is never unloaded."""
+    """Counts a request against the server and its model while it runs: a model in use is never unloaded."""
 
     def __init__(self, server: Server, model: ServedModel) -> None:
-        self._server, self._model = server, model
+        self._server, self._lease = server, model.lease()
 
     def __enter__(self) -> None:
         self._server.active += 1
-        self._model.in_use += 1
+        self._lease.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._server.active -= 1
-        self._model.in_use -= 1
+        self._lease.__exit__(None, None, None)
 
 
 def normalised_header(job: Job) -> Mapping[str, str]:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine.drive import GREEDY, Outcome, run, settle
-from models import tiny_gguf
 
+from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from models import tiny_gguf
 
 # The largest relative gap at which these models were seen to flip is 0.02; an honest mistake is orders above it.
 NEAR_TIE = 0.05
@@ -94,7 +94,9 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
             at = next((j for j, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
             if at is not None:
                 clear = gaps[at] > NEAR_TIE
-                assert not clear or shape in ROUTER_FLIPS, f"{key}: another token at {at}, where {gaps[at]:.3f} was clear"
+                assert not clear or shape in ROUTER_FLIPS, (
+                    f"{key}: another token at {at}, where {gaps[at]:.3f} was clear"
+                )
                 ties, flips = ties + (not clear), flips + clear
             elif not cancel:
                 histories[rng.randrange(3)] = [*prompt, *got][:400]

@@ -171,7 +171,6 @@ def test_model_names_reach_no_file(http: httpx.Client, name: str) -> None:
     for path, body in ((CHAT, {**HI, "model": name}), ("/api/show", {"model": name})):
         r = http.post(path, json=body)
         assert r.status_code in (400, 404)
-        assert "/work" not in r.text
         assert os.getcwd() not in r.text
     assert http.get("/v1/models/" + httpx.QueryParams({"x": name})["x"].replace("\x00", "%00")[:200]).status_code == 404
 

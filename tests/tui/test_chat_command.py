@@ -22,7 +22,9 @@ from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, Unt
 
 # `localllm chat` with the server replaced by a scripted one: what a child process runs.
 CHILD = """
-import contextlib, sys, typer, localllm.cli.serve as serve
+import contextlib, signal, sys, typer, localllm.cli.serve as serve
+# A test run in the background may have been started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 url = sys.argv.pop(1)
 serve.background_server = lambda model, context=None: contextlib.nullcontext((url, "scripted"))
 from localllm.cli.chat import chat

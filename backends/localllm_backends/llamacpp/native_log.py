@@ -32,7 +32,7 @@ class BufferSizes:
 class NativeLog:
     """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
 
-    lines: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=4000))
+    lines: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=100_000))
     _callback: Any = None
     _partial: str = ""
     _level: int = 0

@@ -1,0 +1,243 @@
+"""`localllm pull` and `localllm models` as a person or a script meets them: data on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from library.hub import Hub, Schedule
+from localllm.cli import models, pull
+from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.library import hf_cache, store
+from localllm.library.progress import Meter, Progress
+
+pytestmark = pytest.mark.usefixtures("nothing_packaged")
+REPO = "maker/Tiny-1B-GGUF"
+
+app = typer.Typer()
+app.command()(pull.pull)
+app.add_typer(models.app)
+
+
+def run(*arguments: str, answer: str = "") -> Result:
+    """Run a command; an error of ours is raised, as the root command would catch it."""
+    result = CliRunner().invoke(app, list(arguments), input=answer)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_json(*arguments: str) -> Any:
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+@pytest.fixture
+def published(hub: Hub, tiny_model: Path) -> Hub:
+    """A hub with one repository of two variants."""
+    hub.add(
+        REPO, {"Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(), "Tiny-1B-Q8_0.gguf": random.Random(1).randbytes(90_000)}
+    )
+    return hub
+
+
+# --- pull -----------------------------------------------------------------------------------------------------------
+
+
+def test_pull_prints_the_path_and_nothing_else_to_stdout(published: Hub) -> None:
+    result = run("pull", REPO)
+    path = Path(result.stdout.strip())
+    assert path.is_file()
+    assert path.name == "Tiny-1B-Q4_K_M.gguf"
+    assert f"localllm chat -m {REPO}" in result.stderr
+    assert run("pull", REPO, "--quiet").stderr == ""
+    assert run_json("pull", f"{REPO}:Q8_0")["quant"] == "Q8_0"
+
+
+def test_pull_offline_says_what_is_in_the_way(published: Hub) -> None:
+    with pytest.raises(DownloadError, match="offline"):
+        run("pull", REPO, "--offline")
+    assert not published.seen
+    run("pull", REPO)
+    published.seen.clear()
+    run("pull", REPO, "--offline")
+    assert not published.seen
+
+
+def test_a_failed_pull_leaves_no_half_line(published: Hub) -> None:
+    published.schedule = Schedule(always=("content", "corrupt"))
+    with pytest.raises(DownloadError, match="another content"):
+        run("pull", REPO)
+
+
+def lines_of(moments: list[tuple[float, Progress]], *, tty: bool, columns: int = 80) -> str:
+    """What a ProgressLine writes of progress told at those seconds."""
+    written: list[str] = []
+    now = [0.0]
+    line = pull.ProgressLine(written.append, tty=tty, columns=columns, clock=lambda: now[0])
+    for at, progress in moments:
+        now[0] = at
+        line(progress)
+    line.close()
+    return "".join(written)
+
+
+def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, Progress]:
+    return at, Progress("downloading", "Qwen3-8B-Q4_K_M.gguf", done, total, 85e6, (total - done) / 85e6)
+
+
+def test_a_terminal_sees_size_speed_and_time_left() -> None:
+    text = lines_of([download(0.0, 2_100_000_000)], tty=True, columns=100)
+    assert "downloading Qwen3-8B-Q4_K_M.gguf  2.1 of 4.7 GB   45%  85.0 MB/s  31 s left" in text
+    assert text.endswith("\r\033[K"), "the line is taken away at the end"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80])
+def test_a_narrow_terminal_gets_one_line_all_the_same(columns: int) -> None:
+    text = lines_of([download(0.0, 2_100_000_000)], tty=True, columns=columns)
+    assert max(len(part.removesuffix("\033[K")) for part in text.split("\r")) < columns
+
+
+def test_a_log_gets_a_plain_line_every_ten_seconds() -> None:
+    text = lines_of([download(t / 10, t * 8_000_000) for t in range(300)], tty=False)
+    assert text.count("\n") == 3
+    assert "\r" not in text
+    assert "\033" not in text
+
+
+@pytest.mark.parametrize(("seconds", "said"), [
+    (0.4, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3661, "1 h 01 min"), (1e7, "over 100 h"),
+])  # fmt: skip
+def test_durations_are_as_precise_as_estimates_are(seconds: float, said: str) -> None:
+    assert pull.duration(seconds) == said
+
+
+def test_the_speed_is_that_of_the_last_seconds_and_the_waits_do_not_count() -> None:
+    told: list[Progress] = []
+    now = [0.0]
+    meter = Meter(1_000_000, told.append, clock=lambda: now[0])
+    for second in range(30):
+        now[0] = float(second)
+        # Fast at first, then 1,000 bytes a second.
+        meter.report("downloading", "f", second * 10_000 if second < 10 else 90_000 + second * 1_000)
+    assert told[-1].speed_bytes_s == pytest.approx(1_000, rel=0.01)
+    assert told[-1].eta_s == pytest.approx((1_000_000 - told[-1].done_bytes) / 1_000, rel=0.01)
+    meter.report("waiting", "f", 119_000)
+    assert told[-1].speed_bytes_s == 0
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_model_and_where_it_is(published: Hub) -> None:
+    assert "no model" in run("models").stderr
+    run("pull", REPO)
+    assert run("models").stdout.splitlines()[1].split() == ["Tiny-1B-Q4_K_M", "Q4_K_M", "670", "kB", "gguf", "hf-cache"]
+    (row,) = run_json("models", "list")["models"]
+    assert (row["repo"], row["origin"], row["files"]) == (REPO, "hf-cache", [row["path"]])
+
+
+def test_info_of_what_is_here_and_of_what_is_not(published: Hub) -> None:
+    run("pull", REPO)
+    assert run_json("models", "info", REPO)["local"]["quant"] == "Q4_K_M"
+    assert "KV each at f16" in run("models", "info", REPO).stdout
+    body = run_json("models", "info", "qwen3-8b")
+    assert body["local"] is None
+    assert body["model"]["kv_bytes_per_token_f16"] == 147_456
+    assert "localllm pull qwen3-8b" in run("models", "info", "qwen3-8b").stdout
+    with pytest.raises(ModelNotFoundError):
+        run("models", "info", "no-such-model-at-all")
+
+
+def test_rm_asks_first_and_frees_what_nothing_else_uses(published: Hub, cache: Path) -> None:
+    run("pull", f"{REPO}:Q4_K_M")
+    run("pull", f"{REPO}:Q8_0")
+    with pytest.raises(UsageError, match="2 models") as caught:
+        run("models", "rm", REPO, "--yes")
+    assert f"{REPO}:Q8_0" in caught.value.hint
+    with pytest.raises(UsageError, match="nobody is here to ask"):
+        run("models", "rm", f"{REPO}:Q8_0")
+    assert run_json("models", "rm", f"{REPO}:Q8_0", "--yes")["freed_bytes"] == 90_000
+    assert [m.quant for m in store.scan()] == ["Q4_K_M"]
+    run("models", "rm", REPO, "--yes")
+    assert store.scan() == []
+    assert not hf_cache.repo_folder(cache, REPO).exists()
+    with pytest.raises(ModelNotFoundError):
+        run("models", "rm", REPO, "--yes")
+
+
+def test_rm_leaves_what_others_hold(home: Path, tiny_model: Path) -> None:
+    folder = home / ".lmstudio" / "models" / "maker" / "Tiny"
+    folder.mkdir(parents=True)
+    shutil.copy(tiny_model, folder / "Tiny-Q4_0.gguf")
+    with pytest.raises(UsageError, match="belongs to LM Studio"):
+        run("models", "rm", "tiny", "--yes")
+    assert (folder / "Tiny-Q4_0.gguf").exists()
+
+
+def test_verify_finds_a_flipped_bit_and_says_so_with_its_exit_code(published: Hub) -> None:
+    path = Path(run("pull", REPO).stdout.strip())
+    assert run("models", "verify").stdout.startswith("ok ")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.resolve().write_bytes(content)
+    result = run("models", "verify", REPO)
+    assert result.exit_code == 4
+    assert result.stdout.startswith("BAD ")
+    (row,) = run_json("models", "verify")["models"]
+    assert row["result"] == "bad"
+    # The remedy is to pull again: the bad blob is noticed and replaced.
+    path.unlink()
+    run("pull", REPO)
+    assert run("models", "verify").exit_code == 0
+
+
+def test_verify_of_a_file_without_a_published_hash_reads_its_header(tmp_path: Path, tiny_model: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(tiny_model, folder / "whole-F32.gguf")
+    (folder / "cut-F32.gguf").write_bytes(tiny_model.read_bytes()[:-1000])
+    store.adopt(folder)
+    assert {m["name"]: m["result"] for m in run_json("models", "verify")["models"]} == {
+        "whole-F32": "whole", "cut-F32": "bad",
+    }  # fmt: skip
+
+
+def test_prune_removes_partials_and_orphans_but_nothing_that_may_be_in_use(published: Hub, cache: Path) -> None:
+    run("pull", REPO)
+    blobs = hf_cache.repo_folder(cache, REPO) / "blobs"
+    old, fresh = blobs / ("a" * 64 + ".incomplete"), blobs / ("b" * 64 + ".incomplete")
+    theirs, orphan = blobs / ("d" * 64 + ".0123abcd.incomplete"), blobs / ("c" * 64)
+    for file in (old, fresh, theirs, orphan):
+        file.write_bytes(b"x" * 1000)
+    hour_ago = time.time() - 3600
+    for file in (old, theirs, orphan):
+        os.utime(file, (hour_ago, hour_ago))
+    assert run_json("models", "du")["usage"][-1] == {"origin": "partial", "n_models": 3, "size_bytes": 3000}
+    assert run_json("models", "prune", "--dry-run")["freed_bytes"] == 0
+    assert old.exists()
+    body = run_json("models", "prune", "--yes")
+    assert (len(body["found"]), body["freed_bytes"]) == (3, 3000)
+    assert fresh.exists()
+    assert store.verify(store.scan()[0]).result == "ok"
+
+
+def test_adopt_and_forget(tmp_path: Path, tiny_model: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(tiny_model, folder / "Mine-Q6_K.gguf")
+    assert "no other application" in run("models", "adopt").stderr
+    assert run_json("models", "adopt", str(folder))["models"][0]["origin"] == "folder"
+    assert "Mine-Q6_K" in run("models", "adopt").stdout
+    run("models", "adopt", str(folder), "--forget")
+    assert store.scan() == []
+    with pytest.raises(LocalLLMError):
+        run("models", "adopt", "--forget")

@@ -1,0 +1,353 @@
+"""Pulling from a hub: what is fetched, what is refused, what survives an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from library.hub import Hub, Schedule, git_sha1, sha256
+from localllm.errors import DownloadError, ModelNotFoundError, UsageError
+from localllm.library import store
+from localllm.library.hub import Patience
+from localllm.library.progress import Progress
+from localllm.library.pull import pull
+from localllm.library.resolve import resolve
+
+REPO = "tiny-org/Tiny-1B-GGUF"
+
+
+def content(seed: int, size: int = 300_000) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def files(*quants: str) -> dict[str, bytes]:
+    return {f"Tiny-1B-{q}.gguf": content(i) for i, q in enumerate(quants)}
+
+
+def test_the_usual_variant_is_fetched_verified_and_seen_by_huggingface_hub(
+    hub: Hub, cache: Path, patience: Patience
+) -> None:
+    repo = hub.add(REPO, files("Q4_K_M", "Q8_0"))
+    local = pull(REPO, patience=patience)
+    assert local.path.read_bytes() == repo.files["Tiny-1B-Q4_K_M.gguf"]
+    assert (local.name, local.quant, local.repo, local.origin) == ("Tiny-1B-Q4_K_M", "Q4_K_M", REPO, "hf-cache")
+
+    from huggingface_hub import hf_hub_download, scan_cache_dir
+
+    theirs = hf_hub_download(REPO, "Tiny-1B-Q4_K_M.gguf", cache_dir=cache, local_files_only=True)
+    assert Path(theirs) == local.path
+    report = scan_cache_dir(cache)
+    assert not report.warnings
+    assert [r.repo_id for r in report.repos] == [REPO]
+    assert not list(cache.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize("ref", [
+    f"{REPO}:Q8_0", f"{REPO}:q8_0", f"hf.co/{REPO}:Q8_0", f"https://huggingface.co/{REPO}:Q8_0",
+    f"https://huggingface.co/{REPO}/blob/main/Tiny-1B-Q8_0.gguf",
+    f"https://hf.co/{REPO}/resolve/main/Tiny-1B-Q8_0.gguf?download=true",
+])  # fmt: skip
+def test_every_way_to_name_a_variant(hub: Hub, patience: Patience, ref: str) -> None:
+    repo = hub.add(REPO, files("Q4_K_M", "Q8_0"))
+    assert pull(ref, patience=patience).path.read_bytes() == repo.files["Tiny-1B-Q8_0.gguf"]
+
+
+def test_the_second_pull_fetches_no_content(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    pull(REPO, patience=patience)
+    hub.seen.clear()
+    pull(REPO, patience=patience)
+    assert not hub.contents()
+
+
+def test_an_unknown_quant_says_which_there_are(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, files("Q4_K_M", "Q8_0"))
+    with pytest.raises(DownloadError) as e:
+        pull(f"{REPO}:Q2_K", patience=patience)
+    assert "Q4_K_M, Q8_0" in e.value.hint
+
+
+def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(hub: Hub, patience: Patience) -> None:
+    parts = {f"Q4_K_M/Tiny-1B-Q4_K_M-{n:05d}-of-00003.gguf": content(n) for n in (1, 2, 3)}
+    hub.add(REPO, parts | {"Q8_0/Tiny-1B-Q8_0-00001-of-00002.gguf": content(9)})
+    local = pull(REPO, patience=patience)
+    assert local.path.name == "Tiny-1B-Q4_K_M-00001-of-00003.gguf"
+    assert [f.read_bytes() for f in local.files] == list(parts.values())
+    assert local.size_bytes == 900_000
+    assert local.name == "Tiny-1B-Q4_K_M"
+    with pytest.raises(DownloadError):
+        pull(f"{REPO}:Q8_0", patience=patience)  # a part is missing on the hub: not offered
+
+
+def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, files("Q4_K_M") | {"mmproj-F16.gguf": content(7), "mmproj-F32.gguf": content(8, 500_000)})
+    assert pull(REPO, patience=patience).mmproj is None
+    local = pull(REPO, mmproj=True, patience=patience)
+    assert local.mmproj is not None
+    assert local.mmproj.name == "mmproj-F16.gguf"
+    assert resolve(REPO).mmproj == local.mmproj
+
+
+def test_an_mlx_folder_comes_with_its_small_files_checked_by_gits_hash(
+    hub: Hub, cache: Path, patience: Patience
+) -> None:
+    config = json.dumps({"quantization": {"bits": 4, "group_size": 64}, "model_type": "tiny"}).encode()
+    hub.add("mlx-community/Tiny-1B-4bit", {
+        "config.json": config, "tokenizer.json": b"{}", "model.safetensors": content(1), "README.md": b"read me",
+    })  # fmt: skip
+    local = pull("mlx-community/Tiny-1B-4bit", patience=patience)
+    assert local.format == "mlx"
+    assert (local.path / "config.json").read_bytes() == config
+    assert not (local.path / "README.md").exists()
+    assert (cache / "models--mlx-community--Tiny-1B-4bit" / "blobs" / git_sha1(config)).is_file()
+    assert [(m.name, m.quant, m.format) for m in store.scan() if m.origin == "hf-cache"] == [
+        ("Tiny-1B-4bit", "4bit", "mlx")
+    ]
+
+
+def test_the_chooser_sees_what_is_there_with_real_sizes(hub: Hub, patience: Patience, tiny_model: Path) -> None:
+    gguf = tiny_model.read_bytes()
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": gguf, "Tiny-1B-Q8_0.gguf": gguf + b"\0" * 1000})
+    offered: list[tuple[str, int]] = []
+
+    def choose(model):  # type: ignore[no-untyped-def]
+        offered.extend((v.quant, v.file_bytes) for v in model.variants)
+        assert len(model.layers) == 2, "the header of the file on the hub was read"
+        return model.variants[-1]
+
+    assert pull(REPO, choose=choose, patience=patience).quant == "Q8_0"
+    assert offered == [("Q4_K_M", len(gguf)), ("Q8_0", len(gguf) + 1000)]
+
+
+def test_a_catalog_id_gets_the_variant_the_chooser_names(hub: Hub, patience: Patience) -> None:
+    hub.add("unsloth/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q4_K_M.gguf": content(1)})
+    hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": content(2)})
+    local = pull("qwen3-0.6b", choose=lambda m: next(v for v in m.variants if v.quant == "Q8_0"), patience=patience)
+    assert local.path.read_bytes() == content(2)
+    assert local.name == "qwen3-0.6b"
+    assert resolve("qwen3-0.6b").path == local.path
+    assert resolve("qwen3-0.6b:Q8_0").path == local.path
+    assert pull("qwen3-0.6b:Q4_K_M", patience=patience).path.read_bytes() == content(1)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ref", ["../../etc/passwd:Q4", "org/../etc", "org/name/../../x", "a/b\\c", "https://evil.example/a/b",
+                                 "hf.co/a", "https://huggingface.co/org/name/blob/main/../../../x.gguf"])  # fmt: skip
+def test_references_that_hide_a_path_are_refused_before_the_hub_is_asked(
+    hub: Hub, patience: Patience, ref: str
+) -> None:
+    with pytest.raises((UsageError, ModelNotFoundError)):
+        pull(ref, patience=patience)
+    assert not hub.seen
+
+
+@pytest.mark.parametrize("name", ["../../../.bashrc.gguf", "/etc/cron.d/x.gguf", "a\\..\\b.gguf", "C:evil.gguf"])
+def test_a_hub_that_lists_a_path_outside_the_repository_is_refused(
+    hub: Hub, home: Path, patience: Patience, name: str
+) -> None:
+    hub.add(REPO, files("Q4_K_M") | {name: content(3)})
+    with pytest.raises(DownloadError) as e:
+        pull(REPO, patience=patience)
+    assert "unusable answer" in e.value.message
+    assert not list(home.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize("override", [
+    {"sha": "../../x"},
+    {"sha": "main"},
+    {"siblings": [{"rfilename": "a-Q4_K_M.gguf", "size": -1, "blobId": "0" * 40}]},
+    {"siblings": [{"rfilename": "a-Q4_K_M.gguf", "size": 5, "blobId": "../x"}]},
+])  # fmt: skip
+def test_a_hub_whose_hashes_or_sizes_are_none_is_refused(
+    hub: Hub, patience: Patience, override: dict[str, object]
+) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.api_override = override
+    with pytest.raises(DownloadError):
+        pull(REPO, patience=patience)
+
+
+def test_a_gated_repository_is_explained_and_opened_by_the_token(
+    hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.gated.add(REPO)
+    with pytest.raises((DownloadError, ModelNotFoundError)) as e:
+        pull(REPO, patience=patience)
+    assert "HF_TOKEN" in e.value.hint
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    pull(REPO, patience=patience)
+    assert all(s.authorization == "" for s in hub.contents()), "the token went to another host"
+    assert any(s.authorization == "Bearer hf_secret" for s in hub.seen if s.kind == "resolve")
+
+
+def test_an_unknown_repository_is_not_retried(hub: Hub, patience: Patience, waits: list[float]) -> None:
+    with pytest.raises(ModelNotFoundError):
+        pull("nobody/nothing", patience=patience)
+    assert not waits
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    with pytest.raises(DownloadError) as e:
+        pull(REPO, patience=patience, reserve_bytes=10**16)
+    assert "GB free" in e.value.message
+    assert not hub.contents()
+
+
+# --- the network away -----------------------------------------------------------------------------------------------
+
+
+def test_offline_uses_what_is_here_and_says_so_where_nothing_is(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    with pytest.raises(DownloadError) as e:
+        pull(REPO, offline=True, patience=patience)
+    assert "offline" in e.value.message
+    local = pull(REPO, patience=patience)
+    hub.seen.clear()
+    assert pull(REPO, offline=True).path == local.path
+    assert not hub.seen
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "reset", "hang", "garbage"])
+def test_a_model_that_is_here_works_while_the_hub_does_not(hub: Hub, patience: Patience, fault: str) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    local = pull(REPO, patience=patience)
+    hub.schedule = Schedule(always=("api", fault))
+    short = Patience(read_s=0.1, connect_s=0.1, failures=2, sleep=lambda _: None)
+    assert pull(REPO, patience=short).path == local.path
+    with pytest.raises(DownloadError) as e:
+        pull("nobody/else", patience=short)
+    assert e.value.hint
+
+
+def test_retry_after_is_honoured_and_a_long_one_ends_it(hub: Hub, patience: Patience, waits: list[float]) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.retry_after = "17"
+    hub.schedule = Schedule(seed=1, once=[("api", "429"), ("content", "429")] * 3)
+    pull(REPO, patience=patience)
+    assert waits.count(17.0) == len([f for f in hub.schedule.met if f[1] == "429"]) > 0
+    hub.add("tiny-org/other", files("Q8_0"))
+    hub.retry_after = "3600"
+    hub.schedule = Schedule(always=("content", "429"))
+    with pytest.raises(DownloadError, match="3600 s"):
+        pull("tiny-org/other", patience=patience)
+
+
+# --- interruptions --------------------------------------------------------------------------------------------------
+
+
+def test_kill_9_during_a_download_then_again_resumes(hub: Hub, cache: Path, home: Path, patience: Patience) -> None:
+    body = content(5, 4_000_000)
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
+    hub.pause_after = 2_500_000
+    code = f"from localllm.library.pull import pull; pull({REPO!r})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        assert hub.paused.wait(60), "the download never began"
+        partial = cache / "models--tiny-org--Tiny-1B-GGUF" / "blobs" / f"{sha256(body)}.incomplete"
+        deadline = time.monotonic() + 30
+        while not (partial.exists() and partial.stat().st_size >= 1_000_000):
+            assert time.monotonic() < deadline, "nothing was written"
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    hub.resume.set()
+    kept = partial.stat().st_size
+    with pytest.raises(ModelNotFoundError):
+        resolve(REPO)
+    hub.pause_after = 0
+    hub.seen.clear()
+    local = pull(REPO, patience=patience)
+    assert local.path.read_bytes() == body
+    assert [s.range for s in hub.contents()] == [f"bytes={kept}-"]
+    assert hub.contents()[0].sent_bytes == len(body) - kept
+    assert not partial.exists()
+
+
+def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(hub: Hub, cache: Path, patience: Patience) -> None:
+    body = content(6, 3_000_000)
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
+
+    def interrupt(progress: Progress) -> None:
+        if progress.done_bytes > 1_000_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(REPO, on_progress=interrupt, patience=patience)
+    assert pull(REPO, patience=patience).path.read_bytes() == body
+    assert hub.contents()[-1].range.startswith("bytes=1")
+
+
+@pytest.mark.parametrize("left", ["prefix", "garbage of the same length", "too long", "wrong prefix"])
+def test_whatever_an_earlier_run_left_ends_in_the_right_file(
+    hub: Hub, cache: Path, patience: Patience, left: str
+) -> None:
+    body = content(5)
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
+    blobs = cache / "models--tiny-org--Tiny-1B-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{sha256(body)}.incomplete").write_bytes({
+        "prefix": body[:100_000], "garbage of the same length": content(9), "too long": body + b"x", "wrong prefix": content(9)[:1000],
+    }[left])  # fmt: skip
+    assert pull(REPO, patience=patience).path.read_bytes() == body
+
+
+@pytest.mark.parametrize("bad", [content(5)[:-1000], content(9), b""])
+def test_a_blob_another_program_left_wrong_is_not_accepted(
+    hub: Hub, cache: Path, patience: Patience, bad: bytes
+) -> None:
+    body = content(5)
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
+    blobs = cache / "models--tiny-org--Tiny-1B-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / sha256(body)).write_bytes(bad)
+    assert pull(REPO, patience=patience).path.read_bytes() == body
+
+
+def test_a_hub_that_keeps_sending_another_content_ends_in_an_error_and_no_file(
+    hub: Hub, cache: Path, patience: Patience
+) -> None:
+    hub.add(REPO, files("Q4_K_M"))
+    hub.schedule = Schedule(always=("content", "corrupt"))
+    with pytest.raises(DownloadError, match="another content"):
+        pull(REPO, patience=patience)
+    assert len(hub.contents()) == 2
+    assert not list(cache.rglob("*.gguf"))
+    assert not [b for b in cache.rglob("blobs/*") if b.stat().st_size]
+
+
+def test_a_newer_commit_brings_only_what_changed(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": content(1), "notes.json": b"{}"})
+    first = pull(REPO, patience=patience)
+    hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": content(1), "notes.json": b"[]"})
+    hub.seen.clear()
+    second = pull(REPO, patience=patience)
+    assert not hub.contents()
+    assert second.path != first.path
+    assert second.path.resolve() == first.path.resolve()
+    assert resolve(REPO).path == second.path
+
+
+def test_progress_counts_up_to_the_total_and_says_what_it_does(hub: Hub, patience: Patience) -> None:
+    hub.add(REPO, {f"Tiny-1B-Q4_K_M-{n:05d}-of-00002.gguf": content(n, 2_500_000) for n in (1, 2)})
+    heard: list[Progress] = []
+    pull(REPO, on_progress=heard.append, patience=patience)
+    counted = [p.done_bytes for p in heard]
+    assert counted == sorted(counted)
+    assert heard[0].state == "listing"
+    assert (heard[-1].state, heard[-1].done_bytes, heard[-1].total_bytes) == ("done", 5_000_000, 5_000_000)
+    moving = [p for p in heard if p.state == "downloading" and p.eta_s is not None]
+    assert moving
+    assert all(p.speed_bytes_s > 0 for p in moving)
