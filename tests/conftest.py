@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # As the worker runs (localllm/engine/client.py): read by OpenMP when llama.cpp is first loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "300")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,43 @@
+"""Decode through HTTP streaming against a bare llama_decode loop, client on the same cores (bar: 0.90 ×).
+
+python -m benchmarks.http_overhead [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+
+from benchmarks.engine_overhead import Bare
+from benchmarks.models import smollm2
+from benchmarks.ratio import Comparison, interleave
+from benchmarks.serving import Server, chat, user
+from benchmarks.sse import free_port
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["LOCALLLM_CACHE_DIR"] = cache
+        port = free_port()
+        command = [sys.executable, "-m", "localllm", "serve", str(smollm2()), "--port", str(port), "--quiet"]
+        server = Server("localllm over HTTP", command, port)
+        server.start()
+        bare, table = Bare(smollm2()), Comparison("decode, 128 tokens", "tok/s")
+        chat(server, user("Warm up."), 8)
+        interleave(
+            rounds,
+            lambda: table.add("llama_decode loop", bare.decode(128)),
+            lambda: table.add(server.name, chat(server, user(f"Tell a story. {len(table.values)}"), 128).decode_tok_s),
+        )
+        server.stop()
+    table.report("llama_decode loop")
+
+
+if __name__ == "__main__":
+    main()
