@@ -25,8 +25,6 @@ from localllm.engine.prefix_cache import PrefixCache, Tokens, as_tokens
 _MAGIC = b"localllm-kv-1\n"
 _LENGTHS = struct.Struct("<IQQ")
 _DIGEST_BYTES = 16
-# Below this a line is recomputed faster than a file is opened and checked.
-_MIN_LINE_TOKENS = 64
 # Blocks waiting to be written hold their memory: rather skip one than let them pile up behind a slow disk.
 _MAX_PENDING_BYTES = 512 * 2**20
 _FIRST_GUESS_BYTES_S = 5e8
@@ -103,10 +101,11 @@ class DiskTier:
         return entered
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, stop: int) -> DiskBlock:
-        """A block for `cache.insert` that is also queued for writing, where that is worth it."""
+        """A block for `cache.insert` that is also queued for writing."""
         block = DiskBlock(start, stop, self.directory / f"{self._name(tokens, start)}.kv", self, data)
         with self._lock:
-            queued = len(tokens) >= _MIN_LINE_TOKENS and self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
+            # However short: a longer line may hang on it, and would be lost without it.
+            queued = self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
             if queued:
                 self._pending_bytes += len(data)
         if queued:

@@ -58,6 +58,15 @@ def test_every_memory_shape_survives(tmp_path: Path, segments: bool) -> None:
     assert cached >= len(PROMPT) - 3
 
 
+def test_a_long_prefix_survives_that_begins_like_a_short_one(tmp_path: Path) -> None:
+    first = on_disk(tmp_path)
+    ask(first, "short", PROMPT[:30])
+    ask(first, "long")
+    first.close()
+    _, cached = ask(on_disk(tmp_path))
+    assert cached == len(PROMPT) - 1
+
+
 def test_another_model_or_kv_type_sees_nothing(tmp_path: Path) -> None:
     first = on_disk(tmp_path)
     ask(first)
