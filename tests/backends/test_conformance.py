@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from localllm_backends.contract import (
     NoCellsError,
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
-from models import tiny_gguf
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_gguf, tiny_mlx
 from support.scripted_backend import ScriptedBackend
 
 # Kernels for different batch shapes round differently; random weights of this size stay well inside this.
@@ -34,14 +36,54 @@ SHAPES: dict[str, Callable[[Path], Path] | None] = {
     "llamacpp-sliding": tiny_gguf.write_sliding,
     "llamacpp-hybrid": tiny_gguf.write_hybrid,
     "llamacpp-moe": tiny_gguf.write_moe,
+    **{f"mlx-{name}": write for name, write in tiny_mlx.SHAPES.items()},
+    "mlx-llama+q8_0": tiny_mlx.write_llama,
+    "mlx-llama+q4_0": tiny_mlx.write_llama,
+    "mlx-hybrid+rewind": tiny_mlx.write_hybrid,
+    "mlx-recurrent+rewind": tiny_mlx.write_recurrent,
 }
+# What is loaded otherwise than by default, by the word after the plus sign.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "q8_0": {"kv_type_k": "q8_0", "kv_type_v": "q8_0"},
+    "q4_0": {"kv_type_k": "q4_0", "kv_type_v": "q4_0"},
+    "rewind": {"n_rewind": 16},
+}
+NO_MLX = mlx.available()
 
 
-@pytest.fixture(params=SHAPES)
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny MLX checkpoints by the name of their shape, each written once."""
+    root = tmp_path_factory.mktemp("mlx")
+
+    def written(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else tiny_mlx.SHAPES[name](folder)
+
+    return written
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.mlx, pytest.mark.skipif(NO_MLX is not None, reason=str(NO_MLX))])
+        if name.startswith("mlx-")
+        else name
+        for name in SHAPES
+    ]
+)
+def backend(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoints: Callable[[str], Path],
+) -> Iterator[Backend]:
     write = SHAPES[request.param]
     made: Backend
-    if write is None:
+    if request.param.startswith("mlx-"):
+        name, _, setting = request.param.removeprefix("mlx-").partition("+")
+        path = checkpoints(name)
+        made = mlx.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
+    elif write is None:
         shape = request.param.removeprefix("scripted").removeprefix("-")
         made = {
             "": lambda: ScriptedBackend(n_ctx=N_CTX),

@@ -1,0 +1,69 @@
+"""The MLX backend: mlx-lm checkpoint folders over mlx and mlx-lm. Importing loads neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm_backends.contract import Backend, LoadSpec
+
+# What MLX's CPU build calls to compile its kernels (mlx/backend/cpu/jit_compiler.cpp runs `g++` on Linux).
+_CPU_COMPILER = "g++"
+
+
+def needs_compiler(platform: str, which: Callable[[str], str | None]) -> bool:
+    """True where MLX computes on the CPU by compiling kernels as it goes, and the compiler it calls is not on PATH."""
+    return platform == "linux" and which(_CPU_COMPILER) is None
+
+
+class MlxType:
+    """Recognises and loads mlx-lm checkpoint folders."""
+
+    name = "mlx"
+
+    def available(self) -> str | None:
+        """None when mlx and mlx-lm are importable and can compute here, else what is missing and how to get it."""
+        for module in ("mlx", "mlx_lm"):
+            if importlib.util.find_spec(module) is None:
+                return f"{module.replace('_', '-')} is not installed: run `pip install 'localllm[mlx]'`"
+        if needs_compiler(sys.platform, shutil.which):
+            return (
+                f"MLX on a Linux CPU compiles its kernels while it runs and needs the C++ compiler `{_CPU_COMPILER}` "
+                "on PATH: install it (Debian, Ubuntu: `apt install g++`)"
+            )
+        return None
+
+    def accepts(self, path: str) -> bool:
+        """True for a folder with config.json and safetensors weights, or for one of those weight files."""
+        folder = checkpoint_folder(path)
+        return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+    def vocabulary(self, path: str) -> list[bytes]:
+        """The bytes of every token, read from the tokenizer's files; raises LoadError."""
+        from localllm_backends.mlx.vocabulary import Vocabulary, read_json
+
+        folder = checkpoint_folder(path)
+        config = read_json(folder / "config.json")
+        text = config.get("text_config", config)
+        words = Vocabulary(folder, config, int(text.get("vocab_size", 0)))
+        return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
+
+    def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
+        """Load a checkpoint; raises LoadError or OutOfMemoryError."""
+        from localllm_backends.mlx.load import load
+
+        return load(spec, on_progress)
+
+
+def checkpoint_folder(path: str) -> Path:
+    """The checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
+    given = Path(path)
+    return given.parent if given.suffix == ".safetensors" and given.is_file() else given
+
+
+backend_type = MlxType()

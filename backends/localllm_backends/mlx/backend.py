@@ -1,0 +1,400 @@
+"""MlxBackend: the contract's operations over one mlx-lm model and the lines of tokens it holds."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from localllm_backends.contract import (
+    BackendFailure,
+    CannotRewindError,
+    Capabilities,
+    Chunk,
+    LoadSpec,
+    MemoryReport,
+    ModelInfo,
+    NoCellsError,
+    OutOfMemoryError,
+    SequenceId,
+    StepError,
+)
+from localllm_backends.mlx import blob, memory
+from localllm_backends.mlx.attention import LineAttention
+from localllm_backends.mlx.lines import Layout, Line, arrays_of
+from localllm_backends.mlx.load import fingerprint, out_of_memory
+from localllm_backends.mlx.shapes import Shapes, Sizes
+from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
+from localllm_backends.mlx.vocabulary import Vocabulary
+
+_OUTPUTS_PER_SEQUENCE = 16
+_MAX_OUTPUTS = 64
+
+
+class MlxBackend:
+    """One mlx-lm checkpoint. See lines.py for how its memory is laid out."""
+
+    def __init__(
+        self, model: Any, vocabulary: Vocabulary, layout: Layout, shapes: Shapes, sizes: Sizes, spec: LoadSpec,
+        folder: Path, config: dict[str, Any],
+        *, n_ctx: int, n_ctx_train: int, n_batch: int, weights_bytes: int,
+    ) -> None:  # fmt: skip
+        self._vocabulary, self._layout = vocabulary, layout
+        self._shapes, self._sizes, self._spec = shapes, sizes, spec
+        self._owner = threading.get_ident()
+        self._lines: dict[SequenceId, Line] = {}
+        self._next = 0
+        self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
+        self._stepper = Stepper(
+            model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=n_ctx, n_rewind=self._n_rewind
+        )
+        self._bound = memory.BufferBound(_total_bytes())
+        self.capabilities = Capabilities(
+            rewind="any" if layout.plain else "none" if layout.recurrent and not self._n_rewind else "bounded",
+            rewind_tokens=n_batch if layout.plain or not layout.recurrent else self._n_rewind,
+            # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
+            shares_cells=False,
+            segments=layout.plain,
+            exact_batching=False,
+            kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
+        )
+        self.info = self._model_info(folder, config, n_ctx, n_ctx_train, n_batch, weights_bytes)
+        self._identity = f"{self.info.fingerprint} {shapes.kv_type}"
+        self._warm_up()
+
+    # --- vocabulary (any thread) ---------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
+        return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        """Text of `tokens`."""
+        return self._vocabulary.detokenize(tokens)
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token."""
+        return self._vocabulary.token_bytes(token, special=special)
+
+    def is_control(self, token: int) -> bool:
+        """True for the tokenizer's special tokens."""
+        return self._vocabulary.is_control(token)
+
+    # --- sequences -----------------------------------------------------------------------------------------------
+
+    def new_sequence(self) -> SequenceId:
+        """An empty sequence; NoCellsError when all `n_seq_max` are held."""
+        self._check_owner()
+        if len(self._lines) >= self.info.n_seq_max:
+            raise NoCellsError(f"all {self.info.n_seq_max} sequences are in use")
+        self._next += 1
+        self._lines[self._next] = Line(self._next, self._layout)
+        return self._next
+
+    def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
+        """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and copies their contents
+        only when one of the two writes."""
+        self._check_owner()
+        line = self._line(source)
+        if not 0 <= n_tokens <= line.length:
+            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {line.length} tokens")
+        if 0 < n_tokens < line.length and (self._layout.recurrent or not line.holds(n_tokens)):
+            raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {line.length} tokens")
+        self._require_cells(n_tokens)
+        target = self.new_sequence()
+        if n_tokens:
+            self._stepper.settle(line)
+            line.fork_into(self._lines[target], n_tokens)
+        return target
+
+    def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
+        """Cut back to `n_tokens`; CannotRewindError (nothing changed) where the memory can't."""
+        self._check_owner()
+        line = self._line(sequence)
+        if n_tokens >= line.length:
+            return
+        if n_tokens < 0:
+            raise BackendFailure("a sequence can't be shorter than empty")
+        before = line.length
+        if n_tokens == 0:
+            self._stepper.settle(line)
+            line.clear()
+        elif self._layout.recurrent:
+            self._rewind_state(line, n_tokens)
+        elif line.holds(n_tokens):
+            line.length = n_tokens
+            line.place(n_tokens)
+        else:
+            raise CannotRewindError(f"this model's memory can't go back from {before} to {n_tokens} tokens")
+        line.predicted = None
+
+    def _rewind_state(self, line: Line, n_tokens: int) -> None:
+        """Recurrent state can't be cut: go back to the state before the last chunk, and read again what stays."""
+        undo = line.undo
+        if (
+            undo is None
+            or n_tokens < undo.length
+            or line.length - n_tokens > self._n_rewind
+            or not line.holds(undo.length)
+        ):
+            raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
+        self._stepper.settle(line)
+        line.alone()
+        line.restore(undo.state)
+        line.replay = undo.tokens[: n_tokens - undo.length]
+        line.length = n_tokens
+        line.place(line.computed)
+
+    def drop(self, sequence: SequenceId) -> None:
+        """Free the sequence."""
+        self._check_owner()
+        line = self._line(sequence)
+        if self._layout.recurrent:
+            self._stepper.settle(line)
+        line.clear()
+        del self._lines[sequence]
+        self._stepper.forget_dropped()
+        # One line may stay for the next turn of a chat while nobody is served.
+        if len(self._lines) <= 1:
+            self._bound.at_rest()
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens held."""
+        return self._line(sequence).length
+
+    def cells_free(self) -> int:
+        """Tokens that can still be appended."""
+        return self._stepper.free()
+
+    def _line(self, sequence: SequenceId) -> Line:
+        line = self._lines.get(sequence)
+        if line is None:
+            raise BackendFailure(f"there is no sequence {sequence}")
+        return line
+
+    def _require_cells(self, n: int) -> None:
+        if n > self.cells_free():
+            raise NoCellsError(f"{n} KV cells needed, {self.cells_free()} of {self.info.n_ctx} free")
+
+    # --- compute -------------------------------------------------------------------------------------------------
+
+    def step(self, chunks: Seq[Chunk]) -> Result:
+        """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one graph."""
+        self._check_owner()
+        lines = self._checked(chunks)
+        try:
+            return self._stepper.run(chunks, lines)
+        except BackendFailure:
+            raise
+        except Exception as e:
+            for line in self._stepper.lost(lines):
+                line.broken = True
+            kind = OutOfMemoryError if out_of_memory(e) else StepError
+            raise kind(f"MLX failed inside a step: {e}") from e
+
+    def _checked(self, chunks: Seq[Chunk]) -> list[Line]:
+        lines = [self._line(c.sequence) for c in chunks]
+        n_tokens = sum(len(c.tokens) for c in chunks)
+        if not n_tokens or not all(c.tokens for c in chunks):
+            raise BackendFailure("a step needs at least one token for every sequence in it")
+        if len(set(map(id, lines))) != len(lines):
+            raise BackendFailure("a sequence stands twice in one step")
+        if n_tokens > self.info.n_batch:
+            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}")
+        n_outputs = sum(min(c.outputs, len(c.tokens)) for c in chunks)
+        if n_outputs > self.info.n_outputs:
+            raise BackendFailure(f"a step with {n_outputs} outputs is over the {self.info.n_outputs} a step may have")
+        if any(line.broken for line in lines):
+            raise StepError("a sequence in this step was lost when an earlier step failed: it must be dropped")
+        n_vocab = self._shapes.n_vocab
+        for chunk in chunks:
+            if min(chunk.tokens) < 0 or max(chunk.tokens) >= n_vocab:
+                raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
+        self._require_cells(n_tokens)
+        if n_tokens > WHOLE_TOKENS:
+            needed = (n_tokens + self.info.n_batch) * self._sizes.token_bytes + n_outputs * n_vocab * 4
+            memory.require(needed, f"a step of {n_tokens} tokens")
+        return lines
+
+    def _warm_up(self) -> None:
+        """Compile what a step needs, so that the first request does not wait for it."""
+        sequence = self.new_sequence()
+        first = self.info.bos_token if self.info.bos_token is not None else 0
+        self.step([Chunk(sequence, [first] * 2)])
+        self.step([Chunk(sequence, [first])])
+        self.drop(sequence)
+
+    # --- KV in and out -------------------------------------------------------------------------------------------
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
+        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header (blob.py)."""
+        self._check_owner()
+        line = self._line(sequence)
+        if not 0 <= start < stop <= line.length:
+            raise BackendFailure(f"can't export tokens {start} to {stop} of {line.length}")
+        if not self._layout.plain and (start, stop) != (0, line.length):
+            raise CannotRewindError("this model's memory can only be exported whole")
+        if line.broken:
+            raise BackendFailure("this sequence was lost when a step failed")
+        self._stepper.settle(line)
+        self._stepper.read_again(line)
+        held = line
+        if line.batch is not None and not self._layout.plain:
+            held = Line(0, self._layout)
+            line.batch.copy_row(line, held)
+        parts = []
+        if held.batch is not None:
+            row = held.batch.row_of(held)
+            parts = [
+                blob.Part(start, [p[row : row + 1, :, start:stop, :] for p in leaf.planes])
+                for leaf in held.batch.leaves
+            ]
+        else:
+            for leaf in held.leaves:
+                if isinstance(leaf, LineAttention):
+                    first = leaf.needed(start, stop)
+                    parts.append(blob.Part(leaf.start + first, leaf.read(first, stop - leaf.start)))
+                else:
+                    parts.append(blob.Part(stop, list(leaf.cache)))
+        return blob.pack(self._identity, blob.Blob(start, stop, parts))
+
+    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+        """Append tokens [start, stop) of an exported blob."""
+        self._check_owner()
+        line = self._line(sequence)
+        block = blob.unpack(self._identity, data)
+        if not block.start <= start < stop <= block.stop:
+            raise BackendFailure("this is not an exported KV block of these tokens")
+        if line.length != start:
+            raise BackendFailure(f"tokens {start} to {stop} don't follow the {line.length} held")
+        self._require_cells(stop - start)
+        if not self._layout.plain and (start, stop, block.start) != (0, block.stop, 0):
+            raise CannotRewindError("this model's memory can only be imported whole")
+        line.alone()
+        self._check_shapes(block)
+        for leaf, part in zip(line.leaves, block.parts, strict=True):
+            if isinstance(leaf, LineAttention):
+                if self._layout.plain:
+                    cut = [a[:, :, start - block.start : stop - block.start] for a in part.arrays]
+                    leaf.write(cut, start)
+                else:
+                    leaf.write(part.arrays, part.position)
+            else:
+                leaf.cache = list(part.arrays)
+        line.buffers = object()
+        mx.eval(arrays_of(line.leaves))
+        line.predicted, line.undo = None, None
+        line.length = stop
+
+    def _check_shapes(self, block: blob.Blob) -> None:
+        """The block's arrays are such as this model makes."""
+        fits = len(block.parts) == len(self._shapes.leaves)
+        for part, arrays, slots in zip(block.parts, self._shapes.leaves, self._shapes.slots, strict=False):
+            fits = fits and blob.same_arrays(part.arrays, arrays, axis=2 if slots else None)
+            tokens = {int(a.shape[2]) for a in part.arrays} if slots and fits else set()
+            fits = fits and (not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop))
+        if not fits:
+            raise BackendFailure("this KV block holds arrays of another shape than this model's")
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """What the arrays of this model and its lines occupy; shared buffers count once."""
+        kv = state = 0
+        lines = {id(line.buffers): line for line in self._lines.values()}
+        holders: list[list[Any]] = [line.leaves for line in lines.values() if line.batch is None]
+        holders.append(self._stepper.batch.leaves)
+        for leaves in holders:
+            for leaf in leaves:
+                if hasattr(leaf, "planes"):
+                    kv += int(leaf.nbytes)
+                else:
+                    state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
+        for line in self._lines.values():
+            if line.undo is not None:
+                state += sum(int(a.nbytes) for arrays in line.undo.state for a in arrays if a is not None)
+        return MemoryReport(
+            weights_bytes=self.info.weights_bytes,
+            kv_bytes=kv,
+            recurrent_bytes=state,
+            compute_bytes=int(mx.get_cache_memory()),
+            output_bytes=self._stepper.output_bytes,
+        )
+
+    def check_integrity(self) -> None:
+        """free + held == capacity, and every line stands where its length says; AssertionError otherwise."""
+        assert 0 <= self.cells_free() <= self.info.n_ctx, "more cells are held than there are"
+        begun = self._stepper.ahead
+        ahead = {id(line) for line in begun.lines} if begun else set()
+        for line in self._lines.values():
+            if line.batch is None and not line.broken:
+                for leaf in line.leaves:
+                    if isinstance(leaf, LineAttention):
+                        assert leaf.offset - line.computed in ((0, 1) if id(line) in ahead else (0,)), "a line moved"
+
+    def close(self) -> None:
+        """Free everything."""
+        if self._stepper.model is None:
+            return
+        self._lines.clear()
+        self._stepper.close()
+        self._shapes.leaves = []
+        gc.collect()
+        self._bound.close()
+
+    def _check_owner(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise BackendFailure("a backend belongs to the thread that loaded it")
+
+    def _model_info(
+        self, folder: Path, config: dict[str, Any], n_ctx: int, n_ctx_train: int, n_batch: int, weights_bytes: int
+    ) -> ModelInfo:
+        from mlx_lm.utils import get_total_parameters
+
+        words = self._vocabulary
+
+        def text(token: int | None) -> str:
+            return "" if token is None else words.token_bytes(token, special=True).decode("utf-8", "replace")
+
+        asked = self._spec.n_outputs or min(_MAX_OUTPUTS, self._spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+        quantised = config.get("quantization")
+        return ModelInfo(
+            architecture=str(config.get("model_type", "")),
+            description=folder.name,
+            fingerprint=fingerprint(folder),
+            n_vocab=self._shapes.n_vocab,
+            n_ctx=n_ctx,
+            n_ctx_train=n_ctx_train,
+            n_seq_max=max(1, self._spec.n_seq_max),
+            n_batch=n_batch,
+            n_outputs=min(n_batch, asked),
+            n_params=int(get_total_parameters(self._stepper.model)),
+            weights_bytes=weights_bytes,
+            eog_tokens=words.eog_tokens,
+            bos_token=words.bos_token,
+            eos_token=words.eos_token,
+            adds_bos=words.adds_bos,
+            bos_text=text(words.bos_token),
+            eos_text=text(words.eos_token),
+            chat_template=words.chat_template,
+            kv_type_k=self._shapes.kv_type,
+            kv_type_v=self._shapes.kv_type,
+            fim_tokens=words.fim_tokens,
+            metadata={
+                "general.architecture": str(config.get("model_type", "")),
+                "mlx.device": str(mx.default_device()),
+                **({"mlx.quantization": str(quantised)} if quantised else {}),
+            },
+        )
+
+
+def _total_bytes() -> int:
+    """Memory of the device MLX computes on."""
+    import psutil
+
+    said = mx.device_info().get("memory_size")
+    return said if isinstance(said, int) and said > 0 else int(psutil.virtual_memory().total)

@@ -1,0 +1,330 @@
+"""A sequence's whole memory (`Line`) and several of them laid side by side for one call of the model (`Batch`).
+
+A `Layout` is what `model.make_cache()` said, reduced to three kinds of leaf: attention over everything, attention over
+a window, and recurrent state (mlx-lm's own ArraysCache: a few arrays that each step replaces).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from localllm_backends.contract import LoadError
+from localllm_backends.mlx.attention import BatchAttention, KvFormat, LineAttention, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One layer's memory: "full", "window" (with its size) or "state" (with its number of arrays)."""
+
+    kind: str
+    size: int = 0
+
+
+class Layout:
+    """The tree of leaves a model wants, and how its keys and values are stored."""
+
+    def __init__(self, caches: Seq[Any], form: KvFormat, slack: int) -> None:
+        self._tree = [self._read(c) for c in caches]
+        self.form, self.slack = form, slack
+        leaves = list(_flat(self._tree))
+        self.windows = sorted({leaf.size for leaf in leaves if leaf.kind == "window"})
+        self.recurrent = any(leaf.kind == "state" for leaf in leaves)
+        self.attention = any(leaf.kind != "state" for leaf in leaves)
+
+    @property
+    def plain(self) -> bool:
+        """True when every leaf can be cut anywhere."""
+        return not self.windows and not self.recurrent
+
+    def build(self, make: Callable[[Leaf], Any]) -> tuple[list[Any], list[Any]]:
+        """The list of caches a model takes, and the same leaves in one flat list."""
+        flat: list[Any] = []
+        return [_made(node, make, flat) for node in self._tree], flat
+
+    def line_leaf(self, leaf: Leaf) -> Any:
+        """A leaf for one sequence."""
+        if leaf.kind == "state":
+            return ArraysCache(leaf.size)
+        return LineAttention(self.form, leaf.size if leaf.kind == "window" else None, self.slack)
+
+    def _read(self, cache: Any) -> Any:
+        name = type(cache).__name__
+        if name == "CacheList":
+            return [self._read(c) for c in cache.caches]
+        if name in ("KVCache", "ConcatenateKVCache"):
+            return Leaf("full")
+        if name == "RotatingKVCache" and not cache.keep:
+            return Leaf("window", int(cache.max_size))
+        if isinstance(cache, ArraysCache):
+            return Leaf("state", len(cache.cache))
+        raise LoadError(f"this model keeps its memory in a {name}, which the MLX backend does not know")
+
+
+def _made(node: Any, make: Callable[[Leaf], Any], flat: list[Any]) -> Any:
+    # Not a closure that calls itself: such a cycle would keep a dropped sequence's buffers until a collection.
+    if isinstance(node, list):
+        return CacheList(*(_made(child, make, flat) for child in node))
+    flat.append(make(node))
+    return flat[-1]
+
+
+def _flat(tree: Iterable[Any]) -> Iterable[Leaf]:
+    for node in tree:
+        if isinstance(node, list):
+            yield from _flat(node)
+        else:
+            yield node
+
+
+def arrays_of(leaves: Iterable[Any]) -> list[Any]:
+    """Every array held by `leaves`: what must be computed for a step to be finished."""
+    found: list[Any] = []
+    for leaf in leaves:
+        held = leaf.cache if isinstance(leaf, ArraysCache) else leaf.planes or ()
+        found.extend(a for a in held if a is not None)
+    return found
+
+
+@dataclass(slots=True)
+class Undo:
+    """What taking tokens back out of recurrent state needs: the state before a chunk, and the chunk."""
+
+    length: int
+    tokens: list[int]
+    state: list[list[Any]]
+
+
+@dataclass(eq=False)
+class Line:
+    """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent memory, having been
+    set back to an older state, has yet to read again: they go in front of the next chunk."""
+
+    id: int
+    layout: Layout
+    length: int = 0
+    replay: list[int] = field(default_factory=list)
+    undo: Undo | None = None
+    batch: Batch | None = None
+    predicted: int | None = None
+    broken: bool = False
+    # Names the buffers, so that lines which still share them are counted once.
+    buffers: object = field(default_factory=object)
+
+    def __post_init__(self) -> None:
+        self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
+
+    @property
+    def computed(self) -> int:
+        """Tokens the buffers stand for."""
+        return self.length - len(self.replay)
+
+    @property
+    def states(self) -> list[Any]:
+        """The recurrent leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
+
+    def holds(self, n_tokens: int) -> bool:
+        """Can the attention leaves be cut to `n_tokens`?"""
+        if self.batch is not None:
+            return self.batch.holds(self, n_tokens)
+        return all(leaf.holds(n_tokens) for leaf in self.leaves if isinstance(leaf, LineAttention))
+
+    def place(self, n_tokens: int) -> None:
+        """Set every attention leaf's end to `n_tokens`."""
+        if self.batch is not None:
+            self.batch.place(self, n_tokens)
+            return
+        for leaf in self.leaves:
+            if isinstance(leaf, LineAttention):
+                leaf.offset = n_tokens
+
+    def alone(self) -> None:
+        """Have buffers of its own, out of the batch."""
+        if self.batch is not None:
+            self.batch.extract(self)
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        if self.batch is not None:
+            self.batch.forget(self)
+        self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
+        self.length, self.replay, self.undo, self.predicted = 0, [], None, None
+        self.buffers = object()
+
+    def snapshot(self) -> list[list[Any]]:
+        """The recurrent state now. Arrays never change, so this copies nothing."""
+        return [list(leaf.cache) for leaf in self.states]
+
+    def restore(self, state: Seq[Seq[Any]]) -> None:
+        """Put a snapshot back."""
+        for leaf, arrays in zip(self.states, state, strict=True):
+            leaf.cache = list(arrays)
+
+    def fork_into(self, other: Line, n_tokens: int) -> None:
+        """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared until one writes."""
+        if self.batch is not None:
+            self.batch.copy_row(self, other)
+        else:
+            for mine, theirs in zip(self.leaves, range(len(other.leaves)), strict=True):
+                if isinstance(mine, LineAttention):
+                    other.leaves[theirs] = mine.fork()
+                else:
+                    other.leaves[theirs].cache = list(mine.cache)
+            leaves = iter(other.leaves)
+            other.caches, other.leaves = self.layout.build(lambda _: next(leaves))
+            other.buffers = self.buffers
+        other.length = n_tokens
+        other.replay = list(self.replay)
+        other.place(other.computed)
+
+
+class Batch:
+    """Lines in one set of buffers, kept from step to step while the same lines decode."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.lines: list[Line] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows = {w: Rows(w) for w in (None, *self.layout.windows)}
+        self.caches, self.leaves = self.layout.build(self._leaf)
+
+    def _leaf(self, leaf: Leaf) -> Any:
+        if leaf.kind == "state":
+            return ArraysCache(leaf.size)
+        return BatchAttention(self.layout.form, self._rows[leaf.size if leaf.kind == "window" else None])
+
+    def row_of(self, line: Line) -> int:
+        """The row `line` stands in."""
+        return self.lines.index(line)
+
+    # --- who is in it --------------------------------------------------------------------------------------------
+
+    def become(self, lines: Seq[Line]) -> None:
+        """Hold exactly `lines`. Rows that leave get buffers of their own; a layer at a time, so that no
+        more than one layer is ever held twice."""
+        here = [line for line in self.lines if line.batch is self]
+        if len(here) == len(self.lines) == len(lines) and set(here) == set(lines):
+            return
+        staying = [line for line in here if line in lines]
+        for line in here:
+            if line not in staying:
+                self.extract(line)
+        if not lines:
+            self.lines = []
+            self._clear()
+            return
+        sources = [(self.row_of(line) if line in staying else None, line) for line in lines]
+        offsets = {w: [self._stand(rows, i, line, w) for i, line in sources] for w, rows in self._rows.items()}
+        for n, leaf in enumerate(self.leaves):
+            if isinstance(leaf, ArraysCache):
+                states = [
+                    [a[i : i + 1] for a in leaf.cache] if i is not None else list(line.leaves[n].cache)
+                    for i, line in sources
+                ]
+                leaf.cache = [mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)]
+                mx.eval(leaf.cache)
+            else:
+                rows = [leaf.row(i) if i is not None else line.leaves[n].read_used() for i, line in sources]
+                leaf.fill(rows, max(int(r[0].shape[2]) for r in rows) + 1)
+                mx.eval(leaf.planes)
+            for i, line in sources:
+                if i is None:
+                    line.leaves[n] = None
+        for w, place in self._rows.items():
+            place.offsets = [o for o, _ in offsets[w]]
+            place.starts = [s for _, s in offsets[w]]
+        for i, line in sources:
+            if i is None:
+                line.batch = self
+                line.caches, line.leaves = [], []
+                line.buffers = object()
+        self.lines = list(lines)
+
+    def _stand(self, rows: Rows, i: int | None, line: Line, window: int | None) -> tuple[int, int]:
+        if i is not None:
+            return rows.offsets[i], rows.starts[i]
+        for leaf in line.leaves:
+            if isinstance(leaf, LineAttention) and leaf.window == window:
+                return leaf.offset, leaf.start
+        return line.computed, line.computed
+
+    def extract(self, line: Line) -> None:
+        """Give `line` buffers of its own and let it go; its row is freed by the next `become`."""
+        caches, leaves = self.layout.build(self.layout.line_leaf)
+        self._copy(self.row_of(line), leaves)
+        line.caches, line.leaves, line.batch = caches, leaves, None
+        line.buffers = object()
+
+    def copy_row(self, line: Line, other: Line) -> None:
+        """Copy `line`'s row into the empty line `other`."""
+        self._copy(self.row_of(line), other.leaves)
+
+    def _copy(self, i: int, leaves: Seq[Any]) -> None:
+        for mine, theirs in zip(self.leaves, leaves, strict=True):
+            if isinstance(mine, ArraysCache):
+                theirs.cache = [mx.contiguous(a[i : i + 1]) for a in mine.cache]
+            else:
+                theirs.write(mine.row(i), mine.rows.starts[i])
+        # Until it is computed, a copy holds on to the batch's buffers, which the next step could not then reuse.
+        mx.eval(arrays_of(leaves))
+
+    def forget(self, line: Line) -> None:
+        """Let a dropped line go; the last one takes the buffers with it."""
+        line.batch = None
+        others = [other for other in self.lines if other.batch is self]
+        if not others:
+            self.lines = []
+            self._clear()
+
+    # --- where they stand ----------------------------------------------------------------------------------------
+
+    def holds(self, line: Line, n_tokens: int) -> bool:
+        """Can `line` be cut to `n_tokens`?"""
+        i = self.row_of(line)
+        return all(w is None or rows.starts[i] <= max(0, n_tokens - w + 1) for w, rows in self._rows.items())
+
+    def place(self, line: Line, n_tokens: int) -> None:
+        """Set the end of `line`'s row."""
+        i = self.row_of(line)
+        for rows in self._rows.values():
+            rows.offsets[i] = n_tokens
+
+    def make_room(self, n: int) -> None:
+        """Room for `n` more tokens in every row; windows that are full lose what nobody sees any more."""
+        for window, rows in self._rows.items():
+            leaves = [x for x in self.leaves if isinstance(x, BatchAttention) and x.rows is rows]
+            if not leaves or max(rows.used()) + n <= leaves[0].slots:
+                continue
+            if window is not None:
+                drops = [max(0, used - (window - 1 + self.layout.slack)) for used in rows.used()]
+                if any(drops):
+                    for leaf in leaves:
+                        leaf.shift(drops)
+                    rows.starts = [s + d for s, d in zip(rows.starts, drops, strict=True)]
+            for leaf in leaves:
+                leaf.make_room(n)
+
+    def moved(self, counts: Seq[int]) -> None:
+        """After a call of the model: row i now ends `counts[i]` tokens further on."""
+        for rows in self._rows.values():
+            rows.offsets = [o + n for o, n in zip(rows.offsets, counts, strict=True)]
+        for leaf in self.leaves:
+            if isinstance(leaf, BatchAttention):
+                leaf.written = 0
+
+    def snapshot(self) -> list[list[Any]]:
+        """The recurrent state of all rows now."""
+        return [list(leaf.cache) for leaf in self.leaves if isinstance(leaf, ArraysCache)]
+
+    def restore(self, state: Seq[Seq[Any]]) -> None:
+        """Put a snapshot back."""
+        for leaf, arrays in zip([x for x in self.leaves if isinstance(x, ArraysCache)], state, strict=True):
+            leaf.cache = list(arrays)

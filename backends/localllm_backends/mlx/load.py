@@ -1,0 +1,243 @@
+"""From a LoadSpec to a loaded mlx-lm model, or one sentence saying why not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from localllm_backends.mlx.backend import MlxBackend
+    from localllm_backends.mlx.lines import Layout
+
+QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
+_OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less.
+_CPU_BATCH = 128
+_GPU_BATCH = 512
+_GROUP_SIZES = (64, 32)
+_DEFAULT_CONTEXT = 8192
+_PARTS_OF_PROGRESS = 16
+
+
+def fingerprint(folder: Path) -> str:
+    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and of every weight file the size, the
+    first and last MiB and 64 KiB at 30 places between; hashing 40 GB would take longer than loading it."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as f:
+            digest.update(f.read(2**20))
+            for i in range(1, 31):
+                f.seek(size * i // 31)
+                digest.update(f.read(2**16))
+            f.seek(max(0, size - 2**20))
+            digest.update(f.read(2**20))
+    return digest.hexdigest()[:32]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files mlx-lm reads weights from (mlx_lm/utils.py, load_model)."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def check_spec(spec: LoadSpec) -> None:
+    """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
+    if spec.n_threads or spec.n_threads_batch:
+        raise LoadError("MLX has no setting for CPU threads: leave the number of threads to it")
+    if not spec.flash_attention:
+        raise LoadError("MLX has one attention kernel and no setting to turn it off")
+    if spec.kv_type_k != spec.kv_type_v:
+        raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
+
+
+def check_folder(path: str) -> Path:
+    """The checkpoint's folder; LoadError naming what is missing in it."""
+    from localllm_backends.mlx import checkpoint_folder
+
+    folder = checkpoint_folder(path)
+    if not folder.exists():
+        raise LoadError(f"there is no folder {folder.name!r} at that path")
+    if not folder.is_dir():
+        raise LoadError(f"{folder.name!r} is a file, not an MLX checkpoint folder")
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{folder.name!r} has no config.json: it is not an MLX checkpoint folder")
+    if not weight_files(folder):
+        raise LoadError(f"{folder.name!r} has no model*.safetensors: weights in other formats are not read")
+    return folder
+
+
+def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model with its weights not read yet, and its config; never runs code from the checkpoint."""
+    from mlx_lm.utils import load_model
+
+    from localllm_backends.mlx.vocabulary import read_json
+
+    # Older mlx-lm imports such a file without asking, newer ones unless told to: neither gets the chance.
+    if read_json(folder / "config.json").get("model_file") is not None:
+        raise LoadError(f"{folder.name!r} wants to run Python code of its own to build the model, which is not done")
+    try:
+        model, config = load_model(folder, lazy=True)
+        return model, config
+    except Exception as e:
+        raise LoadError(f"mlx-lm can't load {folder.name!r}: {_short(e)}") from e
+
+
+def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | None) -> int:
+    """Bring the weights in, in parts so that progress can be told; their bytes."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    arrays = [a for _, a in tree_flatten(model.parameters())]
+    total = sum(int(a.nbytes) for a in arrays)
+    done = 0
+    part: list[Any] = []
+    part_bytes = 0
+    try:
+        for i, array in enumerate(arrays):
+            part.append(array)
+            part_bytes += int(array.nbytes)
+            if part_bytes >= total // _PARTS_OF_PROGRESS or i == len(arrays) - 1:
+                mx.eval(part)
+                done += part_bytes
+                part, part_bytes = [], 0
+                if on_progress is not None:
+                    on_progress(done / max(total, 1))
+    except Exception as e:
+        if out_of_memory(e):
+            raise OutOfMemoryError(f"not enough memory for the weights of {name!r}: {_short(e)}") from e
+        raise LoadError(f"the weights of {name!r} can't be read: {_short(e)}") from e
+    return total
+
+
+def out_of_memory(error: Exception) -> bool:
+    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and [metal::malloc] messages)."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def caches_of(model: Any) -> list[Any]:
+    """mlx-lm's own caches for `model`: the only place that says what kind of memory each layer needs."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return list(make_prompt_cache(model))
+
+
+def own_type(probe: Any) -> KvType:
+    """The contract's name for the type the model itself computes keys and values in."""
+    name = str(probe.dtype).rpartition(".")[2]
+    if name not in _OWN_TYPES:
+        raise LoadError(f"this model keeps its memory in {name}, which the MLX backend does not know")
+    return _OWN_TYPES[name]  # type: ignore[return-value]
+
+
+def group_size_for(widths: set[int]) -> int | None:
+    """The quantisation group that divides every head's width; None if none does."""
+    return next((g for g in _GROUP_SIZES if widths and all(w % g == 0 for w in widths)), None)
+
+
+def n_batch_for(spec: LoadSpec) -> int:
+    """Tokens of one step: as asked, else by where MLX computes."""
+    import mlx.core as mx
+
+    return spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
+
+
+def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
+    """KV cells to serve, and the context the model was trained with (0 where the config does not say)."""
+    nested = config.get("text_config")
+    sources = [config, *([nested] if isinstance(nested, dict) else [])]
+    trained = next((int(s["max_position_embeddings"]) for s in sources if s.get("max_position_embeddings")), 0)
+    return spec.n_ctx or min(trained or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT), trained
+
+
+def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> MlxBackend:
+    """Load an mlx-lm checkpoint as a Backend."""
+    check_spec(spec)
+    folder = check_folder(spec.path)
+    import mlx.core as mx
+
+    if spec.n_gpu_layers == 0:
+        mx.set_default_device(mx.cpu)
+    try:
+        return _load(spec, folder, on_progress)
+    except BackendFailure:
+        mx.clear_cache()
+        raise
+    except Exception as e:
+        mx.clear_cache()
+        if out_of_memory(e):
+            raise OutOfMemoryError(f"not enough memory to load {folder.name!r}: {_short(e)}") from e
+        raise LoadError(f"{folder.name!r} can't be loaded: {_short(e)}") from e
+
+
+def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None) -> MlxBackend:
+    from localllm_backends.mlx import memory
+    from localllm_backends.mlx.backend import MlxBackend
+    from localllm_backends.mlx.shapes import Sizes
+    from localllm_backends.mlx.vocabulary import Vocabulary
+
+    model, config = read_model(folder)
+    n_batch = n_batch_for(spec)
+    layout, shapes = probe(model, spec, n_batch)
+    n_ctx, n_trained = n_ctx_for(spec, config)
+    weights_bytes = sum(p.stat().st_size for p in weight_files(folder))
+    sizes = Sizes.of(shapes)
+    memory.require(
+        weights_bytes + n_ctx * sizes.token_bytes + spec.n_seq_max * sizes.line_bytes,
+        f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
+    )
+    weights_bytes = read_weights(model, folder.name, on_progress)
+    vocabulary = Vocabulary(folder, config, shapes.n_vocab)
+    return MlxBackend(
+        model, vocabulary, layout, shapes, sizes, spec, folder, config,
+        n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
+    )  # fmt: skip
+
+
+def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:
+    """The memory this model wants and the exact shapes it will have, without computing anything: MLX knows the shapes
+    of arrays it has not computed. LoadError where the asked KV type can't be had."""
+    from localllm_backends.mlx.attention import KvFormat
+    from localllm_backends.mlx.lines import Layout
+    from localllm_backends.mlx.shapes import Shapes
+
+    caches = caches_of(model)
+    plain = Layout(caches, KvFormat(), n_batch)
+    shapes = Shapes.of(model, plain)
+    own = own_type(shapes.kv_array) if shapes.kv_array is not None else "f32"
+    group = group_size_for(shapes.widths) if plain.attention and not plain.windows else None
+    shapes.kv_type = own
+    if group is not None:
+        quantised = Layout(caches, KvFormat(8, group), n_batch)
+        # Some attention code reads keys and values as arrays: it fails while the graph is built, before any work.
+        shapes.quantisable = Shapes.of_or_none(model, quantised) is not None
+    asked = spec.kv_type_k
+    if asked in QUANTISED_BITS:
+        if not shapes.quantisable or group is None:
+            raise LoadError(
+                f"this model's KV cache can't be stored as {asked} in MLX "
+                f"(sliding windows, latent attention and heads that 32 does not divide can't); it is kept as {own}"
+            )
+        layout = Layout(caches, KvFormat(QUANTISED_BITS[asked], group), n_batch)
+        shapes_quantised = Shapes.of(model, layout)
+        shapes_quantised.kv_type, shapes_quantised.quantisable = asked, True
+        shapes_quantised.own_type = own
+        return layout, shapes_quantised
+    shapes.own_type = own
+    # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and info says what.
+    if asked not in ("f16", own):
+        raise LoadError(f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); {asked} can't be had")
+    return plain, shapes

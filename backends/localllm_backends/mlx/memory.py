@@ -1,0 +1,73 @@
+"""How much memory MLX may use here, and the bounds this backend keeps on what MLX holds back for reuse.
+
+It never raises MLX's wired limit: serving several streams with it raised was reported to panic macOS, and leaving it
+alone cured that in a controlled test (github.com/ml-explore/mlx/issues/3186).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from localllm_backends.contract import OutOfMemoryError
+
+# Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth serving.
+_CACHE_HIGH_BYTES = 512 * 2**20
+_CACHE_LOW_BYTES = 64 * 2**20
+_CACHE_SHARE = 0.1
+# Left to the system where memory is shared with everything else.
+_MARGIN_BYTES = 256 * 2**20
+
+
+def usable_bytes(device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int) -> int:
+    """Bytes that can still be allocated. On Metal: what the system recommends as a working set, less what is in use
+    (`device` is mx.device_info(); key max_recommended_working_set_size). Elsewhere: what the operating system says is
+    available, plus what MLX holds unused, less a margin."""
+    recommended = device.get("max_recommended_working_set_size")
+    if isinstance(recommended, int) and recommended > 0:
+        return max(0, recommended - active_bytes)
+    return max(0, available_bytes + held_bytes - _MARGIN_BYTES)
+
+
+def usable_now() -> int:
+    """`usable_bytes` of this machine, now."""
+    import psutil
+
+    return usable_bytes(
+        mx.device_info(), mx.get_active_memory(), mx.get_cache_memory(), psutil.virtual_memory().available
+    )
+
+
+def require(needed_bytes: int, what: str) -> None:
+    """OutOfMemoryError with both figures unless `needed_bytes` can be allocated; tries again without MLX's reserve."""
+    if needed_bytes <= usable_now():
+        return
+    mx.clear_cache()
+    usable = usable_now()
+    if needed_bytes > usable:
+        raise OutOfMemoryError(f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now")
+
+
+class BufferBound:
+    """Holds MLX's reserve of freed buffers under a high mark, and empties it at rest if it is over a low one.
+
+    Between the marks buffers are reused as they are: emptying it in every step would allocate everything anew."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.high_bytes = int(min(_CACHE_HIGH_BYTES, total_bytes * _CACHE_SHARE))
+        self.low_bytes = min(_CACHE_LOW_BYTES, self.high_bytes // 2)
+        self._before: int | None = mx.set_cache_limit(self.high_bytes)
+
+    def at_rest(self) -> None:
+        """Nothing is being served: give back what is over the low mark."""
+        if mx.get_cache_memory() > self.low_bytes:
+            mx.clear_cache()
+
+    def close(self) -> None:
+        """Give everything back and put MLX's own limit back."""
+        if self._before is not None:
+            mx.set_cache_limit(self._before)
+            self._before = None
+        mx.clear_cache()

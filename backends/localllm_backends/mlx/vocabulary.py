@@ -1,0 +1,188 @@
+"""From a checkpoint's tokenizer files to token ids, exact bytes, control tokens and the chat template's text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from localllm_backends.contract import BackendFailure, LoadError
+
+# Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives them
+# (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
+_FIM = {
+    "pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>"),
+    "suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>"),
+    "mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>"),
+    "pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
+    "rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
+    "sep": ("<|file_sep|>",),
+}
+_SPACE = "▁"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`; {} where there is no such file; LoadError where it is not JSON."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise LoadError(f"{path.name} can't be read: {e}") from e
+    return data if isinstance(data, dict) else {}
+
+
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's table of the printable character that stands for each byte, turned round (openai/gpt-2, encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(b): b for b in printable}
+    others = (b for b in range(256) if b not in set(printable))
+    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    return table
+
+
+class Vocabulary:
+    """Pure over its files: `tokenize` and `detokenize` may be called from any thread."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:
+        self.n_vocab = n_vocab
+        settings = read_json(folder / "tokenizer_config.json")
+        source = tokenizer_json(folder)
+        parsed = json.loads(source)
+        self._parsing, self._literal = _tokenizers(source)
+        self._added = {int(t["id"]): t for t in parsed.get("added_tokens", [])}
+        self._control = frozenset(i for i, t in self._added.items() if t.get("special"))
+        self._kind = _kind(parsed.get("decoder"))
+        self._chars = byte_of_char()
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self.eog_tokens = self._ends(config, settings, read_json(folder / "generation_config.json"))
+        self.bos_token = self._named(settings.get("bos_token"), config.get("bos_token_id"))
+        self.eos_token = self._named(settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None))
+        start = list(self._parsing.encode("", add_special_tokens=True).ids)
+        self.adds_bos = bool(settings.get("add_bos_token", start[:1] == [self.bos_token] and bool(start)))
+        self.adds_bos = self.adds_bos and self.bos_token is not None
+        self.chat_template = chat_template(folder, settings)
+        self.fim_tokens = {
+            role: found[0]
+            for role, names in _FIM.items()
+            if (found := [t for t in map(self._parsing.token_to_id, names) if t is not None])
+        }
+
+    def tokenize(self, text: str, *, special: bool, add_bos: bool) -> list[int]:
+        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = list((self._parsing if special else self._literal).encode(text, add_special_tokens=False).ids)
+        return [self.bos_token, *ids] if add_bos and self.adds_bos and self.bos_token is not None else ids
+
+    def detokenize(self, tokens: Seq[int]) -> str:
+        """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
+        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token; cached, because text is made of few tokens."""
+        piece = self._pieces.get((token, special))
+        if piece is None:
+            if not 0 <= token < self.n_vocab:
+                raise BackendFailure(f"token {token} is outside the vocabulary of {self.n_vocab}")
+            piece = self._pieces[token, special] = self._bytes(token, special)
+        return piece
+
+    def is_control(self, token: int) -> bool:
+        """True for the added tokens the tokenizer marks special."""
+        return token in self._control
+
+    def _bytes(self, token: int, special: bool) -> bytes:
+        if token in self._control and not special:
+            return b""
+        text = self._parsing.id_to_token(token)
+        # The logits may be wider than the vocabulary: rows padded for the hardware stand for nothing.
+        if text is None:
+            return b""
+        if token in self._added:
+            return str(self._added[token]["content"]).encode()
+        if self._kind == "bytelevel":
+            return b"".join(bytes([self._chars[c]]) if c in self._chars else c.encode() for c in text)
+        if self._kind == "sentencepiece":
+            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+                return bytes([int(text[3:5], 16)])
+            return str(text).replace(_SPACE, " ").encode()
+        return str(text).encode()
+
+    def _named(self, name: Any, fallback: Any) -> int | None:
+        if isinstance(name, dict):
+            name = name.get("content")
+        token = self._parsing.token_to_id(name) if isinstance(name, str) else None
+        return token if token is not None else next(iter(_ids(fallback)), None)
+
+    def _ends(self, config: dict[str, Any], settings: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+        """Every token the checkpoint names as an end, in its own order; those of text_config where it has one."""
+        nested = config.get("text_config")
+        named = self._named(settings.get("eos_token"), None)
+        found = [
+            *_ids(generation.get("eos_token_id")),
+            *_ids(config.get("eos_token_id")),
+            *_ids(nested.get("eos_token_id") if isinstance(nested, dict) else None),
+            *([named] if named is not None else []),
+        ]
+        return tuple(dict.fromkeys(t for t in found if 0 <= t < self.n_vocab))
+
+
+def tokenizer_json(folder: Path) -> str:
+    """The text of tokenizer.json; made from the older files by transformers where the checkpoint has only those."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return path.read_text("utf-8")
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        wrapper = load_tokenizer(folder, {"trust_remote_code": False})
+        return str(wrapper._tokenizer.backend_tokenizer.to_str())
+    except Exception as e:
+        raise LoadError(
+            f"{folder.name!r} has no tokenizer.json, and none could be made from its other tokenizer files: {e}"
+        ) from e
+
+
+def _tokenizers(source: str) -> tuple[Any, Any]:
+    """The tokenizer that parses control tokens written in text, and the one that reads them as plain text."""
+    from tokenizers import Tokenizer
+
+    try:
+        parsing, literal = Tokenizer.from_str(source), Tokenizer.from_str(source)
+    except Exception as e:
+        raise LoadError(f"tokenizer.json can't be read: {e}") from e
+    for one in (parsing, literal):
+        one.no_padding()
+        one.no_truncation()
+    literal.encode_special_tokens = True
+    return parsing, literal
+
+
+def _kind(decoder: Any) -> str:
+    """How a token's text stands for bytes, told by the tokenizer's own decoder."""
+    said = json.dumps(decoder, ensure_ascii=False)
+    if '"ByteLevel"' in said:
+        return "bytelevel"
+    if '"ByteFallback"' in said or '"Metaspace"' in said or _SPACE in said:
+        return "sentencepiece"
+    return "plain"
+
+
+def chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The template's text: chat_template.jinja, chat_template.json, or the tokenizer_config's (its "default")."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    given = read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(given, list):
+        named = {t["name"]: t["template"] for t in given if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        given = named.get("default") or next(iter(named.values()), None)
+    return given if isinstance(given, str) and given else None
+
+
+def _ids(value: Any) -> Iterable[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, list) else ()

@@ -1,0 +1,181 @@
+"""MLX memory shows every new token exactly the tokens it may attend to, whatever was written, cut or moved before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm_backends.mlx import backend_type
+
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(backend_type.available() is not None, reason=str(backend_type.available())),
+]
+
+HEADS, WIDTH, SLACK = 2, 32, 8
+
+
+@dataclass
+class Model:
+    """What a line should hold: one number per token, the tokens never repeating."""
+
+    tokens: list[float] = field(default_factory=list)
+
+
+def planes(tokens: list[float]) -> object:
+    """Keys [1, heads, n, width] whose every element is the token's number."""
+    import mlx.core as mx
+
+    return mx.array(np.broadcast_to(np.array(tokens, np.float32)[None, None, :, None], (1, HEADS, len(tokens), WIDTH)))
+
+
+def seen_by(keys: object, mask: object, n: int) -> list[list[float]]:
+    """The tokens each of the last `n` queries may attend to, read from one row's keys and its mask."""
+    import mlx.core as mx
+
+    held = np.array(keys)[0, 0, :, 0]
+    if mask is None:
+        assert n == 1
+        return [held.tolist()]
+    if isinstance(mask, str):
+        allowed = np.tril(np.ones((n, len(held)), dtype=bool), k=len(held) - n)
+    else:
+        assert isinstance(mask, mx.array)
+        allowed = np.array(mask).reshape(n, len(held))
+    return [held[row].tolist() for row in allowed]
+
+
+def expected(tokens: list[float], n: int, window: int | None) -> list[list[float]]:
+    """By the definition: everything up to the query itself, or the last `window` of it."""
+    lines = [tokens[: len(tokens) - n + i + 1] for i in range(n)]
+    return lines if window is None else [line[-window:] for line in lines]
+
+
+def write(line: object, numbers: list[float], window: int | None) -> list[list[float]]:
+    mask = line.make_mask(len(numbers), window_size=window)  # type: ignore[attr-defined]
+    keys, values = line.update_and_fetch(planes(numbers), planes(numbers))  # type: ignore[attr-defined]
+    assert np.array_equal(np.array(keys), np.array(values))
+    return seen_by(keys, mask, len(numbers))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    window=st.sampled_from([None, 5, 40]),
+    moves=st.lists(st.tuples(st.sampled_from(["write", "cut", "fork"]), st.integers(1, 90)), max_size=25),
+)
+def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, int]]) -> None:
+    from localllm_backends.mlx.attention import KvFormat, LineAttention
+
+    line, tokens = LineAttention(KvFormat(), window, SLACK), []
+    forks: list[tuple[LineAttention, list[float]]] = []
+    number = 0.0
+    for what, n in moves:
+        if what == "write":
+            new = [number + i + 1 for i in range(n)]
+            number += n
+            tokens = [*tokens, *new]
+            assert write(line, new, window) == expected(tokens, n, window)
+        elif what == "cut" and tokens:
+            keep = max(0, len(tokens) - n % (SLACK + 1))
+            assert line.holds(keep)
+            tokens = tokens[:keep]
+            line.offset = keep
+        elif what == "fork":
+            forks.append((line.fork(), list(tokens)))
+    for fork, held in forks:
+        assert write(fork, [-1.0, -2.0], window) == expected([*held, -1.0, -2.0], 2, window)
+    assert write(line, [-3.0], window) == expected([*tokens, -3.0], 1, window)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    window=st.sampled_from([None, 5, 40]),
+    lengths=st.lists(st.integers(1, 300), min_size=2, max_size=4),
+    steps=st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=12),
+)
+def test_rows_of_a_batch_grow_and_shrink_by_themselves(
+    window: int | None, lengths: list[int], steps: list[list[int]]
+) -> None:
+    import mlx.core as mx
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    from localllm_backends.mlx.attention import KvFormat
+    from localllm_backends.mlx.lines import Batch, Layout, Line
+
+    layout = Layout([KVCache() if window is None else RotatingKVCache(window)], KvFormat(), SLACK)
+    lines = [Line(i, layout) for i in range(len(lengths))]
+    held: list[list[float]] = []
+    for i, (line, n) in enumerate(zip(lines, lengths, strict=True)):
+        held.append([1000.0 * (i + 1) + t for t in range(n)])
+        write(line.leaves[0], held[i], window)
+        line.length = n
+    batch = Batch(layout)
+    batch.become(lines)
+    number = 0.0
+    for counts in steps:
+        # Rows are as wide as the longest; what stands behind a row's own end is padding.
+        accepted = [min(c, 3) for c in counts[: len(lines)]]
+        width = max(1, *accepted)
+        batch.make_room(width)
+        attention = batch.leaves[0]
+        assert attention.offset.tolist() == [len(h) for h in held]
+        new = [[number + 100.0 * i + t for t in range(width)] for i in range(len(lines))]
+        number -= 1000.0
+        mask = attention.make_mask(width, window_size=window)
+        stacked = mx.concatenate([planes(row) for row in new], axis=0)
+        keys, _ = attention.update_and_fetch(stacked, stacked)
+        for i in range(len(lines)):
+            row_mask = None if mask is None else mask[i : i + 1]
+            got = seen_by(keys[i : i + 1], row_mask, width)
+            assert got == expected([*held[i], *new[i]], width, window)
+            held[i] = [*held[i], *new[i][: accepted[i]]]
+        batch.moved(accepted)
+    batch.extract(lines[0])
+    assert write(lines[0].leaves[0], [-1.0], window) == expected([*held[0], -1.0], 1, window)
+
+
+def test_two_lines_share_buffers_until_one_writes() -> None:
+    import mlx.core as mx
+
+    from localllm_backends.mlx.attention import KvFormat, LineAttention
+
+    line = LineAttention(KvFormat())
+    big = mx.ones((1, 8, 4096, 64))
+    line.update_and_fetch(big, big)
+    mx.eval(line.planes)
+    del big
+    before = mx.get_active_memory()
+    other = line.fork()
+    mx.eval(other.planes)
+    assert mx.get_active_memory() - before < line.nbytes // 100
+    one = mx.ones((1, 8, 1, 64))
+    other.offset -= 1
+    other.update_and_fetch(2 * one, 2 * one)
+    mx.eval(other.planes)
+    assert mx.get_active_memory() - before >= line.nbytes
+    assert float(line.planes[0][0, 0, 4095, 0]) == 1.0  # type: ignore[index]
+    assert float(other.planes[0][0, 0, 4095, 0]) == 2.0  # type: ignore[index]
+
+
+def test_growing_writes_in_place_between_blocks() -> None:
+    """A step must not copy the whole memory: the active memory's peak stays near what is held."""
+    import mlx.core as mx
+
+    from localllm_backends.mlx.attention import KvFormat, LineAttention
+
+    line = LineAttention(KvFormat())
+    big = mx.ones((1, 8, 4000, 64))
+    line.update_and_fetch(big, big)
+    mx.eval(line.planes)
+    del big
+    one = mx.ones((1, 8, 1, 64))
+    mx.eval(one)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(20):
+        mx.eval(line.update_and_fetch(one, one))
+    assert mx.get_peak_memory() - held < line.nbytes // 2

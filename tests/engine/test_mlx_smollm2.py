@@ -1,0 +1,81 @@
+"""A real model on MLX: greedy text is mlx-lm's own, logits are llama.cpp's on the same values, a crowd changes nothing.
+
+MLX's Linux wheel multiplies matrices on one core without vector instructions, so these are short; docs/mlx.md has the
+figures of the long runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.drive import GREEDY, run
+from localllm.engine.core import Engine
+from localllm.engine.messages import Request
+from localllm_backends.contract import Chunk, LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_backends.mlx import backend_type as mlx
+from models.mlx_from_gguf import convert, dequantised
+
+pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+
+CACHE = Path(__file__).parent.parent.parent / ".cache" / "models"
+NAME = "smollm2-135m-instruct-f32"
+QUESTION = "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n"
+TEXT = (
+    "A lighthouse is a tower with a bright light at the top, built where ships come near the land. Before there were "
+    "maps and radios, sailors trusted it to tell them where the rocks were."
+)
+
+
+@pytest.fixture(scope="module")
+def backend(smollm2: Path) -> Iterator[Any]:
+    made = mlx.load(LoadSpec(str(convert(smollm2, CACHE / NAME)), n_ctx=1024, n_seq_max=4))
+    yield made
+    made.close()
+
+
+def test_greedy_text_is_mlx_lms_token_for_token(backend: Any) -> None:
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    prompt = backend.tokenize(QUESTION)
+    outcome = run(Engine(backend), Request("q", prompt, max_tokens=16, sampling=GREEDY, ignore_eos=True))
+    theirs = [int(token) for token, _ in generate_step(mx.array(prompt), backend._stepper.model, max_tokens=16)]
+    assert outcome.tokens["q"] == theirs
+
+
+def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, smollm2: Path) -> None:
+    plain = dequantised(smollm2, CACHE / f"{NAME}.gguf")
+    other = llamacpp.load(LoadSpec(str(plain), n_ctx=512, kv_type_k="f32", kv_type_v="f32", n_outputs=64))
+    tokens = backend.tokenize(QUESTION + TEXT)
+    assert tokens == other.tokenize(QUESTION + TEXT)
+    for token in range(0, backend.info.n_vocab, 7):
+        assert backend.token_bytes(token) == other.token_bytes(token)
+        assert backend.token_bytes(token, special=True) == other.token_bytes(token, special=True)
+        assert backend.is_control(token) == other.is_control(token)
+    assert backend.info.chat_template == other.info.chat_template
+    assert set(backend.info.eog_tokens) <= set(other.info.eog_tokens)
+    rows = []
+    for each in (backend, other):
+        sequence = each.new_sequence()
+        rows.append(each.step([Chunk(sequence, tokens[:32], outputs=32)]).logits(0).copy())
+        each.drop(sequence)
+    assert [int(r.argmax()) for r in rows[0]] == [int(r.argmax()) for r in rows[1]]
+    assert np.sqrt(np.mean((rows[0] - rows[1]) ** 2)) < 0.01 * rows[0].std()
+    other.close()
+
+
+def test_a_crowd_gets_the_answers_it_would_get_alone(backend: Any) -> None:
+    questions = {q: backend.tokenize(f"<|im_start|>user\n{q}<|im_end|>\n") for q in ("Count to five.", "Who was Ada?")}
+    alone = {
+        q: run(Engine(backend), Request(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)).tokens[q]
+        for q, p in questions.items()
+    }
+    requests = [Request(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True) for q, p in questions.items()]
+    together = run(Engine(backend), *requests)
+    assert together.tokens == alone
