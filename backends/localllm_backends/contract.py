@@ -253,6 +253,10 @@ class BackendType(Protocol):
         """True if `path` is a Variant of this backend's format."""
         ...
 
+    def vocabulary(self, path: str) -> list[bytes]:
+        """The bytes of every token, control tokens as they are written, read without loading the weights; LoadError."""
+        ...
+
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the weights come in."""
         ...

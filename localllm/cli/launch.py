@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,17 @@ from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.engine.client import WorkerOptions
+    from localllm.engine.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
     from localllm.planner.types import Plan
     from localllm_catalog.types import Purpose
+
+
+# Models that share a machine give up context for each other down to this many tokens, and then take turns.
+_LEAST_SHARED_CONTEXT = 4096
+_EMBEDDING_BUFFERS_BYTES = 250_000_000
+# llama.h, enum llama_pooling_type: mean, CLS and last token (0 is none, 4 ranks).
+_POOLINGS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -23,19 +32,71 @@ class Launch:
     local: LocalModel
     options: WorkerOptions
     plan: Plan | None
+    embedding: EmbeddingOptions | None = None
+
+    @property
+    def needs_bytes(self) -> int:
+        """What it takes while loaded: as planned, or its files' size where there is no plan (an embedding model: and
+        a quarter GB for its buffers, an assumption that models of up to 2,048 tokens stay below)."""
+        if self.plan is not None:
+            return self.plan.memory.total_bytes
+        return self.local.size_bytes + (_EMBEDDING_BUFFERS_BYTES if self.embedding is not None else 0)
 
 
-def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat") -> Launch:
-    """Resolve MODEL, plan it on this machine for `purpose`, and make worker options that run exactly that plan.
+def prepare_all(references: Sequence[str | None], settings: Settings) -> list[Launch]:
+    """Prepare models that share this machine, the first one for coding, a further one that can fill in for
+    autocomplete. Contexts nobody chose are halved, the largest first, until all fit at once; where that is not enough
+    each keeps what it would have alone, and they take turns. Raises as `prepare` does."""
+    alone = [prepare(r, settings, "coding", of=len(references)) for r in references]
+    for i, launch in enumerate(alone[1:], 1):
+        if _fills_in(launch):
+            alone[i] = prepare(references[i], settings, "autocomplete", of=len(references))
+    planned = [i for i, a in enumerate(alone) if a.plan is not None]
+    if len(alone) == 1 or not planned or not settings["context"].automatic:
+        return alone
+    limit = min(a.plan.memory.limit_bytes for a in alone if a.plan is not None)
+    shared = list(alone)
+    while sum(s.needs_bytes for s in shared) > limit:
+        at = max(planned, key=lambda i: shared[i].options.spec.n_ctx)
+        smaller = shared[at].options.spec.n_ctx // 2
+        if smaller < _LEAST_SHARED_CONTEXT:
+            return alone
+        purpose: Purpose = "autocomplete" if at and _fills_in(shared[at]) else "coding"
+        lowered = prepare(references[at], settings.lowered("context", smaller), purpose, of=len(references))
+        if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
+            return alone
+        shared[at] = lowered
+    return shared
 
-    Raises ModelNotFoundError, ModelFileError, DoesNotFitError or UsageError.
+
+def _fills_in(launch: Launch) -> bool:
+    return launch.plan is not None and bool(launch.plan.model.fim)
+
+
+def memory_for_models() -> tuple[int, Callable[[], int]]:
+    """(bytes models may take together on this machine, a function that says how many of them are available now)."""
+    from localllm.device.detect import detect
+
+    return detect().memory.limit_bytes, lambda: detect().memory.available_bytes
+
+
+def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat", *, of: int = 1) -> Launch:
+    """Resolve MODEL, plan it on this machine for `purpose`, and make worker options that run exactly that plan. `of`
+    models share the memory for cached prefixes.
+
+    Raises ModelNotFoundError, ModelFileError, BackendMissingError, DoesNotFitError or UsageError.
     """
     from localllm import paths
+    from localllm.engine import backends
     from localllm.engine.client import WorkerOptions
     from localllm.library.resolve import resolve
     from localllm_backends.contract import LoadSpec
 
     local = resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
+    # Said now, before anything is planned: no backend runs these files, or its package is missing.
+    backends.for_path(str(local.path), settings.value("backend"))
+    if makes_embeddings(local):
+        return _embedding(local, settings)
     plan = plan_local(local, settings, purpose)
     kv_type = settings.value("kv_type")
     if kv_type == "auto":
@@ -55,12 +116,52 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
         n_gpu_layers=plan.n_gpu_layers if plan is not None else -1,
     )
     log = paths.private_dir(paths.log_dir()) / "worker.log"
+    draft, draft_path = _drafting(settings)
     engine: dict[str, object] = {
-        "cache_bytes": cache_bytes(settings),
+        "draft": draft,
+        "cache_bytes": cache_bytes(settings) // of,
         "disk_dir": str(paths.cache_dir() / "prefixes"),
         "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
     }
-    return Launch(local.name, local, WorkerOptions(spec, settings.value("backend"), engine, log), plan)
+    options = WorkerOptions(spec, settings.value("backend"), engine, draft_path, log)
+    return Launch(local.name, local, options, plan)
+
+
+def _drafting(settings: Settings) -> tuple[str, str | None]:
+    """(the engine's drafting mode, the file of the draft model or None) for the `draft` setting."""
+    from localllm.engine.messages import DRAFT_MODES
+    from localllm.library.resolve import resolve
+
+    draft = settings.value("draft")
+    if draft in DRAFT_MODES:
+        return draft, None
+    return "auto", str(resolve(draft, offline=bool(settings.value("offline"))).path)
+
+
+def makes_embeddings(local: LocalModel) -> bool:
+    """True for files whose header names a pooling: they make vectors, not text."""
+    from localllm_catalog import gguf
+    from localllm_catalog.errors import CatalogError
+
+    if local.format != "gguf":
+        return False
+    try:
+        header = gguf.read(local.path)
+    except (CatalogError, OSError):
+        return False  # the engine says what is wrong with it
+    return header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
+
+
+def _embedding(local: LocalModel, settings: Settings) -> Launch:
+    from localllm import paths
+    from localllm.engine.client import WorkerOptions
+    from localllm.engine.embedding import EmbeddingOptions
+    from localllm_backends.contract import LoadSpec
+
+    log = paths.private_dir(paths.log_dir()) / "worker.log"
+    context, threads = settings.value("context") or 0, settings.value("threads") or 0
+    options = EmbeddingOptions(str(local.path), settings.value("backend"), context, threads, log_path=log)
+    return Launch(local.name, local, WorkerOptions(LoadSpec(path=str(local.path))), None, options)
 
 
 def cache_bytes(settings: Settings) -> int:

@@ -37,7 +37,10 @@ def for_path(path: str, preferred: str = "auto") -> BackendType:
         backend = named(preferred)
         _require(backend)
         if not backend.accepts(path):
-            raise ModelFileError(f"{Path(path).name!r} is not a model that the {preferred} backend runs")
+            raise ModelFileError(
+                f"{Path(path).name!r} is not a model that the {preferred} backend runs",
+                hint="leave --backend at auto: the files decide (llamacpp runs GGUF files, mlx runs MLX folders)",
+            )
         return backend
     accepting = [b for b in map(named, names()) if b.accepts(path)]
     if not accepting:

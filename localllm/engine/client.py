@@ -27,11 +27,13 @@ _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON."""
+    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON;
+    `draft_path` is a smaller model of the same vocabulary that drafts for it."""
 
     spec: LoadSpec
     backend: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
+    draft_path: str | None = None
     log_path: Path | None = None
 
 
@@ -70,7 +72,13 @@ class WorkerClient:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            order = {"op": "load", "spec": asdict(options.spec), "backend": options.backend, "engine": options.engine}
+            order = {
+                "op": "load",
+                "spec": asdict(options.spec),
+                "backend": options.backend,
+                "engine": options.engine,
+                "draft_path": options.draft_path,
+            }
             process.stdin.write(json.dumps(order).encode() + b"\n")
             await process.stdin.drain()
             while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,8 +12,26 @@ from localllm.engine.sampling import Constraint, Row
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend
 
+# Words of JSON Schema that llguidance passes over without a word: those of draft 3, and those of later drafts in a
+# schema whose $schema names an earlier one. What it knows and can't keep (not, contains, uniqueItems…) it says itself.
+_PASSED_OVER = frozenset(
+    {
+        "divisibleBy", "disallow", "extends", "dependentRequired", "dependentSchemas", "dependencies",
+        "unevaluatedItems", "unevaluatedProperties", "minContains", "maxContains",
+    }
+)  # fmt: skip
+# Drafts in which a list of items is still written `items`.
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
+# Where schemas stand under names of the author's choosing, and where values stand that are no schemas.
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_INERT = frozenset({"const", "enum", "default", "examples", "example"})
+
 # llguidance marks special tokens by a byte that UTF-8 text never has.
 _SPECIAL = b"\xff"
+_NO_WORD = "\x02"
+# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
+# window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
+_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
 class _Vocabulary:
@@ -30,9 +49,17 @@ class _Vocabulary:
             self.tokens[token] = _SPECIAL + self.tokens[token]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._backend.tokenize(text, special=False)
+        """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no way to say."""
+        data = text if isinstance(text, bytes) else text.encode()
+        text = data.decode("utf-8", "replace")
+        # SentencePiece puts a space before what it takes for a beginning: behind a letter of no word it does not.
+        for lead in ("", _NO_WORD):
+            head = self._backend.tokenize(lead, special=False) if lead else []
+            tokens = self._backend.tokenize(lead + text, special=False)
+            rest = tokens[len(head) :]
+            if tokens[: len(head)] == head and b"".join(self.tokens[t] for t in rest) == data:
+                return rest
+        return []
 
 
 class GrammarCompiler:
@@ -50,7 +77,10 @@ class GrammarCompiler:
         kind, source = grammar
         try:
             if kind == "json_schema":
-                compiled = LLMatcher.grammar_from_json_schema(source)
+                schema = json.loads(source)
+                if isinstance(schema, bool):  # llguidance takes its options inside an object only
+                    source = json.dumps({"allOf": [schema]})
+                compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _SPACE})
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
             elif kind == "lark":
@@ -70,6 +100,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
+        if kind == "json_schema":
+            _check_words(schema)
         return MatcherConstraint(matcher, self._backend.info.n_vocab)
 
 
@@ -95,6 +127,10 @@ class MatcherConstraint:
         """How many of `tokens` the grammar would accept in a row from here, without advancing."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
+    def forced(self) -> list[int]:
+        """The tokens of the text that must come next."""
+        return list(self._matcher.compute_ff_tokens())
+
     @property
     def finished(self) -> bool:
         """True when nothing may follow."""
@@ -103,3 +139,22 @@ class MatcherConstraint:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no reason given"
+
+
+def _check_words(schema: Any, old: bool = False) -> None:
+    """Raise UnsupportedError for a word of JSON Schema that would be accepted and not kept."""
+    if isinstance(schema, list):
+        for inner in schema:
+            _check_words(inner, old)
+    if not isinstance(schema, dict):
+        return
+    named = schema.get("$schema")
+    old = any(draft in named for draft in _OLD_DRAFTS) if isinstance(named, str) else old
+    passed_over = sorted(w for w in schema if w in _PASSED_OVER or (old and w == "prefixItems"))
+    if passed_over:
+        raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(passed_over)} is not supported")
+    for word, value in schema.items():
+        if word in _NAMED and isinstance(value, dict):
+            _check_words(list(value.values()), old)
+        elif word not in _INERT:
+            _check_words(value, old)

@@ -24,6 +24,8 @@ from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from localllm.engine.residency import Residency, Source, plain_block
 from localllm.engine.sampling import Constraint, Row, Sampler, log_softmax
 from localllm.engine.scheduler import ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+from localllm.engine.speculation.draft_model import DraftModel
+from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError, StepResult
 
@@ -39,12 +41,13 @@ MakeConstraint = Callable[[tuple[str, str]], Constraint]
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
-    under `disk_dir` (None: none)."""
+    under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand)."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
     disk_dir: str | None = None
     disk_bytes: int = 8 * 10**9
+    draft: str = "off"
     make_constraint: MakeConstraint | None = None
 
 
@@ -55,6 +58,7 @@ class Engine:
     backend: Backend
     settings: EngineSettings = field(default_factory=EngineSettings)
     clock: Callable[[], float] = time.monotonic
+    draft_backend: Backend | None = None
 
     def __post_init__(self) -> None:
         info = self.backend.info
@@ -62,6 +66,8 @@ class Engine:
         self._disk = self._open_disk(cache)
         self.residency = Residency(self.backend, cache, self._disk.make_block if self._disk else plain_block)
         self.metrics = Metrics(self.clock())
+        model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
+        self.speculator = Speculator(self.backend, self.settings.draft, model, self.clock)
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._sizer = ChunkSizer(info.n_batch)
@@ -123,6 +129,7 @@ class Engine:
             sampler=Sampler(request.sampling, constraint),
             text=TextStream(partial(self.backend.token_bytes, special=request.render_control), request.stop),
             submitted_s=self.clock(),
+            predicted=self.backend.tokenize(request.prediction, special=False) if request.prediction else [],
         )
         self._waiting[job.id] = job
         self.metrics.requests += 1
@@ -142,6 +149,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, plan, run one sweep, advance. Returns what happened."""
         self._admit()
+        self.speculator.propose(list(self._running.values()))
         grants = self._plan()
         if grants:
             started = self.clock()
@@ -153,15 +161,18 @@ class Engine:
             except BackendFailure as e:
                 self._fail_all(str(e))
                 return self._drain()
+            generated = self.metrics.generated_tokens
             first_outputs = self._advance(grants, result)
-            self._observe(grants, self.clock() - started, first_outputs)
+            emitted = self.metrics.generated_tokens - generated
+            self._observe(grants, self.clock() - started, first_outputs, emitted)
         self._expire()
         self.residency.tick(busy=self.has_work)
+        self.speculator.tick(busy=True)
         return self._drain()
 
     def idle(self) -> bool:
         """Housekeeping between requests; True while there is more of it."""
-        return self.residency.tick(busy=False)
+        return self.residency.tick(busy=False) or self.speculator.tick(busy=False)
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
@@ -169,6 +180,7 @@ class Engine:
             pass
         if self._disk is not None:
             self._disk.close()
+        self.speculator.close()
         self.backend.close()
 
     def _drain(self) -> list[Event]:
@@ -308,21 +320,33 @@ class Engine:
 
     def _accept(self, job: Job, result: StepResult, index: int) -> None:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
-        draft, job.draft = job.draft, []
+        draft, drawn_from = job.draft, job.draft_from
+        job.draft, job.draft_from = [], None
         greedy = job.sampler.greedy and job.request.logprobs is None
         best = result.argmax(index) if greedy else []
         rows = None if greedy else result.logits(index)
         accepted = 0
+        before = len(job.tokens)
+        said: list[Text] = []
         finish: FinishReason | None = None
         for i in range(len(draft) + 1):
-            token = best[i] if rows is None else job.sampler.choose(rows[i], job.tokens)
-            finish = self._emit(job, token, None if rows is None else rows[i])
-            if finish is not None or i == len(draft) or token != draft[i]:
+            if rows is None:
+                token = best[i]
+            elif drawn_from is not None and i < len(draft):
+                token, _ = job.sampler.verify(rows[i], job.tokens, draft[i], drawn_from[i])
+            else:
+                token = job.sampler.choose(rows[i], job.tokens)
+            right = i < len(draft) and token == draft[i]
+            accepted += right
+            finish = self._emit(job, token, None if rows is None else rows[i], said)
+            if finish is not None or not right:
                 break
-            accepted += 1
+        self._events += said if len(said) < 2 else [_joined(said)]
+        # The KV of a drafted token that ended the answer is right too; what lies behind it is not.
         rejected = len(draft) - accepted
         job.accepted_drafts += accepted
         job.rejected_drafts += rejected
+        self.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
         if rejected:
             job.n_kv -= rejected
             assert job.sequence is not None
@@ -330,8 +354,8 @@ class Engine:
         if finish is not None:
             self._finish(job, finish)
 
-    def _emit(self, job: Job, token: int, row: Row | None) -> FinishReason | None:
-        """Append one chosen token and its text; the reason if it ends the request."""
+    def _emit(self, job: Job, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
+        """Append one chosen token, and its text to `said`; the reason if it ends the request."""
         now = self.clock()
         if job.first_token_s is None:
             job.first_token_s = now
@@ -343,7 +367,7 @@ class Engine:
         text = job.text.push(token)
         logprobs = self._logprobs(job, token, row) if job.request.logprobs is not None and row is not None else ()
         job.tokens.append(token)
-        self._events.append(Text(job.id, text, (token,), logprobs))
+        said.append(Text(job.id, text, (token,), logprobs))
         if job.text.stopped_by is not None:
             return "stop"
         if job.sampler.constraint is not None and job.sampler.constraint.finished:
@@ -378,6 +402,7 @@ class Engine:
         self._waiting.pop(job.id, None)
         self._running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
+        self.speculator.forget(job)
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
@@ -399,6 +424,7 @@ class Engine:
             assert youngest.sequence is not None
             self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
             youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
+            self.speculator.forget(youngest)
             del self._running[youngest.id]
             self._waiting[youngest.id] = youngest
             self.metrics.parked += 1
@@ -410,23 +436,32 @@ class Engine:
         """A step failed in the backend: everything in it is lost, and says so."""
         for job in list(self._running.values()):
             self._running.pop(job.id)
+            self.speculator.forget(job)
             if job.sequence is not None:
                 self.backend.drop(job.sequence)
             self._events.append(Failure(job.id, "backend_error", message))
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
-    def _observe(self, grants: list[Grant], seconds: float, first_outputs: int) -> None:
+    def _observe(self, grants: list[Grant], seconds: float, first_outputs: int, emitted: int) -> None:
         prefilled = sum(g.n_tokens for g in grants if g.prefill)
         decoding = [g for g in grants if not g.prefill]
-        self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
-        self.metrics.step(decoded=len(decoding), prefilled=prefilled, seconds=seconds, first=first_outputs)
+        rows = sum(g.n_tokens for g in decoding)
+        if decoding and not prefilled:
+            self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
+        if rows == len(decoding):
+            # What a chunk beside decoding may cost is measured in plain decode steps.
+            self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
+        self.metrics.step(
+            decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs
+        )
 
     def snapshot(self) -> dict[str, float | int | str]:
         """The metrics now, as plain values."""
         cache = self.residency.cache
         return {
             **self.metrics.snapshot(self.clock()),
+            **self.speculator.snapshot(),
             "waiting": len(self._waiting),
             "running": len(self._running),
             "residents": self.residency.residents,
@@ -451,3 +486,13 @@ class Engine:
             check()
         held = sum(1 for j in self._running.values() if j.sequence is not None)
         assert held == len(self._running), "a running request without a sequence"
+
+
+def _joined(said: list[Text]) -> Text:
+    """One event for all a step said to one request: clients are woken once per step, not once per token."""
+    return Text(
+        said[0].id,
+        "".join(t.text for t in said),
+        tuple(token for t in said for token in t.tokens),
+        tuple(p for t in said for p in t.logprobs),
+    )

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from localllm.engine.messages import Request, Timings, Usage
-from localllm.engine.sampling import Sampler
+from localllm.engine.sampling import Distribution, Sampler
 from localllm.engine.text import TextStream
 
 
 @dataclass(eq=False)
 class Job:
-    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted)."""
+    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
+
+    `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
+    are plain guesses). `predicted` is the output its client expects, as tokens."""
 
     request: Request
     tokens: list[int]
@@ -24,6 +27,8 @@ class Job:
     sequence: int | None = None
     n_kv: int = 0
     draft: list[int] = field(default_factory=list)
+    draft_from: list[Distribution] | None = None
+    predicted: list[int] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     cached: int = 0
     miss: str = ""

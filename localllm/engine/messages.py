@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 FinishReason = Literal["stop", "length", "cancelled"]
+DRAFT_MODES = ("auto", "off", "ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Request:
     `logprobs` counts the alternatives reported per token (None = none reported at all).
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
     `render_control` also writes control tokens into the text, for replies whose structure they mark.
+    `draft`: auto, ngram or off; `prediction` is text the client expects in the answer, which drafting tries first.
     `conversation` is a hint that groups requests of one chat, used only to order cache eviction.
     """
 
@@ -51,6 +53,7 @@ class Request:
     add_bos: bool = True
     time_limit_s: float | None = None
     draft: str = "auto"
+    prediction: str = ""
     render_control: bool = False
     conversation: str = ""
 

@@ -27,8 +27,9 @@ class Metrics:
     prefill_tok_s: float = 0.0
     longest_step_s: float = 0.0
 
-    def step(self, *, decoded: int, prefilled: int, seconds: float, first: int) -> None:
-        """Count one step of `decoded` sequences and `prefilled` tokens that took `seconds`."""
+    def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float, first: int) -> None:
+        """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled` tokens, that took
+        `seconds`."""
         self.steps += 1
         self.busy_s += seconds
         self.prefilled_tokens += prefilled
@@ -39,7 +40,7 @@ class Metrics:
         if seconds <= 0:
             return
         if decoded and not prefilled:
-            self.decode_tok_s = _blend(self.decode_tok_s, decoded / seconds)
+            self.decode_tok_s = _blend(self.decode_tok_s, emitted / seconds)
         elif prefilled and not decoded:
             self.prefill_tok_s = _blend(self.prefill_tok_s, prefilled / seconds)
 

@@ -32,6 +32,14 @@ class Constraint(Protocol):
         """A token was chosen."""
         ...
 
+    def acceptable(self, tokens: Seq[int]) -> int:
+        """How many of `tokens` could follow in a row, without advancing."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next whatever the logits say; [] where there is a choice."""
+        ...
+
     @property
     def finished(self) -> bool:
         """True when nothing but the end may follow."""
@@ -165,6 +173,17 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.accept(token)
         return token
+
+    def verify(self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution) -> tuple[int, bool]:
+        """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: maximal coupling with the
+        distribution `choose` would draw from. Needs temperature > 0."""
+        from localllm.engine.speculation.acceptance import couple
+
+        p = distribution(self.prepared(logits, history), self.sampling)
+        token, accepted = couple(p, drawn_from, drafted, self.uniform(), self.uniform())
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        return token, accepted
 
     def draw(self, dist: Distribution) -> int:
         """One token from `dist`."""

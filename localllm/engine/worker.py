@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Failure, event_to_json, request_from_json
-from localllm.errors import LocalLLMError
-from localllm_backends.contract import BackendFailure, LoadSpec
+from localllm.errors import LocalLLMError, UnsupportedError
+from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec
 from localllm_backends.contract import OutOfMemoryError as NativeOutOfMemory
 
 _PROGRESS_STEP = 0.02
@@ -71,9 +71,28 @@ class Worker:
                 said = value
                 self._write({"loading": value})
 
+        draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
         settings = EngineSettings(**options.get("engine", {}), make_constraint=GrammarCompiler(backend))
-        return Engine(backend, settings)
+        return Engine(backend, settings, draft_backend=draft)
+
+    def _load_draft(self, path: str | None, spec: LoadSpec, backend_type: BackendType) -> Backend | None:
+        """The draft model, once its vocabulary is known to be the model's; the weights of neither are read before."""
+        from localllm.engine import backends
+        from localllm.engine.speculation.draft_model import vocabulary_difference
+
+        if path is None:
+            return None
+        draft_type = backends.for_path(path, "auto")
+        difference = vocabulary_difference(backend_type.vocabulary(spec.path), draft_type.vocabulary(path))
+        if difference is not None:
+            raise UnsupportedError(
+                f"the draft model can't draft for this model: {difference}",
+                hint="name a draft model of the same family, or use --draft ngram",
+            )
+        return draft_type.load(
+            LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, n_gpu_layers=spec.n_gpu_layers)
+        )
 
     def _loop(self, engine: Engine) -> None:
         housekeeping = True

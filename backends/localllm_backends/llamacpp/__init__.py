@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec
+    from localllm_backends.embedding import Embedder
 
 
 class LlamaCppType:
@@ -32,11 +33,31 @@ class LlamaCppType:
         with file.open("rb") as f:
             return f.read(4) == b"GGUF"
 
+    def vocabulary(self, path: str) -> list[bytes]:
+        """The bytes of every token, read from the header; raises LoadError."""
+        from localllm_backends.llamacpp.load import vocabulary
+
+        return vocabulary(path)
+
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load a GGUF; raises LoadError or OutOfMemoryError."""
         from localllm_backends.llamacpp.load import load
 
         return load(spec, on_progress)
+
+    def load_embedder(
+        self,
+        path: str,
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_gpu_layers: int = -1,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> Embedder:
+        """Load a GGUF that makes embeddings; raises LoadError, also for one that makes none."""
+        from localllm_backends.llamacpp.embed import load_embedder
+
+        return load_embedder(path, n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers, on_progress=on_progress)
 
 
 backend_type = LlamaCppType()

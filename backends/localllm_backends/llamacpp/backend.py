@@ -25,7 +25,7 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.llamacpp.cells import CellLedger
-from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, outputs_reserved
+from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, outputs_reserved, token_piece
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 
 _BLOB = struct.Struct("<4sIII")
@@ -37,16 +37,16 @@ class _Result:
     """Logits of the last step: a view of llama.cpp's own output rows."""
 
     def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
-        self._rows = rows
+        self.rows = rows
         self._offsets = offsets
 
     def argmax(self, chunk: int) -> list[int]:
         start, stop = self._offsets[chunk]
-        return [int(self._rows[i].argmax()) for i in range(start, stop)]
+        return [int(self.rows[i].argmax()) for i in range(start, stop)]
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
         start, stop = self._offsets[chunk]
-        return self._rows[start:stop]
+        return self.rows[start:stop]
 
 
 class LlamaCppBackend:
@@ -63,6 +63,9 @@ class LlamaCppBackend:
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
         self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
+        # Recurrent models only: how many tokens of a sequence's last step can be taken back, once.
+        self._undoable: dict[SequenceId, int] = {}
+        self._rolled_back: set[SequenceId] = set()
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         n_batch = int(llama.llama_n_batch(context))
@@ -108,14 +111,7 @@ class LlamaCppBackend:
         if piece is None:
             if not 0 <= token < self._n_vocab:
                 raise BackendFailure(f"token {token} is outside the vocabulary of {self._n_vocab}")
-            size = 64
-            while True:
-                buffer = ctypes.create_string_buffer(size)
-                n = self._llama.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
-                if n >= 0:
-                    break
-                size = -n
-            piece = buffer.raw[:n]
+            piece = token_piece(self._llama, self._vocab, token, special=special)
             self._pieces[token, special] = piece
         return piece
 
@@ -141,6 +137,9 @@ class LlamaCppBackend:
             raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {length} tokens")
         if n_tokens < length and n_tokens and not self._holds_window(source, n_tokens):
             raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {length} tokens")
+        if self._recurrent and n_tokens and (n_tokens < length or source in self._rolled_back):
+            # llama_memory_seq_cp copies the newest state, whatever is to be taken back of it.
+            raise CannotRewindError("a recurrent state can only be shared as it was left by the last step")
         target = self.new_sequence()
         if n_tokens:
             self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
@@ -158,12 +157,17 @@ class LlamaCppBackend:
         if not self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
             raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
         self._ledger.cut(sequence, n_tokens)
+        self._undoable.pop(sequence, None)
+        if self._recurrent and n_tokens:
+            self._rolled_back.add(sequence)
 
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence's cells that nobody shares."""
         self._check_owner()
         self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._ledger.close(sequence)
+        self._undoable.pop(sequence, None)
+        self._rolled_back.discard(sequence)
         self._idle.append(sequence)
 
     def length(self, sequence: SequenceId) -> int:
@@ -177,7 +181,8 @@ class LlamaCppBackend:
     def _holds_window(self, sequence: SequenceId, n_tokens: int) -> bool:
         """Can position `n_tokens` be computed again: is everything its attention sees still in memory?"""
         if self._recurrent:
-            return 0 < self._ledger.length(sequence) - n_tokens <= self._n_rewind
+            # llama.cpp keeps one snapshot per token of the last step, and would hand out older, stale ones too.
+            return 0 < self._ledger.length(sequence) - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
         oldest = int(self._llama.llama_memory_seq_pos_min(self._memory, sequence))
@@ -203,6 +208,22 @@ class LlamaCppBackend:
             raise BackendFailure(f"a step with {n_outputs} outputs is over the reserved {self._n_outputs}")
         if n_tokens > self._ledger.free:
             raise NoCellsError(f"{n_tokens} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        if self._n_rewind and len(chunks) > 1:
+            return self._step_apart(chunks, offsets)
+        return self._decode(chunks, offsets, n_outputs)
+
+    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> _Result:
+        """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode, recurrent rollback
+        (n_rs_seq, "experimental" in llama.h) was seen to restore wrong states."""
+        rows = []
+        for chunk, (start, stop) in zip(chunks, offsets, strict=True):
+            try:
+                rows.append(self._decode([chunk], [(0, stop - start)], stop - start).rows.copy())
+            except NoCellsError as e:
+                raise StepError(str(e)) from e
+        return _Result(np.concatenate(rows), offsets)
+
+    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> _Result:
         batch = self._batch
         batch.fill(chunks, self._ledger)
         code = self._llama.llama_decode(self._context, batch.native)
@@ -215,6 +236,9 @@ class LlamaCppBackend:
             )
         for chunk in chunks:
             self._ledger.append(chunk.sequence, len(chunk.tokens))
+            if self._n_rewind:
+                self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
+                self._rolled_back.discard(chunk.sequence)
         if not n_outputs:
             return _Result(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value

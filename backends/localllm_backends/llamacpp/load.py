@@ -23,6 +23,7 @@ GGML_TYPES = {
 # On a CPU a step of 128 tokens prefills as fast as one of 512 and makes everybody else wait a quarter as long.
 _CPU_BATCH = 128
 _GPU_BATCH = 512
+_DEFAULT_CTX = 8192
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
 _FLASH_AUTO, _FLASH_OFF = -1, 0
@@ -117,6 +118,34 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
     return model
 
 
+def vocabulary(path: str) -> list[bytes]:
+    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it can't be read."""
+    llama = start_native()
+    file = Path(path)
+    _check_file(file)
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    log.mark()
+    model = llama.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise LoadError(f"llama.cpp can't read the vocabulary of {file.name!r}: {_cause('it gave no reason')}")
+    vocab = llama.llama_model_get_vocab(model)
+    tokens = [token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))]
+    llama.llama_model_free(model)
+    return tokens
+
+
+def token_piece(llama: Any, vocab: Any, token: int, *, special: bool) -> bytes:
+    """The bytes of one token."""
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = llama.llama_token_to_piece(vocab, token, buffer, size, 0, special)
+        if n >= 0:
+            return bytes(buffer.raw[:n])
+        size = -n
+
+
 def has_gpu() -> bool:
     """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also counts plain RPC)."""
     from llama_cpp._ggml import libggml
@@ -132,14 +161,18 @@ def outputs_reserved(spec: LoadSpec, n_batch: int) -> int:
     return min(n_batch, spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE))
 
 
+def served_context(model: Any, spec: LoadSpec) -> int:
+    """Tokens of context to serve: what is asked for, else the model's own up to a modest size."""
+    return spec.n_ctx or min(int(start_native().llama_model_n_ctx_train(model)), _DEFAULT_CTX)
+
+
 def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int) -> Any:
     """The llama_context for `model`; OutOfMemoryError or LoadError with the reason otherwise."""
     llama = start_native()
     params = llama.llama_context_default_params()
-    n_train = llama.llama_model_n_ctx_train(model)
     n_batch = spec.n_batch or (_GPU_BATCH if has_gpu() and spec.n_gpu_layers != 0 else _CPU_BATCH)
     threads = spec.n_threads or usable_cores()
-    params.n_ctx = spec.n_ctx or min(n_train, 8192)
+    params.n_ctx = served_context(model, spec)
     params.n_batch = n_batch
     # One micro-batch per step keeps a step all-or-nothing.
     params.n_ubatch = n_batch
@@ -167,6 +200,7 @@ def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int) -> Any:
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> LlamaCppBackend:
     """Load a GGUF as a Backend."""
+    from localllm_backends.llamacpp import kv_probe
     from localllm_backends.llamacpp.backend import LlamaCppBackend
 
     for kind in (spec.kv_type_k, spec.kv_type_v):
@@ -180,11 +214,15 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     # A spare sequence receives imported segments; models whose memory can't be cut into segments need none.
     spare = 0 if windowed or recurrent else 1
     try:
+        spec, note = kv_probe.settle(model, spec)
         context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
     except Exception:
         llama.llama_model_free(model)
         raise
-    return LlamaCppBackend(llama, model, context, spec, path, log.buffer_sizes(), recurrent=bool(recurrent))
+    backend = LlamaCppBackend(llama, model, context, spec, path, log.buffer_sizes(), recurrent=bool(recurrent))
+    if note:
+        backend.info.metadata[kv_probe.NOTE_KEY] = note
+    return backend
 
 
 def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:

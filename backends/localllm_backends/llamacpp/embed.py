@@ -1,0 +1,197 @@
+"""Embedding models through llama.cpp: BERT and its kin, and decoders whose GGUF names a pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError, StepError
+from localllm_backends.llamacpp.load import _cause, _check_file, c_string, fingerprint, start_native, usable_cores
+from localllm_backends.llamacpp.native_log import log
+
+# llama.h: enum llama_pooling_type
+_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+_RANK = 4
+# An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is asked for.
+_DEFAULT_CTX = 2048
+_MOST_SEQUENCES = 32
+
+
+class LlamaCppEmbedder:
+    """One GGUF embedding model (implements localllm_backends.embedding.Embedder)."""
+
+    def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
+        self._llama, self._model, self._context = llama, model, context
+        self._vocab = llama.llama_model_get_vocab(model)
+        self._memory = llama.llama_get_memory(context)
+        self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
+        self._n_batch = int(llama.llama_n_ubatch(context))
+        self._n_seq_max = int(llama.llama_n_seq_max(context))
+        self._batch = llama.llama_batch_init(self._n_batch, 0, 1)
+        self.n_embd = int(llama.llama_model_n_embd_out(model))
+        self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
+        eos = int(llama.llama_vocab_eos(self._vocab))
+        self.info = ModelInfo(
+            architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or "",
+            description=c_string(llama.llama_model_desc, model) or "",
+            fingerprint=fingerprint(path),
+            n_vocab=self._n_vocab,
+            n_ctx=self._n_batch,
+            n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
+            n_seq_max=self._n_seq_max,
+            n_batch=self._n_batch,
+            n_outputs=0,
+            n_params=int(llama.llama_model_n_params(model)),
+            weights_bytes=int(llama.llama_model_size(model)),
+            eog_tokens=(eos,) if eos >= 0 else (),
+            bos_token=None,
+            eos_token=eos if eos >= 0 else None,
+            adds_bos=bool(llama.llama_vocab_get_add_bos(self._vocab)),
+            bos_text="",
+            eos_text="",
+            chat_template=None,
+            kv_type_k="f16",
+            kv_type_v="f16",
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text are text."""
+        data = text.encode("utf-8", "replace")
+        capacity = len(data) + 8
+        while True:
+            buffer = (self._llama.llama_token * capacity)()
+            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, True, False)
+            if n >= 0:
+                return list(buffer[:n])
+            capacity = -n
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`."""
+        ids = (self._llama.llama_token * len(tokens))(*tokens)
+        return (
+            c_string(
+                lambda buffer, size: self._llama.llama_detokenize(
+                    self._vocab, ids, len(tokens), buffer, size, False, True
+                ),
+                size=16 * len(tokens) + 64,
+            )
+            or ""
+        )
+
+    def embed(self, inputs: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """One row per input, of length 1; as many inputs as fit go through the model at once."""
+        for tokens in inputs:
+            if not 0 < len(tokens) <= self._n_batch:
+                raise BackendFailure(f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit")
+            if any(not 0 <= t < self._n_vocab for t in tokens):
+                raise BackendFailure(f"a token is outside the vocabulary of {self._n_vocab}")
+        rows: list[NDArray[np.float32]] = []
+        group: list[Sequence[int]] = []
+        size = 0
+        for tokens in inputs:
+            if group and (size + len(tokens) > self._n_batch or len(group) == self._n_seq_max):
+                rows += self._run(group)
+                group, size = [], 0
+            group.append(tokens)
+            size += len(tokens)
+        if group:
+            rows += self._run(group)
+        return np.stack(rows) if rows else np.zeros((0, self.n_embd), dtype=np.float32)
+
+    def _run(self, group: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        batch, at = self._batch, 0
+        for sequence, tokens in enumerate(group):
+            for position, token in enumerate(tokens):
+                batch.token[at] = token
+                batch.pos[at] = position
+                batch.n_seq_id[at] = 1
+                batch.seq_id[at][0] = sequence
+                batch.logits[at] = 1
+                at += 1
+        batch.n_tokens = at
+        if self._memory:
+            self._llama.llama_memory_clear(self._memory, True)
+        log.mark()
+        code = self._llama.llama_decode(self._context, batch)
+        if code != 0:
+            raise StepError(f"llama.cpp could not embed {at} tokens ({code}): {_cause('no reason given')}")
+        rows = []
+        for sequence in range(len(group)):
+            found = self._llama.llama_get_embeddings_seq(self._context, sequence)
+            if not found:
+                raise StepError("llama.cpp gave no embedding")
+            row = np.ctypeslib.as_array(found, shape=(self.n_embd,)).astype(np.float32)
+            length = float(np.linalg.norm(row))
+            rows.append(row / np.float32(length) if length > 0 else row)
+        return rows
+
+    def close(self) -> None:
+        """Free the batch, the context and the model."""
+        self._llama.llama_batch_free(self._batch)
+        self._llama.llama_free(self._context)
+        self._llama.llama_model_free(self._model)
+
+
+def load_embedder(
+    path: str,
+    *,
+    n_ctx: int = 0,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    on_progress: Callable[[float], None] | None = None,
+) -> LlamaCppEmbedder:
+    """Load a GGUF that makes embeddings. `n_ctx` 0 = the model's own, at most 2,048 tokens.
+
+    Raises LoadError, also for files that generate text or rank, and OutOfMemoryError.
+    """
+    llama = start_native()
+    file = Path(path)
+    _check_file(file)
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
+
+    def report(progress: float, _user_data: Any) -> bool:
+        if on_progress is not None:
+            on_progress(progress)
+        return True
+
+    callback = llama.llama_progress_callback(report)
+    params.progress_callback = callback
+    log.mark()
+    model = llama.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise LoadError(f"llama.cpp can't load {file.name!r}: {_cause('no reason given')}")
+    try:
+        context = _context(llama, model, file, n_ctx, n_threads)
+    except Exception:
+        llama.llama_model_free(model)
+        raise
+    return LlamaCppEmbedder(llama, model, context, file)
+
+
+def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> Any:
+    trained = int(llama.llama_model_n_ctx_train(model))
+    tokens = min(n_ctx or _DEFAULT_CTX, trained) if trained > 0 else n_ctx or _DEFAULT_CTX
+    params = llama.llama_context_default_params()
+    params.embeddings = True
+    params.n_ctx = params.n_batch = params.n_ubatch = tokens
+    params.n_seq_max = min(_MOST_SEQUENCES, tokens)
+    params.kv_unified = True
+    params.n_threads = params.n_threads_batch = n_threads or usable_cores()
+    params.no_perf = True
+    log.mark()
+    context = llama.llama_init_from_model(model, params)
+    if not context:
+        cause = _cause("no reason given")
+        kind = OutOfMemoryError if "alloc" in cause else LoadError
+        raise kind(f"llama.cpp can't make an embedding context of {tokens} tokens: {cause}")
+    pooling = int(llama.llama_pooling_type(context))
+    if pooling not in _POOLINGS:
+        llama.llama_free(context)
+        what = "ranks texts" if pooling == _RANK else "names no pooling: it generates text"
+        raise LoadError(f"{file.name!r} makes no embeddings (its header {what})")
+    return context

@@ -1,0 +1,178 @@
+"""Is the wanted KV type fast here? Decodes a few tokens with it and with f16 on the loaded weights, before the context.
+
+A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA builds without all
+flash-attention pairs, heads that are no multiple of a block) and attention fell to a slow path. Then a type that is
+served at full speed is better, and the load says so in `ModelInfo.metadata["localllm.kv_fallback"]`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localllm_backends.contract import BackendFailure, KvType, LoadSpec
+from localllm_backends.llamacpp.native_log import log
+
+NOTE_KEY = "localllm.kv_fallback"
+# On the fast path a quantised type costs 0 to 8 % of decode at this depth (two CPU cores, SmolLM2, q8_0 and q4_0 in
+# benchmarks/kv_quant.py); off it, several times as much. What lies between is noise of a shared machine.
+SLOWER_RATIO = 1.3
+_PROMPT_TOKENS = 64
+_DECODE_TOKENS = 64
+_ROUND_TOKENS = 8
+# A model of 2 tok/s is not decoded for a minute: as many rounds as fit in this, and at least one of each.
+_BUDGET_S = 1.0
+_PLAIN: tuple[KvType, ...] = ("f16", "bf16", "f32")
+# After growing the cache to f16, this share of what is free must remain.
+_MEMORY_SHARE = 0.8
+
+Pair = tuple[KvType, KvType]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds per decoded token of a wanted pair of KV types and of f16, taken in turns."""
+
+    wanted_s: float
+    f16_s: float
+
+    @property
+    def slow(self) -> bool:
+        """True when the wanted pair is slower than noise explains."""
+        return self.wanted_s > SLOWER_RATIO * self.f16_s
+
+
+Measure = Callable[[Any, LoadSpec, Pair], Timing]
+
+
+def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
+    """Pairs to try in order, the wanted first and f16 last. A quantised V needs flash attention (llama.cpp refuses it
+    otherwise), so without it only K is quantised; a mixed pair is followed by K's type for both."""
+    k, v = wanted
+    tried: list[Pair] = [(k, v), (k, k)] if flash_attention or v in _PLAIN else []
+    if k not in _PLAIN:
+        tried.append((k, "f16"))
+    return list(dict.fromkeys([*tried, ("f16", "f16")]))
+
+
+def settle(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
+    """The spec with KV types that are fast here, and one sentence if they are not the wanted ones ("" otherwise)."""
+    wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
+    if all(kind in _PLAIN for kind in wanted):
+        return spec, ""
+    why = "" if spec.flash_attention else "a quantised V cache needs flash attention, which is off"
+    for pair in candidates(wanted, flash_attention=spec.flash_attention):
+        if pair == ("f16", "f16"):
+            break
+        try:
+            timing = (measure or measure_pair)(model, spec, pair)
+        except BackendFailure as e:
+            why = why or str(e)
+            continue
+        if not timing.slow:
+            return _chosen(spec, wanted, pair, why)
+        why = why or (
+            f"it decodes at {1 / timing.wanted_s:.0f} tok/s here, f16 at {1 / timing.f16_s:.0f}: "
+            "this device has no fast kernel for it"
+        )
+    if not _room_for_f16(model, spec):
+        return spec, f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache does not fit in memory"
+    return _chosen(spec, wanted, ("f16", "f16"), why)
+
+
+def _chosen(spec: LoadSpec, wanted: Pair, pair: Pair, why: str) -> tuple[LoadSpec, str]:
+    if pair == wanted:
+        return spec, ""
+    note = f"KV type {_name(wanted)} was replaced by {_name(pair)}: {why}"
+    return replace(spec, kv_type_k=pair[0], kv_type_v=pair[1]), note
+
+
+def _name(pair: Pair) -> str:
+    return pair[0] if pair[0] == pair[1] else f"{pair[0]} K with {pair[1]} V"
+
+
+def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
+    """Decode alternately on two small contexts over the same weights; raises what making the wanted one raises."""
+    wanted = _Small(model, spec, pair)
+    try:
+        plain = _Small(model, spec, ("f16", "f16"))
+        try:
+            wanted.prefill()
+            plain.prefill()
+            times: tuple[list[float], list[float]] = ([], [])
+            started = time.perf_counter()
+            for _ in range(_DECODE_TOKENS // _ROUND_TOKENS):
+                times[0].extend(wanted.decode(_ROUND_TOKENS))
+                times[1].extend(plain.decode(_ROUND_TOKENS))
+                if time.perf_counter() - started > _BUDGET_S:
+                    break
+            return Timing(statistics.median(times[0]), statistics.median(times[1]))
+        finally:
+            plain.close()
+    finally:
+        wanted.close()
+
+
+class _Small:
+    """A context just large enough for the probe."""
+
+    def __init__(self, model: Any, spec: LoadSpec, pair: Pair) -> None:
+        from localllm_backends.llamacpp.load import new_context, start_native
+
+        self._llama = start_native()
+        small = replace(
+            spec,
+            n_ctx=_PROMPT_TOKENS + _DECODE_TOKENS + _ROUND_TOKENS,
+            n_batch=_PROMPT_TOKENS,
+            n_outputs=1,
+            n_rewind=0,
+            kv_type_k=pair[0],
+            kv_type_v=pair[1],
+        )
+        self._context = new_context(model, small, n_seq_max=1)
+        vocab = self._llama.llama_model_get_vocab(model)
+        self._n_vocab = int(self._llama.llama_vocab_n_tokens(vocab))
+        self._next = 0
+
+    def prefill(self) -> None:
+        """Something for attention to look at."""
+        self._run(_PROMPT_TOKENS)
+
+    def decode(self, n: int) -> list[float]:
+        """Seconds of each of `n` single-token steps."""
+        return [self._run(1) for _ in range(n)]
+
+    def _run(self, n: int) -> float:
+        tokens = (self._llama.llama_token * n)(*((7 * (self._next + i)) % self._n_vocab for i in range(n)))
+        self._next += n
+        started = time.perf_counter()
+        code = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, n))
+        self._llama.llama_synchronize(self._context)
+        if code:
+            raise BackendFailure(f"llama_decode failed with code {code} while this KV type was tried")
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Free the context."""
+        if self._context is not None:
+            self._llama.llama_free(self._context)
+            self._context = None
+
+
+def _room_for_f16(model: Any, spec: LoadSpec) -> bool:
+    """Would an f16 cache of the whole context leave memory over? Scaled from a small one's own log."""
+    import psutil
+
+    from localllm_backends.llamacpp.load import served_context
+
+    log.mark()
+    small = _Small(model, spec, ("f16", "f16"))
+    cells = _PROMPT_TOKENS + _DECODE_TOKENS + _ROUND_TOKENS
+    kv_bytes = log.buffer_sizes().kv_bytes
+    small.close()
+    need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
+    free_bytes: int = psutil.virtual_memory().available
+    return need_bytes <= _MEMORY_SHARE * free_bytes

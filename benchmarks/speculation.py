@@ -1,0 +1,148 @@
+"""Drafting against no drafting: five kinds of text, 1 and 4 streams, in turn within one engine (bar: 0.97; copies 1.75).
+
+python -m benchmarks.speculation [--rounds 5] [--model smollm2|gemma|FILE] [--draft FILE] [--streams 1,4] [--only copy]
+
+Greedy throughout, the prefix cache off, so that every round does the same work. The time counted is decoding alone:
+from the first token of the last stream that began to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+from benchmarks.models import gemma, smollm2
+from benchmarks.ratio import Comparison, interleave, write
+from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Finish, Request, Sampling, Text
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type
+
+_NAMES = ["apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll", "lagoon"]
+
+
+def source_file(seed: int) -> str:
+    """About 400 tokens of Python that no model has seen."""
+    rng = random.Random(seed)
+    lines = []
+    for i in range(11):
+        a, b = rng.sample(_NAMES, 2)
+        lines += [
+            f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",
+            f"    if {a} > limit:",
+            f"        return {a} - {rng.randrange(2, 99)}",
+            f"    return {a} * {rng.randrange(2, 99)} + {b!r}.count('e')",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _chat(*turns: str) -> str:
+    roles = ("user", "assistant")
+    body = "".join(f"<|im_start|>{roles[i % 2]}\n{t}<|im_end|>\n" for i, t in enumerate(turns))
+    return body + "<|im_start|>assistant\n"
+
+
+def prompt(kind: str, seed: int) -> str:
+    """One prompt of a kind, different for every seed."""
+    rng = random.Random(seed)
+    thing = rng.choice(_NAMES)
+    if kind == "chat":
+        return _chat(
+            f"What should I know before I move to a town called {thing.title()} number {seed}? Tell me about it."
+        )
+    if kind == "story":
+        return f"Once upon a time, in the {rng.randrange(2, 90)} days of {thing}, there lived an old"
+    if kind == "code":
+        return (
+            f"# Sorts {thing} records by weight\nimport csv\n\nclass {thing.title()}Table{seed}:\n    def __init__(self"
+        )
+    if kind == "json":
+        return _chat(
+            f"Describe {rng.randrange(3, 9)} kinds of {thing} as a JSON list with name, colour, weight and price."
+        )
+    text = source_file(seed)
+    # The copy is begun for the model: a small one asked in words writes something else.
+    head = "\n".join(text.splitlines()[:5]).replace("limit", "maximum", 1)
+    return f"The file:\n{text}\nThe same file, `limit` renamed once:\n{head}\n"
+
+
+class Bench:
+    """One engine with drafting on; a request says whether it wants any."""
+
+    def __init__(self, path: Path, draft: Path | None) -> None:
+        spec = LoadSpec(path=str(path), n_ctx=8192, n_seq_max=4)
+        backend = backend_type.load(spec)
+        small = backend_type.load(LoadSpec(path=str(draft), n_ctx=8192, n_seq_max=4)) if draft else None
+        settings = EngineSettings(cache_bytes=0, draft="auto", make_constraint=GrammarCompiler(backend))
+        self.engine = Engine(backend, settings, draft_backend=small)
+        while self.engine.idle():
+            pass
+        self.outputs: dict[tuple[str, str], list[int]] = {}
+        self.differing = 0
+
+    def run(self, kind: str, streams: int, seed: int, mode: str, n: int) -> float:
+        """Tokens/s over all streams."""
+        engine = self.engine
+        for i in range(streams):
+            request = Request(
+                f"{kind}-{seed}-{i}", "", n, Sampling(temperature=0.0), ignore_eos=True, cache_prompt=False, draft=mode
+            )
+            engine.submit(request, engine.backend.tokenize(prompt(kind, seed * 31 + i)))
+        started: dict[str, float] = {}
+        tokens: dict[str, list[int]] = {}
+        counted = 0
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, Text):
+                    started.setdefault(event.id, time.perf_counter())
+                    tokens.setdefault(event.id, []).extend(event.tokens)
+                    counted += len(event.tokens) if len(started) == streams else 0
+                assert not isinstance(event, Finish) or event.reason == "length", event
+        seconds = time.perf_counter() - max(started.values())
+        for key, said in tokens.items():
+            other = self.outputs.setdefault((key, str(n)), said)
+            self.differing += other != said
+        return counted / seconds
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--draft")
+    parser.add_argument("--streams", default="1,4")
+    parser.add_argument("--only", default="chat,story,code,json,copy")
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    named = {"smollm2": smollm2, "gemma": gemma}
+    path = named[options.model]() if options.model in named else Path(options.model)
+    bench = Bench(path, Path(options.draft) if options.draft else None)
+    results = []
+    for streams in map(int, options.streams.split(",")):
+        for kind in options.only.split(","):
+            comparison = Comparison(f"{kind}, {streams} stream(s)", "tok/s")
+            n = 360 if kind == "copy" else options.tokens
+            seeds = iter(range(1000))
+
+            def once(kind: str = kind, streams: int = streams, n: int = n, to: Comparison = comparison) -> None:
+                seed = next(seeds)  # noqa: B023 - used at once
+                for mode in ("off", "auto") if seed % 2 else ("auto", "off"):
+                    to.add(mode, bench.run(kind, streams, seed, mode, n))
+
+            interleave(options.rounds, once)
+            results.append(comparison.report("off"))
+    figures = bench.engine.snapshot()
+    print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items() if "draft" in k or "verify" in k})
+    print(f"answers that differed between off and auto: {bench.differing}")
+    bench.engine.close()
+    write(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""How many tokens to draft: what verifying n tokens costs here, and the lengths that pay. Pure but for its averages."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+# Row counts whose cost is kept; between them it is interpolated.
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Until it is measured, a further row is taken to cost this part of a whole step: a compute-bound machine.
+_UNMEASURED_ROW = 0.7
+_SCALE_RATE = 0.15
+_SHAPE_RATE = 0.15
+# One slow step (somebody else's burst) must not turn drafting off: a step counts as at most this far off.
+_MOST_SURPRISE = math.log(1.5)
+# Drafting must promise this much before it is tried, and may cost no stream more than this.
+_WORTH = 1.03
+_FLOOR = 0.99
+
+
+class StepCost:
+    """Seconds of a decode step by the rows (tokens, over all sequences) it verifies.
+
+    cost(n) = scale × shape(n), shape(1) = 1. The scale follows the machine (depth of the KV, other load), the shape
+    is what decides: it is probed once and refined by every step.
+    """
+
+    def __init__(self) -> None:
+        self._scale_s = 0.0
+        self._shape = [0.0] * len(KNOTS)
+        for i, n in enumerate(KNOTS):
+            self._shape[i] = 1.0 + _UNMEASURED_ROW * (n - 1)
+
+    @property
+    def known(self) -> bool:
+        """True once any step was measured."""
+        return self._scale_s > 0
+
+    def set(self, seconds_by_rows: dict[int, float]) -> None:
+        """Take a probe's result: seconds for some of the KNOTS, 1 among them. Others are scaled between them."""
+        self._scale_s = seconds_by_rows[1]
+        measured = sorted(seconds_by_rows)
+        for i, n in enumerate(KNOTS):
+            high = bisect_left(measured, n)
+            if high < len(measured) and measured[high] == n:
+                seconds = seconds_by_rows[n]
+            elif high == len(measured):
+                last, before = measured[-1], measured[-2] if len(measured) > 1 else measured[-1]
+                slope = (seconds_by_rows[last] - seconds_by_rows[before]) / max(last - before, 1)
+                seconds = seconds_by_rows[last] + max(slope, 0.0) * (n - last)
+            else:
+                a, b = measured[high - 1], measured[high]
+                part = (n - a) / (b - a)
+                seconds = seconds_by_rows[a] * (1 - part) + seconds_by_rows[b] * part
+            self._shape[i] = max(seconds / self._scale_s, 1e-3)
+
+    def seconds(self, rows: int) -> float:
+        """Expected seconds of a step over `rows` tokens (1.0 × rows' shape while nothing is measured)."""
+        return (self._scale_s or 1.0) * self._shape_of(rows)
+
+    def _shape_of(self, rows: int) -> float:
+        low, high, part = self._around(rows)
+        shape = self._shape[low] * (1 - part) + self._shape[high] * part
+        return shape * (rows / KNOTS[-1] if rows > KNOTS[-1] else 1.0)
+
+    def _around(self, rows: int) -> tuple[int, int, float]:
+        rows = max(1, min(rows, KNOTS[-1]))
+        high = bisect_left(KNOTS, rows)
+        if KNOTS[high] == rows:
+            return high, high, 0.0
+        low = high - 1
+        return low, high, (rows - KNOTS[low]) / (KNOTS[high] - KNOTS[low])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A pure decode step over `rows` tokens took `seconds`."""
+        if seconds <= 0:
+            return
+        if not self._scale_s:
+            self._scale_s = seconds / self._shape_of(rows)
+            return
+        off = math.log(seconds / self.seconds(rows))
+        off = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
+        self._scale_s *= math.exp(_SCALE_RATE * off)
+        low, high, part = self._around(rows)
+        for i, weight in ((low, 1 - part), (high, part)):
+            if i and weight:
+                self._shape[i] *= math.exp(_SHAPE_RATE * weight * off)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one sequence could draft: `survival[k]` = P(its first k + 1 tokens are accepted), non-increasing, and the
+    seconds every drafted token costs before it is verified (0 for lookups)."""
+
+    survival: Seq[float]
+    token_s: float = 0.0
+
+
+def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float]) -> list[int]:
+    """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds.
+
+    A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step; for constant acceptance
+    a that is (1 − a^(g+1))/(1 − a). Tokens join in order of their chance to survive, and of all the prefixes of that
+    order the one with the highest mean log speed wins, if it promises `_WORTH` and slows no sequence below `_FLOOR` of
+    what it has without drafts: one stream's copy is not paid for by its neighbour.
+    """
+    n = len(candidates)
+    none = [0] * n
+    if not n:
+        return none
+    ranked = sorted(((s, i) for i, c in enumerate(candidates) for s in c.survival if s > 0.0), key=lambda x: -x[0])
+    lengths, expected = list(none), [1.0] * n
+    plain = cost(n)
+    best, best_score = none, n * math.log(_WORTH)
+    gain = 0.0
+    for k, (s, i) in enumerate(ranked, start=1):
+        gain += math.log1p(s / expected[i])
+        expected[i] += s
+        lengths[i] += 1
+        drafting = max(c.token_s * g for c, g in zip(candidates, lengths, strict=True))
+        slower = (cost(n + k) + drafting) / plain
+        score = gain - n * math.log(slower)
+        if score > best_score and min(expected) >= _FLOOR * slower:
+            best, best_score = list(lengths), score
+    return best

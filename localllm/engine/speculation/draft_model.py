@@ -1,0 +1,186 @@
+"""The draft model: a smaller model of the same vocabulary writes ahead, all sequences in lockstep.
+
+It is a Backend like any other, with its own KV: what it has read of a conversation stays in its own prefix cache, so
+nothing is prefilled twice there either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from localllm.engine.job import Job
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from localllm.engine.residency import Residency
+from localllm.engine.sampling import Distribution, distribution
+from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
+
+# llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
+_PADDING_TOKENS = 128
+_CACHE_BYTES = 256 * 2**20
+_SMOOTHING = 0.2
+
+
+def vocabulary_difference(target: Seq[bytes], draft: Seq[bytes]) -> str | None:
+    """None when a draft's token ids mean the same to the target, else what differs (token ids as they are, bytes as
+    they are written)."""
+    if abs(len(target) - len(draft)) > _PADDING_TOKENS:
+        return f"the model has {len(target):,} tokens and the draft model {len(draft):,}"
+    for i, (a, b) in enumerate(zip(target, draft, strict=False)):
+        if a != b:
+            return f"token {i} is {a!r} to the model and {b!r} to the draft model"
+    return None
+
+
+@dataclass
+class _Line:
+    """A request's sequence in the draft model: `held` are the tokens it has read, right or wrong."""
+
+    sequence: int
+    held: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Drafts for several jobs at once. Belongs to the engine's thread, as its backend does."""
+
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+        self.backend = backend
+        cache = PrefixCache(whole=not backend.capabilities.segments, capacity_bytes=_CACHE_BYTES)
+        self._residency = Residency(backend, cache)
+        self._lines: dict[str, _Line] = {}
+        self._clock = clock
+        self.token_s = 0.0
+
+    @property
+    def most(self) -> int:
+        """Longest draft this model can take back."""
+        able = self.backend.capabilities
+        return 0 if able.rewind == "none" else 64 if able.rewind == "any" else able.rewind_tokens
+
+    def ready(self, job: Job) -> bool:
+        """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it."""
+        try:
+            line = self._line(job)
+            behind = len(job.tokens) - len(line.held)
+            if behind <= self.backend.info.n_batch:
+                return True
+            self._step([Chunk(line.sequence, job.tokens[len(line.held) :][: self.backend.info.n_batch], 0)], [line])
+        except BackendFailure:
+            self.forget(job)
+        return False
+
+    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+        """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn from (None: each is
+        the draft model's best, drawn from nothing)."""
+        drafts: dict[str, tuple[list[int], list[Distribution] | None]] = {}
+        feeds: dict[str, list[int]] = {}
+        jobs = {job.id: (job, length) for job, length in wanted if length > 0}
+        for job, _ in jobs.values():
+            line = self._line(job)
+            feeds[job.id] = job.tokens[len(line.held) :]
+            drafts[job.id] = ([], [] if _draws(job) else None)
+        started, steps = self._clock(), 0
+        try:
+            while feeds:
+                keys = self._fitting(feeds)
+                lines = [self._lines[key] for key in keys]
+                chunks = [Chunk(line.sequence, feeds.pop(key), 1) for line, key in zip(lines, keys, strict=True)]
+                result = self._step(chunks, lines)
+                steps += 1
+                for i, key in enumerate(keys):
+                    job, length = jobs[key]
+                    tokens, dists = drafts[key]
+                    token = self._choose(job, tokens, dists, result, i)
+                    tokens.append(token)
+                    if len(tokens) < length and token not in self.backend.info.eog_tokens:
+                        feeds[key] = [token]
+        except BackendFailure:
+            # No room or no answer from the draft model: the request goes on without it.
+            for job, _ in jobs.values():
+                self.forget(job)
+            return {}
+        if steps:
+            seconds = (self._clock() - started) / steps
+            self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+        return drafts
+
+    def _fitting(self, feeds: dict[str, list[int]]) -> list[str]:
+        """As many of the feeds as one batch takes, at least one."""
+        room = self.backend.info.n_batch
+        keys: list[str] = []
+        for key, feed in feeds.items():
+            if len(feed) <= room or not keys:
+                keys.append(key)
+                room -= len(feed)
+        return keys
+
+    def _choose(
+        self, job: Job, drafted: list[int], dists: list[Distribution] | None, result: StepResult, index: int
+    ) -> int:
+        if dists is None:
+            return result.argmax(index)[-1]
+        row = result.logits(index)[-1]
+        sampler = job.sampler
+        dist = distribution(sampler.prepared(row, [*job.tokens, *drafted]), sampler.sampling)
+        dists.append(dist)
+        return sampler.draw(dist)
+
+    def _line(self, job: Job) -> _Line:
+        """The job's sequence, cut back to what it shares with what really came."""
+        line = self._lines.get(job.id)
+        if line is None:
+            tokens = as_tokens(job.tokens)
+            source = self._residency.lookup(tokens, ())
+            reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
+            need = self._residency.needs_cells(source, len(tokens) + reserve)
+            self._residency.make_room(need, live=len(self._lines) + 1, keep=source.resident)
+            sequence, held = self._residency.take(source, tokens)
+            line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
+        right = len(line.held)
+        # Only what was fed in the last drafts can be wrong.
+        while right and (right > len(job.tokens) - 1 or line.held[right - 1] != job.tokens[right - 1]):
+            right -= 1
+        if right < len(line.held):
+            self.backend.truncate(line.sequence, right)
+            del line.held[right:]
+        return line
+
+    def _step(self, chunks: list[Chunk], lines: list[_Line]) -> StepResult:
+        result = self.backend.step(chunks)
+        for chunk, line in zip(chunks, lines, strict=True):
+            line.held.extend(chunk.tokens)
+        return result
+
+    def forget(self, job: Job) -> None:
+        """The job ended: what the draft model read of it stays in its cache."""
+        line = self._lines.pop(job.id, None)
+        if line is not None:
+            self._residency.release(line.sequence, as_tokens(line.held))
+
+    def tick(self, *, busy: bool) -> bool:
+        """One piece of housekeeping; True while there is more."""
+        return self._residency.tick(busy=busy)
+
+    def probe(self) -> None:
+        """Measure one drafting step on an empty sequence (seconds into `token_s`)."""
+        try:
+            sequence = self.backend.new_sequence()
+        except BackendFailure:
+            return
+        for _ in range(3):
+            started = self._clock()
+            self.backend.step([Chunk(sequence, [self.backend.info.bos_token or 0])]).argmax(0)
+            seconds = self._clock() - started
+            self.token_s = min(self.token_s or seconds, seconds)
+        self.backend.drop(sequence)
+
+    def close(self) -> None:
+        """Free the draft model."""
+        self.backend.close()
+
+
+def _draws(job: Job) -> bool:
+    """True when the draft must be drawn like the target's tokens are; under a grammar the best guess is proposed."""
+    return job.request.sampling.temperature > 0 and job.sampler.constraint is None

@@ -1,0 +1,171 @@
+"""Prompt lookup: what followed the same words last time, in this request, its predicted output or recent answers.
+
+Costs no model run. A Lookup follows its request token by token with a pointer into the text it seems to be copying,
+so that in the middle of a copy a proposal is a slice. Every token that comes also says whether the pointer was
+right: acceptance is known without ever verifying a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.speculation.rates import HitRates
+
+_SEPARATOR = -1
+# Matches longer than this are all the same: sure.
+_MAX_MATCH = 64
+# A pointer this good is followed without looking for a better one.
+_TRUSTED_MATCH = 6
+# The window searched, in tokens, bounds a search to some tens of microseconds.
+_WINDOW_TOKENS = 65_536
+
+
+class TokenLine:
+    """A growing line of token ids, as one numpy array."""
+
+    def __init__(self, tokens: Seq[int] = ()) -> None:
+        self._data: NDArray[np.int32] = np.empty(max(256, 2 * len(tokens)), dtype=np.int32)
+        self._data[: len(tokens)] = tokens
+        self._n = len(tokens)
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def view(self) -> NDArray[np.int32]:
+        """The tokens (int32 [n]); valid until the next `extend`."""
+        return self._data[: self._n]
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Append tokens."""
+        n = self._n + len(tokens)
+        if n > len(self._data):
+            grown = np.empty(2 * n, dtype=np.int32)
+            grown[: self._n] = self._data[: self._n]
+            self._data = grown
+        self._data[self._n : n] = tokens
+        self._n = n
+
+    def keep_last(self, n_tokens: int) -> None:
+        """Forget all but the newest `n_tokens`."""
+        if self._n > n_tokens:
+            self._data[:n_tokens] = self._data[self._n - n_tokens : self._n].copy()
+            self._n = n_tokens
+
+
+class RecentOutputs:
+    """What this engine wrote lately, for requests that write it again (tool calls, boilerplate, corrected answers)."""
+
+    def __init__(self, capacity_tokens: int = 16_384) -> None:
+        self._capacity = capacity_tokens
+        self.line = TokenLine()
+        self.generation = 0
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Remember one finished answer."""
+        if len(tokens) >= 8:
+            self.line.extend([*tokens, _SEPARATOR])
+            self.line.keep_last(self._capacity)
+            self.generation += 1
+
+
+@dataclass
+class _Pointer:
+    """The next token is guessed to be `line[at]`; the last `match` tokens were the same there and here."""
+
+    line: TokenLine
+    at: int
+    match: int
+    generation: int
+
+
+def longest_match(
+    haystack: NDArray[np.int32], suffix: NDArray[np.int32], most: int = _MAX_MATCH
+) -> tuple[int, int] | None:
+    """(position after the match, its length) of the longest occurrence in `haystack` of what `suffix` ends with;
+    the latest one where several are as long. An occurrence at the very end has nothing behind it and does not count.
+    """
+    if len(haystack) < 2 or not len(suffix):
+        return None
+    found = np.flatnonzero(haystack[:-1] == suffix[-1])
+    if not len(found):
+        return None
+    length = 1
+    while length < min(most, len(suffix)):
+        inside = found[found >= length]
+        longer = inside[haystack[inside - length] == suffix[-1 - length]]
+        if not len(longer):
+            break
+        found, length = longer, length + 1
+    return int(found[-1]) + 1, length
+
+
+class Lookup:
+    """The n-gram drafter of one request."""
+
+    def __init__(self, tokens: Seq[int], rates: HitRates, recent: RecentOutputs, predicted: Seq[int] = ()) -> None:
+        self._line = TokenLine(tokens)
+        self._predicted = TokenLine(predicted)
+        self._recent = recent
+        self.rates = rates
+        self._pointer: _Pointer | None = None
+        if len(predicted):
+            # A client that sends the expected output says where to start.
+            self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH, recent.generation)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def advance(self, tokens: Seq[int]) -> None:
+        """These tokens were emitted: learn from each whether it was foreseen, and move on."""
+        for token in tokens:
+            pointer = self._valid()
+            if pointer is not None:
+                hit = int(pointer.line.view[pointer.at]) == token
+                self.rates.observe(pointer.match, hit=hit)
+                pointer.at += 1
+                # One changed word in a long copy is no reason to lose the place.
+                pointer.match = min(pointer.match + 1, _MAX_MATCH) if hit else pointer.match // 4
+                if not pointer.match:
+                    self._pointer = None
+        self._line.extend(tokens)
+
+    def propose(self, most: int) -> tuple[list[int], int]:
+        """(at most `most` tokens that may come next, length of the match they rest on); ([], 0) when nothing does."""
+        pointer = self._valid()
+        if pointer is None or pointer.match < _TRUSTED_MATCH:
+            pointer = self._search(pointer)
+        if pointer is None or most < 1:
+            return [], 0
+        tokens: list[int] = pointer.line.view[pointer.at : pointer.at + most].tolist()
+        if pointer.line is self._line and tokens and len(tokens) < most:
+            # The copy has caught up with itself: the text is repeating, and so does the guess.
+            tokens = (tokens * (most // len(tokens) + 1))[:most]
+        if _SEPARATOR in tokens:
+            tokens = tokens[: tokens.index(_SEPARATOR)]
+        return tokens, pointer.match
+
+    def _valid(self) -> _Pointer | None:
+        pointer = self._pointer
+        if pointer is not None and (
+            pointer.at >= len(pointer.line)
+            or (pointer.line is self._recent.line and pointer.generation != self._recent.generation)
+        ):
+            self._pointer = pointer = None
+        return pointer
+
+    def _search(self, best: _Pointer | None) -> _Pointer | None:
+        own = self._line.view
+        suffix = own[-_MAX_MATCH:]
+        for line in (self._line, self._predicted, self._recent.line):
+            text = line.view[-_WINDOW_TOKENS:]
+            found = longest_match(text, suffix)
+            if found is not None and found[1] > (best.match if best is not None else 1):
+                at = found[0] + len(line) - len(text)
+                best = _Pointer(line, at, found[1], self._recent.generation)
+        self._pointer = best
+        return best

@@ -1,0 +1,279 @@
+"""What the engine knows of speculation: before a step it fills in drafts that pay, after it it learns what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from localllm.engine.job import Job
+from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
+from localllm.engine.speculation.draft_model import DraftModel
+from localllm.engine.speculation.ngram import Lookup, RecentOutputs
+from localllm.engine.speculation.rates import Acceptance, HitRates
+from localllm_backends.contract import Backend, BackendFailure, Chunk
+
+# A grammar that leaves one way to go on is nearly always followed token by token.
+_FORCED_RATE = 0.95
+_MOST_MODEL_TOKENS = 16
+# Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
+_PLAIN_EVERY = 64
+# A draft model that lost is tried again after this many tokens, then twice as many, and so on.
+_RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
+_PROBE_ROWS = (1, 2, 4, 8, 16, 32)
+_PROBE_ROUNDS = 3
+_PROBE_BUDGET_S = 1.0
+
+
+@dataclass
+class _Speech:
+    """One decoding request: its lookup, its draft model's luck, and who drafted last."""
+
+    lookup: Lookup
+    acceptance: Acceptance
+    drafter: str = ""
+    retry_at: int = 0
+    retries: int = 0
+
+
+@dataclass
+class _Tally:
+    """Drafted and accepted tokens of one drafter."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Speculator:
+    """Drafts for every decoding job of one engine. `mode`: auto (all drafters at hand), ngram, off."""
+
+    backend: Backend
+    mode: str = "auto"
+    model: DraftModel | None = None
+    clock: Callable[[], float] = time.monotonic
+    cost: StepCost = field(default_factory=StepCost)
+
+    def __post_init__(self) -> None:
+        self._speeches: dict[str, _Speech] = {}
+        self._rates = HitRates()
+        self._acceptance = Acceptance()
+        self._recent = RecentOutputs()
+        self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally()}
+        self._since_plain = 0
+        self._drafting_s = self._plain_s = 0.0
+        self._probed: dict[int, float] = {}
+        self._probe_left = [n for _ in range(_PROBE_ROUNDS) for n in self._probe_sizes()]
+        self._probe_spent_s = 0.0
+        self.off_because = self._why_off()
+
+    def _why_off(self) -> str:
+        if self.mode == "off":
+            return "switched off"
+        able = self.backend.capabilities
+        if able.rewind == "none" or (able.rewind == "bounded" and able.rewind_tokens < 1):
+            return "this model's memory can't take tokens back"
+        return ""
+
+    def _probe_sizes(self) -> list[int]:
+        most = min(self.backend.info.n_batch, self.backend.info.n_outputs)
+        return [n for n in _PROBE_ROWS if n <= most]
+
+    @property
+    def _most(self) -> int:
+        """Longest draft that can be taken back."""
+        able = self.backend.capabilities
+        return 64 if able.rewind == "any" else able.rewind_tokens
+
+    # --- before a step -------------------------------------------------------------------------------------------
+
+    def propose(self, running: Seq[Job]) -> None:
+        """Fill in `draft` of every decoding job for which drafting pays now."""
+        if self.off_because:
+            return
+        decoding = [j for j in running if not j.prefilling]
+        for job in decoding:
+            job.draft, job.draft_from = [], None
+        if not decoding or not self.cost.known:
+            return
+        prefilling = len(running) - len(decoding)
+        info = self.backend.info
+        rows = min(info.n_batch, info.n_outputs) - len(decoding) - min(prefilling, 1)
+        # Drafts never take the cells that what is certain needs.
+        rows = min(rows, self.backend.cells_free() - len(decoding) - (info.n_batch if prefilling else 0))
+        if rows < 1:
+            return
+        proposals = [self._proposal(job, min(rows, self._most)) for job in decoding]
+        if self._since_plain >= _PLAIN_EVERY:
+            self._since_plain = 0
+            return
+        lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds)
+        for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
+            if proposal.drafter != "model" and length:
+                job.draft, job.draft_from = proposal.tokens[:length], None
+                self._speeches[job.id].drafter = proposal.drafter
+        self._let_model_draft(
+            [(j, n or p.trial) for j, p, n in zip(decoding, proposals, lengths, strict=True) if p.drafter == "model"]
+        )
+
+    def _let_model_draft(self, wanted: list[tuple[Job, int]]) -> None:
+        if self.model is None or not any(n for _, n in wanted):
+            return
+        jobs = {job.id: job for job, _ in wanted}
+        for key, (tokens, dists) in self.model.draft(wanted).items():
+            job = jobs[key]
+            job.draft, job.draft_from = tokens, dists
+            if job.sampler.constraint is not None:
+                job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
+            self._speeches[key].drafter = "model"
+
+    def _proposal(self, job: Job, most: int) -> _Proposal:
+        speech = self._speech(job)
+        most = min(most, job.max_tokens - job.n_generated - 1, self.backend.info.n_ctx - len(job.tokens) - 1)
+        if job.request.draft == "off" or most < 1:
+            return _Proposal("", [], Candidate(()))
+        tokens, match = speech.lookup.propose(most)
+        constraint = job.sampler.constraint
+        drafter = "ngram"
+        if constraint is not None:
+            tokens = tokens[: constraint.acceptable(tokens)] if tokens else []
+            if len(tokens) < 2 and (forced := constraint.forced()):
+                tokens, drafter = forced[:most], "grammar"
+        if drafter == "grammar":
+            survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
+        else:
+            survival = speech.lookup.rates.survival(match, len(tokens))
+        best = _Proposal(drafter, tokens, Candidate(survival))
+        return self._or_model(job, speech, best, most)
+
+    def _or_model(self, job: Job, speech: _Speech, best: _Proposal, most: int) -> _Proposal:
+        """The draft model's turn instead, where it promises more than `best` does for this job alone."""
+        model = self.model
+        if model is None or self.mode == "ngram" or job.request.draft == "ngram" or not model.token_s:
+            return best
+        length = min(most, model.most, _MOST_MODEL_TOKENS)
+        candidate = Candidate(speech.acceptance.survival(length), model.token_s)
+        (alone,) = choose_lengths([candidate], self.cost.seconds)
+        trial = 0
+        if not alone and job.n_generated >= speech.retry_at:
+            trial = min(_TRIAL_TOKENS, length)
+        if not (alone or trial) or self._speed(candidate, alone) <= self._speed(best.candidate, None):
+            return best
+        return _Proposal("model", [], candidate, trial) if model.ready(job) else best
+
+    def _speed(self, candidate: Candidate, length: int | None) -> float:
+        """Tokens per second of one sequence that drafts like this (None: as long as pays)."""
+        if length is None:
+            (length,) = choose_lengths([candidate], self.cost.seconds)
+        seconds = self.cost.seconds(1 + length) + candidate.token_s * length
+        return (1.0 + sum(candidate.survival[:length])) / seconds
+
+    def _speech(self, job: Job) -> _Speech:
+        speech = self._speeches.get(job.id)
+        if speech is None:
+            lookup = Lookup(job.tokens, HitRates(self._rates), self._recent, job.predicted)
+            speech = self._speeches[job.id] = _Speech(lookup, Acceptance(self._acceptance))
+        return speech
+
+    # --- after a step --------------------------------------------------------------------------------------------
+
+    def emitted(self, job: Job, tokens: Seq[int], drafted: int, accepted: int) -> None:
+        """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were right."""
+        speech = self._speeches.get(job.id)
+        if speech is None:
+            return
+        speech.lookup.advance(tokens)
+        if not drafted:
+            return
+        tally = self._tallies[speech.drafter]
+        tally.drafted += drafted
+        tally.accepted += accepted
+        if speech.drafter == "model":
+            speech.acceptance.observe(accepted, drafted)
+            if accepted < drafted:
+                speech.retries = min(speech.retries + 1, _MOST_RETRIES)
+            else:
+                speech.retries = 0
+            speech.retry_at = job.n_generated + _RETRY_TOKENS * 2**speech.retries
+
+    def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
+        """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in `seconds`."""
+        self.cost.observe(rows, seconds)
+        if rows > sequences:
+            self._since_plain += 1
+            self._drafting_s += seconds
+            self._plain_s += self.cost.seconds(sequences) * tokens / sequences
+        else:
+            self._since_plain = 0
+
+    def forget(self, job: Job) -> None:
+        """The job left the context: it ended, or was parked."""
+        if self._speeches.pop(job.id, None) is not None:
+            self._recent.add(job.tokens[job.n_prompt :])
+        if self.model is not None:
+            self.model.forget(job)
+
+    # --- between requests ----------------------------------------------------------------------------------------
+
+    def tick(self, *, busy: bool) -> bool:
+        """Housekeeping: one piece of the draft model's, or one measurement while nobody waits. True: more to do."""
+        more = self.model.tick(busy=busy) if self.model is not None else False
+        return more or (not busy and self._probe())
+
+    def _probe(self) -> bool:
+        """Time one verification of the next size on a sequence of its own; True while there are more."""
+        if self.off_because or not self._probe_left or self.backend.cells_free() < max(self._probe_left):
+            return False
+        rows = self._probe_left.pop(0)
+        try:
+            sequence = self.backend.new_sequence()
+        except BackendFailure:
+            self._probe_left.insert(0, rows)
+            return False
+        token = self.backend.info.bos_token or 0
+        started = self.clock()
+        try:
+            self.backend.step([Chunk(sequence, [token] * rows, rows)]).argmax(0)
+        finally:
+            seconds = self.clock() - started
+            self.backend.drop(sequence)
+        self._probed[rows] = min(self._probed.get(rows, seconds), seconds)
+        self._probe_spent_s += seconds
+        if self._probe_spent_s > _PROBE_BUDGET_S:
+            self._probe_left.clear()
+        if not self._probe_left:
+            self.cost.set(self._probed)
+            if self.model is not None and not self.model.token_s:
+                self.model.probe()
+        return bool(self._probe_left)
+
+    def close(self) -> None:
+        """Free the draft model, if there is one."""
+        if self.model is not None:
+            self.model.close()
+
+    def snapshot(self) -> dict[str, float | int | str]:
+        """Counters and what verification costs, as plain values. `speculation_gain`: speed over no drafting, as
+        measured; 1.0 while nothing was drafted."""
+        plain = self.cost.seconds(1)
+        return {
+            "speculation": self.off_because or "on",
+            "drafted_tokens": sum(t.drafted for t in self._tallies.values()),
+            "accepted_draft_tokens": sum(t.accepted for t in self._tallies.values()),
+            **{f"accepted_{name}_tokens": t.accepted for name, t in self._tallies.items()},
+            **{f"drafted_{name}_tokens": t.drafted for name, t in self._tallies.items()},
+            "speculation_gain": self._plain_s / self._drafting_s if self._drafting_s else 1.0,
+            "verify_8_cost": self.cost.seconds(8) / plain,
+            "verify_16_cost": self.cost.seconds(16) / plain,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """Who could draft what for one job; `trial`: tokens to draft although it does not promise to pay, to learn."""
+
+    drafter: str
+    tokens: list[int]
+    candidate: Candidate
+    trial: int = 0

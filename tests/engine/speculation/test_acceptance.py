@@ -1,0 +1,100 @@
+"""Maximal coupling: what is emitted follows the target's distribution exactly, and as many drafts pass as can."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.messages import Sampling
+from localllm.engine.sampling import Distribution, Sampler, distribution
+from localllm.engine.speculation.acceptance import acceptance_probability, couple, residual
+
+WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)
+
+
+def dist(weights: list[int]) -> Distribution:
+    """A sparse distribution: tokens of weight 0 are filtered out, the most probable come first."""
+    total = sum(weights)
+    ids = [i for i in sorted(range(len(weights)), key=lambda i: -weights[i]) if weights[i]]
+    return Distribution(np.asarray(ids, dtype=np.int64), np.asarray([weights[i] / total for i in ids]))
+
+
+def emitted_exactly(p: Distribution, q: Distribution, n: int) -> np.ndarray:
+    """The distribution of the emitted token, by enumeration: q(x)·min(1, p(x)/q(x)) + P(rejected)·residual(x)."""
+    out = np.zeros(n)
+    rejected = 0.0
+    for token, probability in zip(q.ids, q.probs, strict=True):
+        accept = min(1.0, p.prob(int(token)) / probability)
+        # `couple` accepts below that threshold and not above it.
+        if accept > 0:
+            assert couple(p, q, int(token), accept * 0.999, 0.5) == (int(token), True)
+        if accept < 1:
+            assert not couple(p, q, int(token), min(accept * 1.001 + 1e-9, 0.999999), 0.5)[1]
+        out[token] += probability * accept
+        rejected += probability * (1 - accept)
+    left = residual(p, q)
+    for token, probability in zip(left.ids, left.probs, strict=True):
+        out[token] += rejected * probability
+    return out
+
+
+@given(WEIGHTS, WEIGHTS)
+def test_the_emitted_distribution_is_the_targets(a: list[int], b: list[int]) -> None:
+    n = max(len(a), len(b))
+    p, q = dist(a), dist(b)
+    target = np.asarray([p.prob(i) for i in range(n)])
+    np.testing.assert_allclose(emitted_exactly(p, q, n), target, atol=1e-12)
+
+
+@given(WEIGHTS, WEIGHTS)
+def test_acceptance_is_one_minus_total_variation(a: list[int], b: list[int]) -> None:
+    n = max(len(a), len(b))
+    p, q = dist(a), dist(b)
+    distance = 0.5 * sum(abs(p.prob(i) - q.prob(i)) for i in range(n))
+    accepted = sum(w * min(1.0, p.prob(int(t)) / w) for t, w in zip(q.ids, q.probs, strict=True))
+    assert abs(acceptance_probability(p, q) - (1 - distance)) < 1e-12
+    assert abs(accepted - (1 - distance)) < 1e-12
+
+
+@settings(max_examples=5, deadline=None)
+@given(WEIGHTS, WEIGHTS, st.integers(0, 2**32))
+def test_a_hundred_thousand_draws_fit_the_target(a: list[int], b: list[int], seed: int) -> None:
+    p, q = dist(a), dist(b)
+    rng = np.random.default_rng(seed)
+    draws = 100_000
+    uniforms = rng.random((draws, 3))
+    drafted = q.ids[np.minimum(np.searchsorted(np.cumsum(q.probs), uniforms[:, 0], side="right"), len(q.ids) - 1)]
+    counts = np.zeros(max(len(a), len(b)))
+    accepted = 0
+    for token, (_, accept, draw) in zip(drafted.tolist(), uniforms.tolist(), strict=True):
+        out, right = couple(p, q, token, accept, draw)
+        counts[out] += 1
+        accepted += right
+    expected = p.probs * draws
+    assert counts[[i for i in range(len(counts)) if i not in p.ids]].sum() == 0
+    chi_square = float(((counts[p.ids] - expected) ** 2 / expected).sum())
+    # Mean k − 1, standard deviation √(2(k−1)); ten of those is never reached by chance.
+    freedom = len(p.ids) - 1
+    assert chi_square <= freedom + 10 * np.sqrt(2 * max(freedom, 1))
+    assert abs(accepted / draws - acceptance_probability(p, q)) < 0.01
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.8]), st.sampled_from([0.0, 0.1]))
+def test_verify_couples_with_what_choose_draws_from(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    """The sampler's own filters and temperature stand between logits and p."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=12).astype(np.float32) * 2
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    p = distribution(logits, sampling)
+    q = distribution(rng.normal(size=12).astype(np.float32), sampling)
+    sampler = Sampler(sampling)
+    accepted = [sampler.verify(logits, [], sampler.draw(q), q)[1] for _ in range(2000)]
+    assert abs(np.mean(accepted) - acceptance_probability(p, q)) < 0.06
+
+
+def test_equal_distributions_accept_everything() -> None:
+    p = dist([1, 2, 3])
+    assert all(couple(p, p, t, 0.999999, 0.5) == (t, True) for t in (0, 1, 2))
+    assert residual(p, p) is p

@@ -1,0 +1,147 @@
+"""How much is drafted: only what pays, for nobody at another's cost, and what a step costs is learnt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.engine.speculation.controller import KNOTS, Candidate, StepCost, choose_lengths
+from localllm.engine.speculation.rates import Acceptance, HitRates
+
+RATES = st.floats(0.0, 1.0)
+
+
+def powers(a: float, n: int = 16) -> list[float]:
+    return [a**k for k in range(1, n + 1)]
+
+
+def memory_bound(rows: int) -> float:
+    """A GPU: eight rows cost what one costs."""
+    return max(1.0, rows / 8)
+
+
+def compute_bound(rows: int) -> float:
+    return float(rows)
+
+
+def test_free_verification_drafts_and_paid_verification_does_not() -> None:
+    likely = Candidate(powers(0.8))
+    assert choose_lengths([likely], memory_bound) == [7]
+    assert choose_lengths([likely], compute_bound) == [0]
+
+
+def test_hopeless_guesses_are_never_drafted() -> None:
+    assert choose_lengths([Candidate(powers(0.02))], memory_bound) == [0]
+    assert choose_lengths([Candidate(())], memory_bound) == [0]
+    assert choose_lengths([], memory_bound) == []
+
+
+@given(st.lists(RATES, min_size=1, max_size=4), st.floats(0.0, 1.0), st.floats(0.0, 0.3))
+def test_nobody_is_slowed_and_somebody_gains(rates: list[float], row_cost: float, token_s: float) -> None:
+    def cost(rows: int) -> float:
+        return 1.0 + row_cost * (rows - 1)
+
+    candidates = [Candidate(powers(a), token_s) for a in rates]
+    lengths = choose_lengths(candidates, cost)
+    if not any(lengths):
+        return
+    rows = len(rates) + sum(lengths)
+    slower = (cost(rows) + token_s * max(lengths)) / cost(len(rates))
+    speeds = [(1 + sum(c.survival[:g])) / slower for c, g in zip(candidates, lengths, strict=True)]
+    assert min(speeds) >= 0.989
+    assert max(speeds) > 1.0
+
+
+@given(RATES, st.floats(0.0, 1.0))
+def test_alone_the_best_length_wins(rate: float, row_cost: float) -> None:
+    def cost(rows: int) -> float:
+        return 1.0 + row_cost * (rows - 1)
+
+    def speed(length: int) -> float:
+        # (1 − a^(g+1))/(1 − a), summed so that a = 1 is no exception.
+        return (1 + sum(powers(rate, length))) / cost(1 + length)
+
+    (length,) = choose_lengths([Candidate(powers(rate))], cost)
+    best = max(range(17), key=speed)
+    assert length == 0 if speed(best) <= 1.03 else speed(length) == pytest.approx(speed(best))
+
+
+def test_one_streams_copy_is_not_paid_for_by_its_neighbour() -> None:
+    copying, chatting = Candidate(powers(0.99)), Candidate(())
+
+    def cpu(rows: int) -> float:
+        return 1.0 + 0.5 * (rows - 1)
+
+    assert choose_lengths([copying], cpu)[0] > 4
+    assert choose_lengths([copying, chatting], cpu) == [0, 0]
+    assert choose_lengths([copying, copying], cpu) > [4, 4]
+
+
+def test_step_cost_follows_a_machine_that_slows_down_and_keeps_its_shape() -> None:
+    cost = StepCost()
+    cost.set({1: 0.010, 8: 0.048, 16: 0.080})
+    assert cost.seconds(1) == pytest.approx(0.010)
+    assert cost.seconds(12) == pytest.approx(0.064)
+    for _ in range(200):
+        cost.observe(1, 0.020)
+        cost.observe(8, 0.096)
+    assert cost.seconds(1) == pytest.approx(0.020, rel=0.05)
+    assert cost.seconds(8) / cost.seconds(1) == pytest.approx(4.8, rel=0.1)
+
+
+def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
+    cost = StepCost()
+    cost.set({1: 0.010, 8: 0.012, 16: 0.014})
+    assert choose_lengths([Candidate(powers(0.6))], cost.seconds) != [0]
+    for _ in range(60):
+        cost.observe(8, 0.080)
+        cost.observe(1, 0.010)
+    assert cost.seconds(8) / cost.seconds(1) == pytest.approx(8, rel=0.15)
+
+
+def test_one_burst_of_somebody_else_does_not_unlearn() -> None:
+    cost = StepCost()
+    cost.set({n: 0.01 * (1 + 0.1 * (n - 1)) for n in KNOTS})
+    before = cost.seconds(8) / cost.seconds(1)
+    cost.observe(8, 10.0)
+    assert cost.seconds(8) / cost.seconds(1) < before * 1.1
+
+
+@given(st.dictionaries(st.sampled_from([2, 4, 8, 16, 32]), st.floats(1e-3, 1.0), min_size=1))
+def test_a_probe_is_reproduced(measured: dict[int, float]) -> None:
+    measured[1] = 1e-3
+    cost = StepCost()
+    cost.set(measured)
+    for rows, seconds in measured.items():
+        assert cost.seconds(rows) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_hit_rates_react_within_a_few_tokens() -> None:
+    shared = HitRates()
+    rates = HitRates(shared)
+    before = rates.rate(5)
+    for _ in range(6):
+        rates.observe(5, hit=False)
+    assert rates.rate(5) < before / 2
+    for _ in range(12):
+        rates.observe(5, hit=True)
+    assert rates.rate(5) > 0.6
+    # A new request begins with what the others saw.
+    assert HitRates(shared).rate(5) != before
+
+
+def test_survival_falls_and_ends_where_it_is_not_worth_a_row() -> None:
+    survival = HitRates().survival(3, 64)
+    assert survival == sorted(survival, reverse=True)
+    assert len(survival) < 64
+    assert survival[-1] >= 0.05
+
+
+def test_acceptance_counts_only_what_was_tried() -> None:
+    acceptance = Acceptance(Acceptance())
+    for _ in range(30):
+        # Two right, the third wrong: two hits, one miss, whatever stood behind it.
+        acceptance.observe(2, 8)
+    assert acceptance.rate == pytest.approx(2 / 3, abs=0.07)
+    assert acceptance.survival(3) == pytest.approx([acceptance.rate**k for k in (1, 2, 3)])

@@ -1,0 +1,232 @@
+"""Speculation in the engine's loop, on the scripted backend: drafting changes how fast an answer comes, never which."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+
+from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Request, Sampling
+from localllm.engine.sampling import Row
+from localllm.engine.speculation.draft_model import vocabulary_difference
+from support.scripted_backend import ScriptedBackend
+
+
+def engine_of(backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto") -> Engine:
+    """An engine for which verification is free: a clock that ticks once per look makes every step take the same time,
+    so that everything that can be drafted is."""
+    ticks = itertools.count(1.0)
+    engine = Engine(backend, EngineSettings(draft=mode), clock=lambda: next(ticks) / 1000, draft_backend=draft)
+    settle(engine)
+    return engine
+
+
+def plain(prompt: str, n: int, **more: object) -> str:
+    request = Request("x", prompt, n, GREEDY, **more)  # type: ignore[arg-type]
+    return run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
+
+
+def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
+    expected = plain("say it", 60, ignore_eos=True)
+    backend = ScriptedBackend(n_ctx=1024)
+    engine = engine_of(backend)
+    before = len(backend.steps)
+    request = Request("a", "say it", 60, GREEDY, ignore_eos=True, prediction=expected)
+    outcome = run(engine, request)
+    assert outcome.text["a"] == expected
+    assert len(backend.steps) - before < 20
+    usage = outcome.finish("a").usage
+    assert usage.completion_tokens == 60
+    assert usage.accepted_draft_tokens > 40
+    assert engine.snapshot()["accepted_ngram_tokens"] == usage.accepted_draft_tokens
+
+
+@pytest.mark.parametrize("memory", [("any", 0, True), ("bounded", 8, False)])
+def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, bool]) -> None:
+    rewind, rewind_tokens, segments = memory
+    rng = random.Random(rewind)
+    backend = ScriptedBackend(n_ctx=512, rewind=rewind, rewind_tokens=rewind_tokens, segments=segments)  # type: ignore[arg-type]
+    engine = engine_of(backend)
+    drafted = 0
+    for mix in range(40):
+        wanted: dict[str, str] = {}
+        outcome = Outcome()
+        cancelled = set()
+        for i in range(rng.randint(1, 4)):
+            prompt = f"{mix} " + "please repeat " * rng.randint(0, 3)
+            n = rng.randint(1, 50)
+            text = plain(prompt, n)
+            guess = "".join(rng.choice("abc") if rng.random() < 0.1 else c for c in text)
+            key = f"{mix}-{i}"
+            wanted[key] = text
+            request = Request(key, prompt, n, GREEDY, prediction=guess[rng.randint(0, 3) :])
+            outcome.take(engine.submit(request, backend.tokenize(prompt)))
+            for _ in range(rng.randint(0, 3)):
+                outcome.take(engine.step())
+            if rng.random() < 0.2:
+                outcome.take(engine.cancel(key))
+                cancelled.add(key)
+        while engine.has_work:
+            outcome.take(engine.step())
+            engine.check_integrity()
+        for key, text in wanted.items():
+            got = outcome.text.get(key, "")
+            assert text.startswith(got) if key in cancelled else got == text
+            drafted += outcome.finish(key).usage.accepted_draft_tokens
+    assert drafted > 200
+
+
+def test_sampled_answers_keep_their_seed_with_lookups() -> None:
+    """A lookup is a point mass, and coupling with one is drawing from p and comparing: the same draws, the same text."""
+    sampling = Sampling(temperature=0.9, seed=11)
+    request = Request("x", "hello", 60, sampling, ignore_eos=True)
+    expected = run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
+    engine = engine_of(ScriptedBackend(n_ctx=1024))
+    outcome = run(engine, Request("x", "hello", 60, sampling, ignore_eos=True, prediction=expected))
+    assert outcome.text["x"] == expected
+    assert outcome.finish("x").usage.accepted_draft_tokens > 30
+
+
+def test_stop_strings_and_limits_end_inside_a_draft() -> None:
+    text = plain("tell", 80, ignore_eos=True)
+    stop = text[37:40]
+    for more in ({"stop": (stop,)}, {"max_tokens": 23}):
+        request = Request("a", "tell", **{"max_tokens": 80, **more}, sampling=GREEDY, ignore_eos=True, prediction=text)  # type: ignore[arg-type]
+        outcome = run(engine_of(ScriptedBackend(n_ctx=1024)), request)
+        assert outcome.text["a"] == (text[: text.index(stop)] if "stop" in more else text[:23])
+
+
+def test_switched_off_by_setting_or_request() -> None:
+    text = plain("tell", 40, ignore_eos=True)
+    asked = Request("a", "tell", 40, GREEDY, ignore_eos=True, prediction=text)
+    off = engine_of(ScriptedBackend(n_ctx=1024), mode="off")
+    assert run(off, asked).finish("a").usage.accepted_draft_tokens == 0
+    assert off.snapshot()["speculation"] == "switched off"
+    on = engine_of(ScriptedBackend(n_ctx=1024))
+    refused = Request("b", "tell", 40, GREEDY, ignore_eos=True, prediction=text, draft="off")
+    assert run(on, refused).finish("b").usage.accepted_draft_tokens == 0
+
+
+def test_memory_that_cannot_go_back_says_so() -> None:
+    engine = engine_of(ScriptedBackend(rewind="none", segments=False))
+    text = plain("tell", 20)
+    outcome = run(engine, Request("a", "tell", 20, GREEDY, prediction=text))
+    assert outcome.text["a"] == text
+    assert "can't take tokens back" in str(engine.snapshot()["speculation"])
+
+
+def test_drafts_never_park_or_end_a_request_for_want_of_cells() -> None:
+    prompt = "x" * 20
+    text = plain(prompt, 44, ignore_eos=True)
+    engine = engine_of(ScriptedBackend(n_ctx=64))
+    outcome = run(engine, Request("a", prompt, 44, GREEDY, ignore_eos=True, prediction=text))
+    assert outcome.text["a"] == text
+    assert engine.metrics.parked == 0
+
+
+class EveryOther:
+    """A constraint: letters only, and an X as every third token."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def _ok(self, n: int, token: int) -> bool:
+        letter = chr(max(token - 3, 0))
+        return letter == "X" if n % 3 == 2 else letter.isascii() and letter.isalpha()
+
+    def apply(self, logits: Row) -> None:
+        for token in range(len(logits)):
+            if not self._ok(self.n, token):
+                logits[token] = -np.inf
+
+    def accept(self, token: int) -> None:
+        assert self._ok(self.n, token)
+        self.n += 1
+
+    def acceptable(self, tokens: Seq[int]) -> int:
+        good = 0
+        while good < len(tokens) and self._ok(self.n + good, tokens[good]):
+            good += 1
+        return good
+
+    def forced(self) -> list[int]:
+        return [ord("X") + 3] if self.n % 3 == 2 else []
+
+    @property
+    def finished(self) -> bool:
+        return self.n >= 45
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_grammar_holds_over_drafts(temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=5)
+
+    def answer(mode: str, prediction: str) -> tuple[str, int]:
+        settings = EngineSettings(draft=mode, make_constraint=lambda _: EveryOther())
+        ticks = itertools.count(1.0)
+        engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
+        settle(engine)
+        request = Request("a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction)
+        outcome = run(engine, request)
+        return outcome.text["a"], outcome.finish("a").usage.accepted_draft_tokens
+
+    expected, _ = answer("off", "")
+    got, accepted = answer("auto", expected[:10] + "??" + expected[12:])
+    assert got == expected
+    assert accepted > 10
+
+
+def test_a_draft_model_of_the_same_mind_writes_ahead() -> None:
+    expected = plain("dear", 60, ignore_eos=True)
+    backend, small = ScriptedBackend(n_ctx=1024), ScriptedBackend(n_ctx=1024)
+    engine = engine_of(backend, small)
+    outcome = run(engine, Request("a", "dear", 60, GREEDY, ignore_eos=True))
+    assert outcome.text["a"] == expected
+    snapshot = engine.snapshot()
+    assert snapshot["accepted_model_tokens"] == snapshot["drafted_model_tokens"] > 20  # type: ignore[operator]
+
+
+def test_a_draft_model_draws_for_sampled_requests_and_several_at_once() -> None:
+    engine = engine_of(ScriptedBackend(n_ctx=2048), ScriptedBackend(n_ctx=2048))
+    requests = [Request(f"r{i}", f"dear {i}", 40, Sampling(temperature=0.8, seed=i), ignore_eos=True) for i in range(4)]
+    outcome = run(engine, *requests)
+    assert all(outcome.finish(r.id).usage.completion_tokens == 40 for r in requests)
+    # The same model draws from the same distribution: coupling accepts every token.
+    snapshot = engine.snapshot()
+    assert snapshot["accepted_model_tokens"] == snapshot["drafted_model_tokens"] > 20  # type: ignore[operator]
+
+
+def test_what_the_draft_model_read_is_not_read_again() -> None:
+    small = ScriptedBackend(n_ctx=1024)
+    engine = engine_of(ScriptedBackend(n_ctx=1024), small)
+    prompt = "long " * 40
+    run(engine, Request("a", prompt, 60, GREEDY, ignore_eos=True))
+    settle(engine)
+    before = small.computed_tokens
+    run(engine, Request("b", prompt + "more", 20, GREEDY, ignore_eos=True))
+    assert small.computed_tokens - before < 60
+
+
+def test_a_failing_draft_model_costs_nothing_but_its_drafts() -> None:
+    small = ScriptedBackend(n_ctx=1024)
+    engine = engine_of(ScriptedBackend(n_ctx=1024), small)
+
+    def fail(n: int) -> None:
+        if n % 3 == 0:
+            small.fail_next_step = "gone"
+
+    outcome = run(engine, Request("a", "dear", 50, GREEDY, ignore_eos=True), between=fail)
+    assert outcome.text["a"] == plain("dear", 50, ignore_eos=True)
+
+
+def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
+    words = [bytes([i]) for i in range(200)]
+    assert vocabulary_difference(words, words) is None
+    assert vocabulary_difference(words, [*words, b"<pad>"]) is None
+    assert "token 7" in str(vocabulary_difference(words, [*words[:7], b"?", *words[8:]]))
+    assert "200 tokens" in str(vocabulary_difference(words, words[:20]))
