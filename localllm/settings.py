@@ -37,6 +37,9 @@ TABLE: tuple[Setting, ...] = (
     Setting("model", str, None, "MODEL used when none is named"),
     Setting("host", str, "127.0.0.1", "address to listen on; anything but loopback requires an API key"),
     Setting("port", int, 11535, "port to listen on"),
+    Setting(
+        "unix_socket", str, None, "path of a Unix socket to listen on instead of a port; only this user can open it"
+    ),
     Setting("api_key", str, None, "key that clients must send (generated when the host is not loopback)"),
     Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
     Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q4_0")),
@@ -82,6 +85,14 @@ class Settings:
     def value(self, name: str) -> Any:
         """The value of `name`."""
         return self._chosen[name].value
+
+    def lowered(self, name: str, value: Value) -> Settings:
+        """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that somebody chose."""
+        if not self._chosen[name].automatic:
+            raise UsageError(f"{name} was chosen by {self._chosen[name].origin}: it is not changed to make things fit")
+        copy = Settings.__new__(Settings)
+        copy._chosen = {**self._chosen, name: Chosen(value, "default")}
+        return copy
 
 
 def _choose(setting: Setting, flags: dict[str, Any], config: dict[str, Any]) -> Chosen:

@@ -24,6 +24,9 @@ def bench(
         str | None,
         typer.Option(metavar="URL", help="Also measure an OpenAI-compatible server (…/v1) on the same text."),
     ] = None,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Also measure drafting off and on, for prose and for an edit.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure decode and prefill speed and memory, compare with the prediction, and remember the figures."""
@@ -35,7 +38,7 @@ def bench(
 
     launch = prepare(model, Settings({"context": context}))
     print(f"measuring {launch.name}: {_ROUNDS} rounds …", file=sys.stderr)
-    figures = asyncio.run(_measure(launch))
+    figures = asyncio.run(_measure(launch, speculation=speculation))
     if against is not None:
         figures["against"] = {"url": against, **_other(against)}
     figures.update(_compare_and_keep(launch, figures))
@@ -51,6 +54,10 @@ def bench(
     print(
         f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(figures.get('predicted_memory_bytes'))}"
     )
+    if "speculation" in figures:
+        from localllm.cli import bench_speculation
+
+        print("\n".join(bench_speculation.table(figures["speculation"])))
     if "against" in figures:
         other = figures["against"]
         print(f"{against}: decode {other['decode_tok_s']:.1f} tok/s, first token after {other['ttft_s']:.2f} s")
@@ -66,23 +73,31 @@ def _gb(value: float | None) -> str:
     return "unknown" if value is None else f"{value / 1e9:.2f} GB"
 
 
-async def _measure(launch: Launch) -> dict[str, Any]:
+async def _measure(launch: Launch, *, speculation: bool) -> dict[str, Any]:
     import statistics
+    from dataclasses import replace
 
+    from localllm.cli import bench_speculation
     from localllm.engine.supervisor import Supervisor
 
-    supervisor = Supervisor(launch.options)
+    options = launch.options
+    if speculation:  # whatever the settings say: each request then says whether it wants drafts
+        options = replace(options, engine={**options.engine, "draft": "auto"})
+    supervisor = Supervisor(options)
     try:
         engine = await supervisor.engine()
         await _round(engine, 0)
         rounds = [await _round(engine, i + 1) for i in range(_ROUNDS)]
-        return {
+        figures: dict[str, Any] = {
             "decode_tok_s": statistics.median(r[0] for r in rounds),
             "prefill_tok_s": statistics.median(r[1] for r in rounds),
             "memory_bytes": engine.memory.total_bytes,
             "n_ctx": engine.info.n_ctx,
             "n_batch": engine.info.n_batch,
         }
+        if speculation:
+            figures["speculation"] = await bench_speculation.measure(engine, _ROUNDS)
+        return figures
     finally:
         await supervisor.close()
 

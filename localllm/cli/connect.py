@@ -78,10 +78,15 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
         raise NotReachableError(f"the server at {base} answers {e.response.status_code}", hint="check --api-key") from e
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
         raise NotReachableError(f"no localllm server answers at {base}") from e
-    name = model or next(iter(served), None)
+    can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
+    name = model or next((n for n in served if "embedding" not in can[n]), None)
     if name is None or name not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
-    return Target(base, name, int(served[name].get("context_length") or 4096), api_key)
+    # The model for autocomplete is the one served beside the chat's, where that can fill in.
+    fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
+    embeds = [n for n in served if "embedding" in can[n]]
+    n_ctx = int(served[name].get("context_length") or 4096)
+    return Target(base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None))
 
 
 def _json_text(file: ConfigFile) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from localllm import __version__
-from localllm.cli import bench, chat, connect, device, doctor, models, pull, recommend, serve
+from localllm.cli import bench, chat, config, connect, device, doctor, models, pull, recommend, serve, service
 from localllm.errors import LocalLLMError
 
 _EPILOG = (
@@ -35,6 +35,8 @@ app.command()(bench.bench)
 app.command()(device.device)
 app.command()(doctor.doctor)
 app.command()(connect.connect)
+app.command()(service.service)
+app.command()(config.config)
 
 
 def _version(value: bool) -> None:

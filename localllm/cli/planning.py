@@ -47,13 +47,12 @@ def describe(local: LocalModel) -> Model | None:
     """The Model of files on this disk, with one Variant whose bytes are the files' own; None if unreadable."""
     import json
 
-    from localllm.cli.recommend import user_catalog
-    from localllm_catalog import catalog as catalogs
+    from localllm.cli.recommend import load_catalog
     from localllm_catalog import from_gguf, from_hf, gguf
     from localllm_catalog.errors import CatalogError
 
     try:
-        known = catalogs.load(user_catalog()).recognise(local.name, local.path.name)
+        known = load_catalog().recognise(local.name, local.path.name)
         if local.format == "gguf":
             return from_gguf.model_from_gguf(gguf.read(local.path), known=known)
         config = json.loads((local.path / "config.json").read_text(encoding="utf-8"))
@@ -65,8 +64,7 @@ def describe(local: LocalModel) -> Model | None:
 
 def _measured(device: Device, model: Model) -> tuple[Measured, ...]:
     from localllm.cli import measurements
-    from localllm.cli.recommend import user_catalog
-    from localllm_catalog import catalog as catalogs
+    from localllm.cli.recommend import load_catalog
 
-    models = {**catalogs.load(user_catalog()).by_id, model.id: model}
+    models = {**load_catalog().by_id, model.id: model}
     return measurements.for_planner(measurements.load(), device.name, models)

@@ -62,14 +62,13 @@ def recommend(
     from localllm.errors import UsageError
     from localllm.planner import recommend as planner
     from localllm.planner.types import Workload
-    from localllm_catalog import catalog as catalogs
 
     if purpose not in _PURPOSES:
         raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
     if file is not None and not plot:
         raise UsageError(f"{file!r} is only read with --plot", hint="localllm recommend --plot roofline.svg")
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-    catalog = catalogs.load(user_catalog())
+    catalog = load_catalog()
     machine = _device(device, memory, bandwidth)
     overrides = _overrides(machine, catalog)
     if check:
@@ -113,6 +112,14 @@ def user_catalog() -> Path:
     from localllm import paths
 
     return paths.config_dir() / "models"
+
+
+def load_catalog() -> Catalog:
+    """The shipped models and the user's own; what was parsed is kept in the cache folder."""
+    from localllm import paths
+    from localllm_catalog import catalog as catalogs
+
+    return catalogs.load(user_catalog(), paths.cache_dir() / "catalog.json")
 
 
 def _device(name: str | None, memory: float | None, bandwidth: float | None) -> Device:

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.errors import UsageError
+
 if TYPE_CHECKING:
     import asyncio
+    import socket
 
-    from localllm.engine.supervisor import Supervisor
+    from localllm.cli.launch import Launch
+    from localllm.server.router import ModelRouter, ServedModel
+    from localllm.server.settings import ServerSettings
+
+_GB = "{:.2f} GB"
 
 
 def serve(
-    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="What to serve: several share the machine, or take turns."),
+    ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="One more model, for example for autocomplete.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=MODEL", help="Another name that clients may use (repeatable).")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 11535).")] = None,
+    unix: Annotated[
+        str | None, typer.Option("--unix", metavar="PATH", help="Listen on a Unix socket instead of a port.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
     context: Annotated[int | None, typer.Option(help="Served context in tokens (default: what fits).")] = None,
     kv_type: Annotated[str | None, typer.Option(help="KV cache: auto, f16, q8_0 or q4_0.")] = None,
@@ -27,58 +46,137 @@ def serve(
     offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says otherwise)."""
+    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says otherwise).
+
+    Several models share the machine when they fit together; else the longest unused one makes room.
+    """
     import asyncio
     import sys
 
-    from localllm.cli.launch import prepare
+    from localllm.cli.launch import prepare_all
     from localllm.server.app import create_app
     from localllm.server.idle import memory_is_short, unload_idle
-    from localllm.server.router import ModelRouter
-    from localllm.server.run import bind, serve_on
+    from localllm.server.run import serve_on
     from localllm.server.settings import ServerSettings
     from localllm.settings import Settings
 
     flags = {
-        "host": host, "port": port, "api_key": api_key, "context": context, "kv_type": kv_type, "draft": draft,
-        "backend": backend, "parallel": parallel, "offline": offline,
+        "host": host, "port": port, "unix_socket": unix, "api_key": api_key, "context": context, "kv_type": kv_type,
+        "draft": draft, "backend": backend, "parallel": parallel, "offline": offline,
     }  # fmt: skip
     settings = Settings(flags)
     server_settings = ServerSettings.secure(
-        host=settings.value("host"), port=settings.value("port"), api_key=settings.value("api_key")
+        host=settings.value("host"),
+        port=settings.value("port"),
+        api_key=settings.value("api_key"),
+        unix_socket=settings.value("unix_socket"),
     )
     # The port is taken before anything loads: a minute of loading must not end in "address in use".
-    sock = bind(server_settings.host, server_settings.port)
-    references: list[str | None] = [*models] if models else [None]
-    launches = [prepare(reference, settings, "coding") for reference in references]
+    with listening(server_settings) as (sock, address):
+        launches = prepare_all([*(models or []), *(also or [])] or [None], settings)
+        router = router_for(launches, _aliases(alias or [], launches))
 
-    def say(text: str) -> None:
-        if not quiet:
-            print(text, file=sys.stderr, flush=True)
+        def say(text: str) -> None:
+            if not quiet:
+                print(text, file=sys.stderr, flush=True)
 
-    async def main() -> None:
-        from localllm.engine.supervisor import Supervisor
+        async def main() -> None:
+            say(f"loading {', '.join(launch.name for launch in launches)} …")
+            waiting = await router.preload()
+            for model in router.list():
+                if model in waiting:
+                    say(
+                        f"  {model.name} is loaded when asked for: {_GB.format(model.needs_bytes / 1e9)} do not fit now"
+                    )
+                else:
+                    say(f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated")
+            say(f"serving on {address}  (Ctrl-C stops)")
+            if server_settings.generated_key:
+                say(f"API key (this address can be reached from other machines): {server_settings.api_key}")
+            idle_s = 60.0 * settings.value("idle_unload_min")
+            watch = (
+                asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
+            )
+            try:
+                await serve_on(create_app(router, settings=server_settings), sock)
+            finally:
+                if watch is not None:
+                    watch.cancel()
+                await router.close()
 
-        supervisors = {launch.name: Supervisor(launch.options) for launch in launches}
-        router = ModelRouter(supervisors)
-        for launch in launches:
-            say(f"loading {launch.name} …")
-            engine = await router.resolve(launch.name).engine()
-            say(f"  context {engine.info.n_ctx:,} tokens, {_allocated(supervisors[launch.name]):.2f} GB allocated")
-        port_now = sock.getsockname()[1]
-        say(f"serving on http://{server_settings.host}:{port_now}/v1  (Ctrl-C stops)")
-        if server_settings.generated_key:
-            say(f"API key (this address can be reached from other machines): {server_settings.api_key}")
-        idle_s = 60.0 * settings.value("idle_unload_min")
-        watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
-        try:
-            await serve_on(create_app(router, settings=server_settings), sock)
-        finally:
-            if watch is not None:
-                watch.cancel()
-            await router.close()
+        asyncio.run(main())
 
-    asyncio.run(main())
+
+@contextmanager
+def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
+    """The listening socket of `settings` and its address for people; a Unix socket's file goes with it.
+
+    Raises PortInUseError or UsageError."""
+    from pathlib import Path
+
+    from localllm.server.run import bind, bind_unix
+
+    if settings.unix_socket is None:
+        sock = bind(settings.host, settings.port)
+        with sock:
+            yield sock, f"http://{settings.host}:{sock.getsockname()[1]}/v1"
+        return
+    path = Path(settings.unix_socket).expanduser()
+    sock = bind_unix(path)
+    try:
+        with sock:
+            yield sock, f"the Unix socket {path} (path /v1)"
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = None) -> ModelRouter:
+    """The models of `launches` behind one door, with the memory of this machine as their limit. `aliases`: further
+    names, each to a launch's name."""
+    from localllm.cli.launch import memory_for_models
+    from localllm.engine.embedding import EmbeddingHost
+    from localllm.engine.supervisor import Supervisor
+    from localllm.server.admission import Admission
+    from localllm.server.router import ModelRouter, ServedModel
+
+    names = [launch.name for launch in launches]
+    if len(set(names)) < len(names):
+        raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
+    served = [
+        ServedModel(
+            launch.name,
+            EmbeddingHost(launch.embedding) if launch.embedding is not None else Supervisor(launch.options),
+            aliases=tuple(a for a, name in (aliases or {}).items() if name == launch.name),
+            n_ctx=launch.plan.n_ctx if launch.plan is not None else None,
+            details=_details(launch),
+            embeds=launch.embedding is not None,
+            needs_bytes=launch.needs_bytes,
+        )
+        for launch in launches
+    ]
+    limit, available = memory_for_models()
+    return ModelRouter(served, Admission(limit, available) if len(served) > 1 else None)
+
+
+def _details(launch: Launch) -> dict[str, object]:
+    """Facts for the lists of models, known before anything is loaded."""
+    local, plan = launch.local, launch.plan
+    architecture = plan.model.architecture if plan is not None else ""
+    return {"format": local.format, "quant": local.quant, "bytes": local.size_bytes, "architecture": architecture}
+
+
+def _aliases(sent: Sequence[str], launches: Sequence[Launch]) -> dict[str, str]:
+    """`NAME=MODEL` texts as a mapping; raises UsageError."""
+    names = {launch.name.lower(): launch.name for launch in launches}
+    found: dict[str, str] = {}
+    for text in sent:
+        alias, equals, name = text.partition("=")
+        if not equals or not alias or name.lower() not in names:
+            raise UsageError(
+                f"--alias {text!r} must be NAME=MODEL with a model that is served", hint=f"served: {', '.join(names)}"
+            )
+        found[alias] = names[name.lower()]
+    return found
 
 
 @contextmanager
@@ -101,6 +199,8 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
 
     settings = Settings({"context": context})
     launch = prepare(model, settings)
+    if launch.embedding is not None:
+        raise UsageError(f"{launch.name} makes embeddings, not text", hint="name a chat model: `localllm models list`")
     server_settings = ServerSettings.secure(host="127.0.0.1", port=0, api_key=None)
     sock = bind("127.0.0.1", 0)
     ready = threading.Event()
@@ -151,10 +251,10 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
         thread.join(timeout=10)
 
 
-def _allocated(supervisor: Supervisor) -> float:
-    """GB the worker's model and context take."""
-    client = supervisor.client
-    return client.memory.total_bytes / 1e9 if client is not None else 0.0
+def _allocated(model: ServedModel) -> str:
+    """What the worker's model and context take; as planned where the worker does not say."""
+    client = getattr(model.host, "client", None)
+    return _GB.format((client.memory.total_bytes if client is not None else model.needs_bytes) / 1e9)
 
 
 def _cancel(stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]) -> None:

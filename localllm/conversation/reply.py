@@ -107,6 +107,16 @@ class ReplyParser:
         self._fresh = True  # the current section has shown nothing: its leading newlines are separators
         self.calls = 0
 
+    @property
+    def thinking(self) -> bool:
+        """True while what comes is reasoning."""
+        return self._thinking
+
+    @property
+    def in_call(self) -> bool:
+        """True while what comes belongs to a tool call."""
+        return self._reader is not None
+
     def feed(self, text: str) -> list[Delta]:
         """Take more text; returns what it makes certain."""
         out: list[Delta] = []

@@ -11,19 +11,20 @@ from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError, UnsupportedError
 from localllm.server.conversing import Ask
 from localllm.server.errors import to_anthropic
 from localllm.server.fields import Count, StopText, _Body
 from localllm.server.folding import Fold
-from localllm.server.generation import Outcome, Progress
+from localllm.server.generation import Outcome, Progress, Spent
 from localllm.server.streaming import Outbox
 
 _quote = json.encoder.encode_basestring_ascii
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Known to Anthropic's API and without effect on an answer here.
-HINTS = frozenset({"metadata", "service_tier", "betas", "context_management", "container", "output_config", "speed"})
+HINTS = frozenset({"metadata", "service_tier", "betas", "speed"})
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 
 
 class MessagesFields(_Body):
@@ -39,6 +40,9 @@ class MessagesFields(_Body):
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = Field(None, description="`effort`, and `format` with a JSON schema")
+    output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
+    container: None = Field(None, description="no container runs here")
     mcp_servers: list[Any] | None = Field(None, max_length=0, description="not connected to from here")
 
 
@@ -57,6 +61,11 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
     thinking = (fields.thinking or {}).get("type")
     if thinking not in (None, "enabled", "disabled", "adaptive"):
         raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking")
+    if (fields.thinking or {}).get("budget_tokens") is not None:
+        skipped.append("thinking.budget_tokens")
+    effort = (fields.output_config or {}).get("effort")
+    if effort is not None and effort not in _EFFORTS:
+        raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config")
     sampling = Sampling(
         temperature=default.temperature if fields.temperature is None else fields.temperature,
         top_k=default.top_k if fields.top_k is None else fields.top_k,
@@ -72,11 +81,26 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=parallel,
-        effort=None if thinking is None else "none" if thinking == "disabled" else "high",
+        grammar=_form(fields),
+        effort="none" if thinking == "disabled" else _EFFORTS[effort] if effort else "high" if thinking else None,
         max_tokens=fields.max_tokens,
         stop=tuple(s for s in fields.stop_sequences or [] if s),
     )
     return ask, skipped
+
+
+def _form(fields: MessagesFields) -> tuple[str, str] | None:
+    """The JSON schema the answer must match, if one is asked for."""
+    wanted = (fields.output_config or {}).get("format") or fields.output_format
+    if wanted is None:
+        return None
+    if (
+        not isinstance(wanted, Mapping)
+        or wanted.get("type") != "json_schema"
+        or not isinstance(wanted.get("schema"), Mapping)
+    ):
+        raise RequestError("output_config.format must be {type: json_schema, schema: {…}}", param="output_config")
+    return ("json_schema", json.dumps(wanted["schema"]))
 
 
 def _turns(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -186,7 +210,7 @@ class Events:
         self._close()
         self._outcome = outcome
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Why it stopped, the usage, and the end."""
         assert self._outcome is not None
         reason, sequence = stop_reason(self._outcome)
@@ -198,7 +222,7 @@ class Events:
         if self._begun:
             return
         self._begun = True
-        counted = Usage(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
+        counted = Spent(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
         message: dict[str, Any] = {
             "id": new_id(), "type": "message", "role": "assistant", "model": self._model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
@@ -265,7 +289,7 @@ def stop_reason(outcome: Outcome) -> tuple[str, str | None]:
     return _STOP_REASONS[outcome.reason], None
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Spent) -> dict[str, Any]:
     """Anthropic counts cached tokens apart from the fresh ones."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

@@ -13,7 +13,7 @@ from localllm.server.anthropic_messages import MessagesFields
 from localllm.server.errors import headers_of, to_anthropic
 from localllm.server.fields import HINTS, read
 from localllm.server.generation import Job, Progress
-from localllm.server.openapi import body_of
+from localllm.server.openapi import SSE, body_of
 from localllm.server.serving import Dialect, Server
 from localllm.server.streaming import Outbox, read_json
 
@@ -27,7 +27,9 @@ def routes(server: Server) -> APIRouter:
     async def _read(request: Request) -> tuple[MessagesFields, list[str]]:
         return read(MessagesFields, await read_json(request, server.settings), HINTS | anthropic.HINTS)
 
-    @router.post("/v1/messages", response_model=None, openapi_extra=body_of(MessagesFields))
+    @router.post(
+        "/v1/messages", response_model=None, openapi_extra=body_of(MessagesFields, "content", "usage", streams=SSE)
+    )
     async def messages(request: Request) -> Response:
         """Answer a conversation, whole or as events."""
         try:
@@ -48,7 +50,9 @@ def routes(server: Server) -> APIRouter:
         except LocalLLMError as e:
             return JSONResponse(to_anthropic(e), status_code=e.http_status, headers=headers_of(e))
 
-    @router.post("/v1/messages/count_tokens", response_model=None, openapi_extra=body_of(MessagesFields))
+    @router.post(
+        "/v1/messages/count_tokens", response_model=None, openapi_extra=body_of(MessagesFields, "input_tokens")
+    )
     async def count(request: Request) -> Any:
         """How many tokens the conversation makes."""
         try:

@@ -11,9 +11,9 @@ from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.api import Engine
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.server import prompting
-from localllm.server.generation import Job, Outcome, Writer
+from localllm.server.generation import Job, Outcome, Spent, Writer
 from localllm.server.router import ServedModel
 
 
@@ -37,6 +37,7 @@ class Ask:
     time_limit_s: float | None = None
     n: int = 1
     conversation: str = ""
+    prediction: str = ""
 
 
 async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) -> Job:
@@ -51,6 +52,7 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) 
         grammar=ask.grammar,
         reasoning_effort=ask.effort,
         template_kwargs=ask.template_kwargs,
+        tokenize=engine.tokenize,
     )
     return Job(
         prompt=prompt.text,
@@ -66,8 +68,10 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) 
         n=ask.n,
         reply=prompt.reply,
         prefix=prompt.prefix,
+        calls=prompt.calls,
         render_control=prompt.control,
         conversation=ask.conversation,
+        prediction=ask.prediction,
         ignored=prompt.ignored,
         normalised=normalised,
         asked=ask.messages[-1]["content"] if prompt.reply.think is not None else None,
@@ -85,7 +89,7 @@ class Remembering:
         """Passed on."""
         self._inner.start()
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Passed on."""
         self._inner.end(usage, timings)
 

@@ -18,12 +18,15 @@ Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server to connect to: `url` without a path, one model of it, its context in tokens, the key if any."""
+    """The server to connect to: `url` without a path, one model of it, its context in tokens, the key if any; and
+    which of its models complete code and make embeddings, where it serves such."""
 
     url: str
     model: str
     n_ctx: int
     api_key: str | None = None
+    autocomplete: str | None = None
+    embedding: str | None = None
 
     @property
     def key(self) -> str:
@@ -116,29 +119,34 @@ def vscode(t: Target, home: Path) -> Recipe:
 
 
 def continue_(t: Target, home: Path) -> Recipe:
-    """Continue: its YAML configuration."""
-    text = "\n".join(
-        [
-            "name: localllm",
-            "version: 1.0.0",
-            "schema: v1",
-            "models:",
-            f"  - name: {json.dumps(t.model)}",
+    """Continue: its YAML configuration, one entry per role where several models are served."""
+
+    def entry(model: str, roles: str, *more: str) -> list[str]:
+        return [
+            f"  - name: {json.dumps(model)}",
             "    provider: openai",
-            f"    model: {json.dumps(t.model)}",
+            f"    model: {json.dumps(model)}",
             f"    apiBase: {t.url}/v1",
             f"    apiKey: {json.dumps(t.key)}",
-            "    roles: [chat, edit, apply]",
-            "    capabilities: [tool_use]",
-            "    defaultCompletionOptions:",
-            f"      contextLength: {t.n_ctx}",
-            "",
+            f"    roles: [{roles}]",
+            *more,
         ]
+
+    window = ("    defaultCompletionOptions:", f"      contextLength: {t.n_ctx}")
+    roles = "chat, edit, apply, autocomplete" if t.autocomplete == t.model else "chat, edit, apply"
+    lines = ["name: localllm", "version: 1.0.0", "schema: v1", "models:"]
+    lines += entry(t.model, roles, "    capabilities: [tool_use]", *window)
+    if t.autocomplete not in (None, t.model):
+        lines += entry(str(t.autocomplete), "autocomplete")
+    if t.embedding is not None:
+        lines += entry(t.embedding, "embed")
+    missing = (
+        "For autocomplete, serve a model with fill-in-the-middle tokens too: `localllm serve MODEL --also FIM_MODEL`."
     )
     return Recipe(
         "Continue",
-        (ConfigFile(home / ".continue/config.yaml", text=text),),
-        ("For autocomplete, serve a model with fill-in-the-middle tokens and add `autocomplete` to its roles.",),
+        (ConfigFile(home / ".continue/config.yaml", text="\n".join([*lines, ""])),),
+        () if t.autocomplete else (missing,),
         ("chat", "tools"),
     )
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from localllm.conversation.messages import flatten
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError, UnsupportedError
 
@@ -42,11 +43,28 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
     "guided_choice": ("send `response_format` with a json_schema, or `grammar`", (None,)),
     "lora": ("adapters are not loaded per request", (None, [])),
+    "image_data": ("this server reads text only", (None, [])),
+    "grammar_lazy": ("send `tools`: a call is held to its schema from where it begins", (None, False)),
+    "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
+    "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
+    "add_generation_prompt": ("the prompt always ends where the answer begins", (None, True)),
+    "continue_final_message": ("send the raw text to /v1/completions to go on with it", (None, False)),
+    "guided_json": ("send `response_format` with a json_schema", (None,)),
+    "guided_regex": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "guided_grammar": ("send `grammar`", (None,)),
+    "structured_outputs": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "stop_token_ids": ("send the stop texts as `stop`", (None, [])),
+    "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
+    "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
+    "skip_special_tokens": ("special tokens are left out, except where a tool format needs them", (None, True)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, never cut", (None,)),
+    "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
+    "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
 }
 HINTS = frozenset(
     {
         "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
-        "service_tier", "prediction", "id_slot",
+        "service_tier", "id_slot",
     }
 )  # fmt: skip
 
@@ -139,6 +157,15 @@ class ChatFields(SamplingFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024, description="groups the requests of one conversation")
+    prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
+
+    def predicted(self) -> str:
+        """The text of `prediction`; raises RequestError."""
+        if self.prediction is None:
+            return ""
+        if self.prediction.get("type") != "content":
+            raise RequestError("prediction.type must be content", param="prediction")
+        return flatten(self.prediction.get("content"), "prediction.content")
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from localllm.engine.messages import Timings, TokenLogprob, Usage
-from localllm.server.generation import Outcome
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.server.generation import Outcome, Spent
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Fold:
 
     def __init__(self, n: int = 1) -> None:
         self.choices = [FoldedChoice() for _ in range(n)]
-        self.usage = Usage()
+        self.usage = Spent()
         self.timings = Timings()
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._thoughts: list[list[str]] = [[] for _ in range(n)]
@@ -70,7 +70,7 @@ class Fold:
         for index, call in enumerate(done.calls):
             call.arguments = "".join(self._arguments[choice, index])
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Keep the sums."""
         self.usage, self.timings = usage, timings
 

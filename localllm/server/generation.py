@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol, cast
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyFormat, ReplyParser
+from localllm.conversation.tools.lazy import Start
 from localllm.engine.api import Engine
 from localllm.engine.messages import (
     Event,
@@ -24,7 +25,7 @@ from localllm.engine.messages import (
     TokenLogprob,
     Usage,
 )
-from localllm.errors import BackendError, by_code
+from localllm.errors import BackendError, ContextLengthError, UnsupportedError, by_code
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -35,8 +36,10 @@ class Job:
 
     `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
     as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
-    has finished. `ignored` names fields that have no effect on this model, `normalised` what was taken out of the
-    prompt; `asked` is the turn that is answered, where the reasoning behind the answer is to be remembered.
+    has finished. `calls`: what must follow the openings of the calls that the model may begin. `prediction` is text
+    expected in the answer, which drafting tries. `ignored` names fields that have no effect on this model,
+    `normalised` what was taken out of the prompt; `asked` is the turn that is answered, where the reasoning behind
+    the answer is to be remembered.
     """
 
     prompt: str | list[int]
@@ -53,8 +56,10 @@ class Job:
     n: int = 1
     reply: ReplyFormat = field(default_factory=ReplyFormat)
     prefix: str = ""
+    calls: Mapping[str, Start] = field(default_factory=dict)
     render_control: bool = False
     conversation: str = ""
+    prediction: str = ""
     ignored: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
     asked: str | None = None
@@ -71,11 +76,23 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent(Usage):
+    """The engine's counts, and how many of the completion's tokens were reasoning."""
+
+    reasoning_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int) -> Spent:
+        """`usage` with the reasoning counted."""
+        return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """How one choice ended."""
 
     reason: Reason
-    usage: Usage
+    usage: Spent
     timings: Timings
     stop: str | None = None
 
@@ -102,7 +119,7 @@ class Writer(Protocol):
     def finish(self, choice: int, outcome: Outcome) -> None:
         """A choice ended."""
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Everything ended; the sums over the choices."""
 
 
@@ -140,13 +157,14 @@ async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> N
         outcomes = [t.result() for t in tasks]
     usages = [o.usage for o in outcomes]
     writer.end(
-        Usage(
+        Spent(
             prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
             completion_tokens=sum(u.completion_tokens for u in usages),
             cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
             accepted_draft_tokens=sum(u.accepted_draft_tokens for u in usages),
             rejected_draft_tokens=sum(u.rejected_draft_tokens for u in usages),
             cache_miss=usages[0].cache_miss,
+            reasoning_tokens=sum(u.reasoning_tokens for u in usages),
         ),
         outcomes[0].timings,
     )
@@ -189,22 +207,67 @@ async def _choice(engine: Engine, job: Job, choice: int, variant: int, writer: W
         time_limit_s=job.time_limit_s,
         render_control=job.render_control,
         conversation=job.conversation,
+        prediction=job.prediction,
     )
     voice = _Voice(writer, choice, progress, None if job.reply.plain else job.reply.parser())
-    before = Usage()
+    before: Finish | None = None
     if job.reasons_first:
         request, before = await _reason(engine, job, request, voice)
         if request.max_tokens == 0:
-            return voice.finish("length", before, Timings(), None)
+            return voice.finish(replace(before, reason="length"))
     if job.prefix:
         voice.hear(job.prefix)
         request = replace(request, prompt=await _behind(engine, request, job.prefix), add_bos=False)
-    end = await voice.speak(engine, request)
-    return voice.finish(end.reason, _together(before, end.usage), end.timings, end.stop)
+    end = await (_with_calls(engine, job, request, voice) if job.calls else voice.speak(engine, request))
+    return voice.finish(_joined(before, end))
 
 
-async def _reason(engine: Engine, job: Job, request: Request, voice: _Voice) -> tuple[Request, Usage]:
-    """Let the model reason freely; returns the request for the constrained answer behind it."""
+async def _with_calls(engine: Engine, job: Job, request: Request, voice: _Voice) -> Finish:
+    """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
+    free = replace(request, stop=(*request.stop, *job.calls))
+    said: list[str] = []
+    end: Finish | None = None
+    while True:
+        try:
+            end = _joined(end, await voice.speak(engine, free, said))
+        except ContextLengthError:
+            if end is None:
+                raise
+            return replace(end, reason="length")
+        start = job.calls.get(end.stop or "")
+        if start is None or end.reason == "length":
+            return end
+        said.append(voice.hear(end.stop or ""))
+        if voice.in_call:
+            said.append(voice.hear(start.lead))
+            strict = await _going_on(engine, request, said, end)
+            try:
+                strict = replace(strict, id=request.id + "c", grammar=start.grammar, stop=(), ignore_eos=False)
+                end = _joined(end, await voice.speak(engine, strict, said))
+            except UnsupportedError:
+                # A schema that no grammar can hold: the call comes as the model writes it.
+                free = replace(await _going_on(engine, request, said, end), id=request.id + "u")
+                return _joined(end, await voice.speak(engine, free))
+            if end.reason == "length":
+                return end
+            said.append(voice.hear(start.closing))
+            # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
+            if not (start.again and job.reply.parallel) or not voice.new_call():
+                return end
+        rest = await _going_on(engine, request, said, end)
+        if rest.max_tokens == 0:
+            return replace(end, reason="length")
+        free = replace(rest, id=request.id + "f", stop=free.stop)
+
+
+async def _going_on(engine: Engine, request: Request, said: list[str], so_far: Finish) -> Request:
+    """`request` for what comes behind the words said so far."""
+    left = None if request.max_tokens is None else max(0, request.max_tokens - so_far.usage.completion_tokens)
+    return replace(request, prompt=await _behind(engine, request, "".join(said)), add_bos=False, max_tokens=left)
+
+
+async def _reason(engine: Engine, job: Job, request: Request, voice: _Voice) -> tuple[Request, Finish]:
+    """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
     assert job.reply.think is not None
     closing = job.reply.think[1]
     thought: list[str] = []
@@ -212,11 +275,11 @@ async def _reason(engine: Engine, job: Job, request: Request, voice: _Voice) -> 
     end = await voice.speak(engine, free, thought)
     left = None if request.max_tokens is None else max(0, request.max_tokens - end.usage.completion_tokens)
     if end.reason == "length":
-        return replace(request, max_tokens=0), end.usage
+        return replace(request, max_tokens=0), end
     bridge = closing + "\n\n"
     voice.hear(bridge)
     prompt = await _behind(engine, request, "".join(thought) + bridge)
-    return replace(request, prompt=prompt, add_bos=False, max_tokens=left), end.usage
+    return replace(request, prompt=prompt, add_bos=False, max_tokens=left), end
 
 
 async def _behind(engine: Engine, request: Request, text: str) -> str | list[int]:
@@ -229,15 +292,20 @@ async def _behind(engine: Engine, request: Request, text: str) -> str | list[int
     return head + await engine.tokenize(text)
 
 
-def _together(first: Usage, second: Usage) -> Usage:
-    """The usage of an answer made in two parts: the second part's prompt contains the first part."""
-    if not first.prompt_tokens:
+def _joined(first: Finish | None, second: Finish) -> Finish:
+    """The end of an answer made in two parts: the second part's prompt contains the first part."""
+    if first is None:
         return second
+    usage, more, early, late = first.usage, second.usage, first.timings, second.timings
     return replace(
-        first,
-        completion_tokens=first.completion_tokens + second.completion_tokens,
-        accepted_draft_tokens=first.accepted_draft_tokens + second.accepted_draft_tokens,
-        rejected_draft_tokens=first.rejected_draft_tokens + second.rejected_draft_tokens,
+        second,
+        usage=replace(
+            usage,
+            completion_tokens=usage.completion_tokens + more.completion_tokens,
+            accepted_draft_tokens=usage.accepted_draft_tokens + more.accepted_draft_tokens,
+            rejected_draft_tokens=usage.rejected_draft_tokens + more.rejected_draft_tokens,
+        ),
+        timings=replace(early, decode_s=early.decode_s + late.queued_s + late.prefill_s + late.decode_s),
     )
 
 
@@ -246,13 +314,30 @@ class _Voice:
 
     def __init__(self, writer: Writer, choice: int, progress: Progress, parser: ReplyParser | None) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
+        self._reasoned = 0
+        self._calls: list[str] = []
+        self._known: set[str] = set()
 
-    def hear(self, text: str) -> None:
-        """Read text that the model did not write itself."""
+    def new_call(self) -> bool:
+        """True if the last call heard differs from all before it."""
+        call = self._calls[-1] if self._calls else ""
+        new = bool(call) and call not in self._known
+        self._known.add(call)
+        self._calls.clear()
+        return new
+
+    @property
+    def in_call(self) -> bool:
+        """True while what comes belongs to a tool call."""
+        return self._parser is not None and self._parser.in_call
+
+    def hear(self, text: str) -> str:
+        """Read text that the model did not write itself; returns it."""
         if self._parser is not None:
             self._tell(self._parser.feed(text), ())
         else:
             self._writer.text(self._choice, text, ())
+        return text
 
     async def speak(self, engine: Engine, request: Request, heard: list[str] | None = None) -> Finish:
         """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text."""
@@ -264,6 +349,8 @@ class _Voice:
                     if heard is not None:
                         heard.append(event.text)
                     if parser is not None:
+                        if parser.thinking:
+                            self._reasoned += len(event.tokens)
                         self._tell(parser.feed(event.text), event.logprobs)
                     elif event.text or event.logprobs:
                         writer.text(choice, event.text, event.logprobs)
@@ -280,14 +367,14 @@ class _Voice:
                     return event
         raise BackendError("the engine ended the request without saying why")
 
-    def finish(self, reason: str, usage: Usage, timings: Timings, stop: str | None) -> Outcome:
+    def finish(self, end: Finish) -> Outcome:
         """The end of the choice."""
         calls = 0
         if self._parser is not None:
             self._tell(self._parser.close(), ())
             calls = self._parser.calls
-        said: Reason = "length" if reason == "length" else "tool_calls" if calls else "stop"
-        outcome = Outcome(said, usage, timings, stop)
+        said: Reason = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
+        outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)
         self._writer.finish(self._choice, outcome)
         return outcome
 
@@ -300,6 +387,8 @@ class _Voice:
             elif isinstance(delta, Reasoning):
                 writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
+                self._calls.append(delta.name)
                 writer.call_start(choice, delta.index, delta.name)
             elif isinstance(delta, CallArguments):
+                self._calls[-1] += delta.text
                 writer.call_arguments(choice, delta.index, delta.text)

@@ -15,15 +15,15 @@ from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools import format_for
 from localllm.engine.api import Engine
-from localllm.engine.messages import Timings, TokenLogprob, Usage
+from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server import prompting
 from localllm.server.conversing import Ask
 from localllm.server.fields import HINTS, SamplingFields, _Body, read
 from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome, Progress
+from localllm.server.generation import Job, Outcome, Progress, Spent
 from localllm.server.openai_chat import frame_error, timings_body
-from localllm.server.openapi import body_of
+from localllm.server.openapi import SSE, body_of
 from localllm.server.router import ServedModel
 from localllm.server.serving import Dialect, Server, comment
 from localllm.server.streaming import Outbox, read_json
@@ -32,8 +32,8 @@ _quote = json.encoder.encode_basestring_ascii
 _DIALECT = Dialect("text/event-stream; charset=utf-8", frame_error, comment)
 # Hints of llama.cpp's clients about its own slots and batches.
 _HINTS = HINTS | {
-    "n_indent", "samplers", "t_max_prompt_ms", "n_keep", "slot_id", "return_tokens", "timings_per_token",
-    "post_sampling_probs", "response_fields", "prompt_progress", "return_progress", "n_discard",
+    "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress", "return_progress",
+    "n_discard",
 }  # fmt: skip
 _SSE_PERIOD_S = 10.0
 
@@ -126,13 +126,13 @@ class Events:
         """Remember how it ended."""
         self._outcome = outcome
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """The last event."""
         assert self._outcome is not None
         self._outbox.write(f"data: {json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode())
 
 
-def final(text: str, outcome: Outcome, usage: Usage, timings: Timings, model: ServedModel) -> dict[str, Any]:
+def final(text: str, outcome: Outcome, usage: Spent, timings: Timings, model: ServedModel) -> dict[str, Any]:
     """The object that ends a stream or is the whole reply."""
     stop_type = "limit" if outcome.reason == "length" else "word" if outcome.stop else "eos"
     return {
@@ -216,13 +216,13 @@ def routes(server: Server) -> APIRouter:
 
         return await server.stream(model, prepare, writer, _DIALECT, ignored)
 
-    @router.post("/completion", response_model=None, openapi_extra=body_of(CompletionFields))
+    @router.post("/completion", response_model=None, openapi_extra=body_of(CompletionFields, streams=SSE))
     async def completion(request: Request) -> Response:
         """Continue raw text."""
         fields, ignored = read(CompletionFields, await read_json(request, server.settings), _HINTS)
         return await reply(request, fields, ignored, infill=False)
 
-    @router.post("/infill", response_model=None, openapi_extra=body_of(InfillFields))
+    @router.post("/infill", response_model=None, openapi_extra=body_of(InfillFields, streams=SSE))
     async def infill(request: Request) -> Response:
         """Fill in between a prefix and a suffix, with other files as context."""
         fields, ignored = read(InfillFields, await read_json(request, server.settings), _HINTS)
@@ -254,7 +254,7 @@ def routes(server: Server) -> APIRouter:
             "is_sleeping": False,
         }
 
-    @router.post("/tokenize", response_model=None, openapi_extra=body_of(TokenizeFields))
+    @router.post("/tokenize", response_model=None, openapi_extra=body_of(TokenizeFields, "tokens"))
     async def tokenize(request: Request) -> dict[str, Any]:
         """Token ids of a text."""
         fields, _ = read(TokenizeFields, await read_json(request, server.settings))
@@ -266,7 +266,7 @@ def routes(server: Server) -> APIRouter:
                 return {"tokens": tokens}
             return {"tokens": [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]}
 
-    @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields))
+    @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content"))
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
         fields, _ = read(DetokenizeFields, await read_json(request, server.settings))
@@ -278,13 +278,14 @@ def routes(server: Server) -> APIRouter:
                 raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
             return {"content": await engine.detokenize(fields.tokens)}
 
-    @router.post("/apply-template", response_model=None, openapi_extra=body_of(TemplateFields))
+    @router.post("/apply-template", response_model=None, openapi_extra=body_of(TemplateFields, "prompt"))
     async def apply_template(request: Request) -> dict[str, Any]:
         """The prompt a conversation becomes."""
         fields, _ = read(TemplateFields, await read_json(request, server.settings))
         model = server.models.resolve(fields.model)
         ask = Ask(normalise(fields.messages), model.sampling, template_kwargs=fields.chat_template_kwargs)
-        job = await server.prepare(ask, model)(await model.engine())
+        with model.lease():
+            job = await server.prepare(ask, model)(await model.engine())
         return {"prompt": job.prompt}
 
     @router.get("/models/sse", response_model=None, include_in_schema=False)
@@ -323,7 +324,7 @@ def _lm_studio(model: ServedModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
-        "type": "llm",
+        "type": "embeddings" if model.embeds else "llm",
         "publisher": "localllm",
         "arch": info.architecture if info else "",
         "compatibility_type": str(model.details.get("format", "gguf")),
@@ -331,5 +332,5 @@ def _lm_studio(model: ServedModel) -> dict[str, Any]:
         "state": "loaded" if model.loaded else "not-loaded",
         "max_context_length": model.served_n_ctx,
         "loaded_context_length": model.served_n_ctx,
-        "capabilities": ["tool_use"],
+        "capabilities": [] if model.embeds else ["tool_use"],
     }

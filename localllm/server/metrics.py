@@ -39,10 +39,7 @@ async def render(server: Server) -> str:
 
 
 async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for model in models.list():
-        found[model.name] = await (await model.engine()).snapshot() if model.loaded else {}
-    return found
+    return {model.name: await model.snapshot() for model in models.list()}
 
 
 def _label(text: str) -> str:

@@ -14,19 +14,19 @@ from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.api import Engine
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError, UnsupportedError
 from localllm.server import prompting
 from localllm.server.conversing import Ask
 from localllm.server.fields import StopText, _Body
 from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome
+from localllm.server.generation import Job, Outcome, Spent
 from localllm.server.router import ServedModel
 from localllm.server.streaming import Outbox
 
 # The release of Ollama whose API this is; VS Code asks for at least 0.6.4.
 VERSION = "0.12.6"
-HINTS = frozenset({"keep_alive", "context", "model", "name", "stream", "truncate"})
+HINTS = frozenset({"keep_alive", "model", "name", "stream", "truncate"})
 _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
 
@@ -229,7 +229,7 @@ class Lines:
         self._flush()
         self._outcome = outcome
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """The last line."""
         assert self._outcome is not None
         self._line({**self._shape.body(""), **done(self._outcome, usage, timings)})
@@ -264,7 +264,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": parsed}}
 
 
-def done(outcome: Outcome, usage: Usage, timings: Timings) -> dict[str, Any]:
+def done(outcome: Outcome, usage: Spent, timings: Timings) -> dict[str, Any]:
     """The fields of the last line; durations in nanoseconds."""
     total = timings.queued_s + timings.prefill_s + timings.decode_s
     return {

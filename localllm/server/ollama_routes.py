@@ -9,18 +9,22 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.engine.api import Engine
 from localllm.errors import LocalLLMError, UnsupportedError
-from localllm.server import ollama
+from localllm.server import embeddings, ollama
+from localllm.server.embeddings import OllamaEmbed, OllamaEmbeddings
 from localllm.server.errors import headers_of, to_ollama
 from localllm.server.fields import read
 from localllm.server.generation import Job, Progress
 from localllm.server.ollama import OllamaChat, OllamaGenerate, Shape
-from localllm.server.openapi import body_of
+from localllm.server.openapi import NDJSON, body_of
 from localllm.server.router import ServedModel
 from localllm.server.serving import Dialect, Prepare, Server
 from localllm.server.streaming import Outbox, read_json
 
 # A blank line would break clients that parse every line: silence is broken by the headers alone.
 _DIALECT = Dialect("application/x-ndjson", ollama.frame_error, lambda progress: b"", to_ollama)
+
+# How the model is loaded is not a request's to say, and nothing is sampled.
+_EMBED_HINTS = ollama.HINTS | {"options"}
 
 
 def routes(server: Server) -> APIRouter:
@@ -78,7 +82,7 @@ def routes(server: Server) -> APIRouter:
 
         return await server.stream(model, prepare, writer, _DIALECT, ignored)
 
-    @router.post("/api/chat", response_model=None, openapi_extra=body_of(OllamaChat))
+    @router.post("/api/chat", response_model=None, openapi_extra=body_of(OllamaChat, "message", "done", streams=NDJSON))
     async def chat(request: Request) -> Response:
         """Answer a conversation; streams unless told not to."""
         try:
@@ -93,7 +97,9 @@ def routes(server: Server) -> APIRouter:
         except LocalLLMError as e:
             return _refused(e)
 
-    @router.post("/api/generate", response_model=None, openapi_extra=body_of(OllamaGenerate))
+    @router.post(
+        "/api/generate", response_model=None, openapi_extra=body_of(OllamaGenerate, "response", "done", streams=NDJSON)
+    )
     async def generate(request: Request) -> Response:
         """Continue a prompt: through the template, raw, or filling in before a suffix."""
         try:
@@ -114,11 +120,23 @@ def routes(server: Server) -> APIRouter:
         except LocalLLMError as e:
             return _refused(e)
 
-    @router.post("/api/embed", response_model=None)
-    @router.post("/api/embeddings", response_model=None, include_in_schema=False)
+    @router.post("/api/embed", response_model=None, openapi_extra=body_of(OllamaEmbed))
     async def embed(request: Request) -> Response:
-        """Refused: the models here generate text."""
-        return _refused(UnsupportedError("this server's models generate text; they make no embeddings"))
+        """Turn texts into vectors."""
+        try:
+            fields, ignored = read(OllamaEmbed, await read_json(request, server.settings), _EMBED_HINTS)
+            return await embeddings.ollama(server, request, fields, ignored)
+        except LocalLLMError as e:
+            return _refused(e)
+
+    @router.post("/api/embeddings", response_model=None, openapi_extra=body_of(OllamaEmbeddings))
+    async def embed_one(request: Request) -> Response:
+        """Turn one text into a vector: the older form."""
+        try:
+            fields, ignored = read(OllamaEmbeddings, await read_json(request, server.settings), _EMBED_HINTS)
+            return await embeddings.ollama_one(server, request, fields, ignored)
+        except LocalLLMError as e:
+            return _refused(e)
 
     @router.post("/api/pull", response_model=None)
     @router.post("/api/create", response_model=None, include_in_schema=False)

@@ -10,13 +10,13 @@ from typing import Any
 
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError
 from localllm.server import prompting
 from localllm.server.conversing import Ask
 from localllm.server.fields import ChatFields
 from localllm.server.folding import Fold, FoldedChoice, new_call_id
-from localllm.server.generation import Outcome
+from localllm.server.generation import Outcome, Spent
 from localllm.server.streaming import Outbox
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
@@ -43,6 +43,7 @@ def ask_of(fields: ChatFields, default: Sampling) -> Ask:
         time_limit_s=fields.time_limit_s(),
         n=fields.n or 1,
         conversation=fields.prompt_cache_key or "",
+        prediction=fields.predicted(),
     )
 
 
@@ -109,7 +110,7 @@ class Chunks:
             f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Usage where asked for, what the cache did, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
@@ -164,7 +165,7 @@ def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Spent) -> dict[str, Any]:
     """OpenAI's usage object; accepted and rejected predictions are our drafts."""
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -174,13 +175,13 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.accepted_draft_tokens,
             "rejected_prediction_tokens": usage.rejected_draft_tokens,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
         },
     }
 
 
-def timings_body(usage: Usage, timings: Timings) -> dict[str, Any]:
+def timings_body(usage: Spent, timings: Timings) -> dict[str, Any]:
     """Times in milliseconds and speeds in tokens per second, under llama.cpp's names."""
     fresh = usage.prompt_tokens - usage.cached_tokens
     return {
@@ -195,7 +196,7 @@ def timings_body(usage: Usage, timings: Timings) -> dict[str, Any]:
     }
 
 
-def cache_note(usage: Usage) -> str:
+def cache_note(usage: Spent) -> str:
     """What the prefix cache did, in one line of ASCII."""
     said = f"{usage.cached_tokens}/{usage.prompt_tokens} tokens"
     if usage.cache_miss:

@@ -11,12 +11,12 @@ from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
 from localllm.engine.api import Engine
-from localllm.engine.messages import Timings, TokenLogprob, Usage
+from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server import prompting
 from localllm.server.fields import Count, SamplingFields, StreamOptions
 from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome
+from localllm.server.generation import Job, Outcome, Spent
 from localllm.server.openai_chat import cache_note, timings_body, usage_body
 from localllm.server.router import ServedModel
 from localllm.server.streaming import Outbox
@@ -153,7 +153,7 @@ class Chunks:
             f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """Usage where asked for, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})

@@ -9,10 +9,12 @@ from fastapi.responses import Response
 
 from localllm.engine.api import Engine
 from localllm.errors import UnsupportedError
-from localllm.server import model_lists, openai_chat, openai_completions
+from localllm.server import embeddings, model_lists, openai_chat, openai_completions
+from localllm.server.embeddings import EmbeddingFields
 from localllm.server.fields import ChatFields, read
 from localllm.server.generation import Job, Progress
 from localllm.server.openai_completions import CompletionFields
+from localllm.server.openapi import SSE as SSE_TYPE
 from localllm.server.openapi import body_of
 from localllm.server.serving import Dialect, Server, comment
 from localllm.server.streaming import Outbox, read_json
@@ -35,7 +37,11 @@ def routes(server: Server) -> APIRouter:
         """One model."""
         return model_lists.entry(server.models.resolve(model_id))
 
-    @router.post("/v1/chat/completions", response_model=None, openapi_extra=body_of(ChatFields))
+    @router.post(
+        "/v1/chat/completions",
+        response_model=None,
+        openapi_extra=body_of(ChatFields, "id", "choices", "usage", streams=SSE_TYPE),
+    )
     @router.post("/chat/completions", response_model=None, include_in_schema=False)
     @router.post("/api/v0/chat/completions", response_model=None, include_in_schema=False)
     async def chat(request: Request) -> Response:
@@ -54,7 +60,11 @@ def routes(server: Server) -> APIRouter:
 
         return await server.stream(model, prepare, writer, SSE, ignored)
 
-    @router.post("/v1/completions", response_model=None, openapi_extra=body_of(CompletionFields))
+    @router.post(
+        "/v1/completions",
+        response_model=None,
+        openapi_extra=body_of(CompletionFields, "id", "choices", "usage", streams=SSE_TYPE),
+    )
     @router.post("/completions", response_model=None, include_in_schema=False)
     async def completions(request: Request) -> Response:
         """Continue raw text, or fill in between a prompt and a suffix."""
@@ -77,7 +87,11 @@ def routes(server: Server) -> APIRouter:
 
         return await server.stream(model, prepare, writer, SSE, ignored)
 
-    @router.post("/v1/fim/completions", response_model=None, openapi_extra=body_of(CompletionFields))
+    @router.post(
+        "/v1/fim/completions",
+        response_model=None,
+        openapi_extra=body_of(CompletionFields, "id", "choices", "usage", streams=SSE_TYPE),
+    )
     @router.post("/fim/completions", response_model=None, include_in_schema=False)
     async def fill_in(request: Request) -> Response:
         """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
@@ -98,14 +112,16 @@ def routes(server: Server) -> APIRouter:
 
         return await server.stream(model, prepare, writer, SSE, ignored)
 
-    @router.post("/v1/embeddings", response_model=None)
+    @router.post("/v1/embeddings", response_model=None, openapi_extra=body_of(EmbeddingFields))
     @router.post("/embeddings", response_model=None, include_in_schema=False)
+    async def embed(request: Request) -> Response:
+        """Turn texts into vectors."""
+        fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
+        return await embeddings.openai(server, request, fields, ignored)
+
     @router.post("/v1/rerank", response_model=None)
     async def not_spoken(request: Request) -> Response:
-        """Refused: the models here generate text."""
-        raise UnsupportedError(
-            "this server's models generate text; they make no embeddings and do not rank",
-            hint="serve embeddings from another program",
-        )
+        """Refused: no model here ranks."""
+        raise UnsupportedError("this server does not rank texts", hint="rank by the distance of their embeddings")
 
     return router

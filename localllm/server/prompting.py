@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.reply import ReplyFormat, think_markers
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools.base import Tool
+from localllm.conversation.tools.base import Tool, ToolFormat
+from localllm.conversation.tools.lazy import Start, either, starts_of
 from localllm.conversation.tools.prompt import Choice, forced, with_instruction
 from localllm.errors import RequestError, UnsupportedError
 from localllm_backends.contract import ModelInfo
@@ -20,17 +21,20 @@ from localllm_backends.contract import ModelInfo
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
 _NO_CALL = Choice("none")
+Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered conversation. `grammar` constrains the answer after the reasoning; `prefix` is the beginning of that
-    answer (a forced call). `control`: the reply's markers are control tokens, which the engine must render."""
+    answer (a forced call). `calls`: openings of calls the model may begin, and what then follows. `control`: the
+    reply's markers are control tokens, which the engine must render."""
 
     text: str
     reply: ReplyFormat
     grammar: tuple[str, str] | None = None
     prefix: str = ""
+    calls: Mapping[str, Start] = field(default_factory=dict)
     control: bool = False
     ignored: tuple[str, ...] = field(default=())
 
@@ -45,13 +49,24 @@ async def build(
     grammar: tuple[str, str] | None = None,
     reasoning_effort: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    tokenize: Tokenize | None = None,
 ) -> Prompt:
-    """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds."""
+    """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells
+    whether an opening marker is one token; it is asked only where a grammar must spell one."""
     kwargs = dict(template_kwargs or {})
     offered = list(tools) if choice.mode != "none" else []
+    marker: int | None = None
+    if offered and grammar is not None and tokenize is not None:
+        ids = await tokenize(_style(template).markers[0])
+        marker = ids[0] if len(ids) == 1 else None
     return await asyncio.to_thread(
-        _build, template, messages, offered, choice, parallel, grammar, reasoning_effort, kwargs
+        _build, template, messages, offered, choice, parallel, grammar, reasoning_effort, kwargs, marker
     )
+
+
+def _style(template: ChatTemplate) -> ToolFormat:
+    """How calls are written: the default where the template would drop the offer."""
+    return tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
 
 
 def _build(
@@ -63,6 +78,7 @@ def _build(
     grammar: tuple[str, str] | None,
     effort: str | None,
     kwargs: dict[str, Any],
+    marker_id: int | None,
 ) -> Prompt:
     for name in _RESERVED:
         if name in kwargs:
@@ -75,16 +91,16 @@ def _build(
             kwargs.setdefault("enable_thinking", effort not in _THINKING_OFF)
         else:
             ignored.append("reasoning_effort")  # this model has no reasoning to steer
-    style = tool_formats.format_for(template.source)
+    style = _style(template)
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
-        style = tool_formats.DEFAULT
         messages = with_instruction(messages, tools)
     text = template.render(messages, tools=tools or None, **kwargs)
     think = style.think or think_markers(template.source)
     thinking = think is not None and text.rstrip().endswith(think[0])
     reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops)
     prefix = ""
+    calls: Mapping[str, Start] = {}
     if tools:
         if choice.mode == "required":
             if grammar is not None:
@@ -93,12 +109,17 @@ def _build(
             prefix, grammar = forced(style, tools, choice)
             parallel = False
         elif grammar is not None:
-            # The answer's form is enforced from its first token, so the model can't begin a call.
-            raise UnsupportedError(
-                "tools with tool_choice auto can't be combined with a response format: send tool_choice none or "
-                "required",
-                param="response_format",
-            )
+            kind, schema = grammar
+            both = either(style, template.source, tools, schema, marker_id) if kind == "json_schema" else None
+            if both is None:
+                raise UnsupportedError(
+                    f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
+                    "format: send tool_choice none or required",
+                    param="response_format",
+                )
+            grammar = ("lark", both)
+        else:
+            calls = starts_of(style, template.source, tools)
         reader = style.reader
         reply = replace(
             reply,
@@ -107,7 +128,7 @@ def _build(
             parallel=parallel,
         )
     control = style.control and (bool(tools) or style.think is not None)
-    return Prompt(text, reply, grammar, prefix, control, tuple(ignored))
+    return Prompt(text, reply, grammar, prefix, calls, control, tuple(ignored))
 
 
 def constraint(response_format: Any) -> tuple[str, str] | None:

@@ -13,13 +13,13 @@ from pydantic import Field
 
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, NotFoundError, RequestError, UnsupportedError
 from localllm.server import prompting
 from localllm.server.conversing import Ask
 from localllm.server.fields import Count, _Body
 from localllm.server.folding import Fold, new_call_id
-from localllm.server.generation import Outcome
+from localllm.server.generation import Outcome, Spent
 from localllm.server.streaming import Outbox
 
 _quote = json.encoder.encode_basestring_ascii
@@ -116,6 +116,8 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any]) -> 
     formatted = (fields.text or {}).get("format")
     if (fields.text or {}).get("verbosity") not in (None, "medium"):
         raise UnsupportedError("text.verbosity: no model here has this control; say it in the prompt", param="text")
+    if "message.output_text.logprobs" in ((fields.model_extra or {}).get("include") or ()):
+        raise UnsupportedError("include: log-probabilities come with /v1/chat/completions only", param="include")
     effort = (fields.reasoning or {}).get("effort")
     if effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
         raise RequestError("reasoning.effort is not a known effort", param="reasoning")
@@ -282,13 +284,13 @@ class Response:
         else:
             self.body["status"] = "completed"
 
-    def end(self, usage: Usage, timings: Timings) -> None:
+    def end(self, usage: Spent, timings: Timings) -> None:
         """The finished response."""
         self.body["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         if self._keep is not None:

@@ -12,7 +12,7 @@ from localllm.server import responses
 from localllm.server.fields import HINTS, read
 from localllm.server.folding import Fold
 from localllm.server.generation import Job, Progress
-from localllm.server.openapi import body_of
+from localllm.server.openapi import SSE, body_of
 from localllm.server.responses import ResponsesFields, Store
 from localllm.server.serving import Dialect, Server, comment
 from localllm.server.streaming import Outbox, read_json
@@ -23,7 +23,11 @@ def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["OpenAI responses"])
     store = Store()
 
-    @router.post("/v1/responses", response_model=None, openapi_extra=body_of(ResponsesFields))
+    @router.post(
+        "/v1/responses",
+        response_model=None,
+        openapi_extra=body_of(ResponsesFields, "id", "output", "status", streams=SSE),
+    )
     @router.post("/responses", response_model=None, include_in_schema=False)
     async def create(request: Request) -> HttpResponse:
         """Answer a list of items, whole or as events."""
@@ -70,7 +74,9 @@ def routes(server: Server) -> APIRouter:
         store.drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=body_of(ResponsesFields))
+    @router.post(
+        "/v1/responses/input_tokens", response_model=None, openapi_extra=body_of(ResponsesFields, "input_tokens")
+    )
     async def count(request: Request) -> dict[str, Any]:
         """How many tokens the input makes."""
         fields, _ = read(ResponsesFields, await read_json(request, server.settings))

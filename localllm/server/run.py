@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -46,7 +47,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open. Replaces a dead one, refuses a live one."""
+    """A listening Unix socket that only this user can open. Replaces a dead one, refuses a live one.
+
+    Raises PortInUseError, or UsageError for a path that can't be one."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise UsageError("this system has no Unix sockets", hint="listen on a port: --port")
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise UsageError(f"{path.name} exists and is not a socket")
@@ -66,7 +71,7 @@ def bind_unix(path: Path) -> socket.socket:
         sock.listen(256)
     except OSError as e:
         sock.close()
-        raise UsageError(f"can't listen on the socket {path.name}: {e.strerror}") from e
+        raise UsageError(f"can't listen on the socket {path.name}: {e.strerror or e}") from e
     finally:
         os.umask(old)
     return sock
@@ -86,14 +91,23 @@ class _Protocol(H11Protocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._slow)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # Bytes of a head that is not whole yet: h11 keeps them and has seen no request.
+        started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not started and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif started and self._deadline is None:
+            self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._slow)
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
     def _slow(self) -> None:
-        # After the first request the keep-alive timer of uvicorn watches idle connections.
-        if self.cycle is None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.transport.close()
 
 

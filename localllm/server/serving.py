@@ -65,7 +65,7 @@ class Server:
         extra: dict[str, str] = {}
 
         async def produce(outbox: Outbox) -> None:
-            with self._counted(model):
+            with self.counted(model):
                 engine = await model.engine()
                 job = await prepare(engine)
                 names.extend(job.ignored)
@@ -94,7 +94,7 @@ class Server:
         """The reply in one piece: the stream, folded. Cancelled when the client leaves."""
 
         async def work() -> tuple[Fold, Job]:
-            with self._counted(model):
+            with self.counted(model):
                 engine = await model.engine()
                 job = await prepare(engine)
                 fold = Fold(job.choices)
@@ -138,7 +138,8 @@ class Server:
         if ignored:
             log.info("ignored unknown fields: %s", ignored_header(ignored)["x-localllm-ignored"])
 
-    def _counted(self, model: ServedModel) -> _Lease:
+    def counted(self, model: ServedModel) -> _Lease:
+        """A block in which a request of `model` runs: it is counted, and its model kept."""
         self.requests += 1
         return _Lease(self, model)
 

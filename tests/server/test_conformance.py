@@ -291,7 +291,7 @@ ROWS = [
     honoured(
         "a malformed call is text",
         {"tools": [TOOL]},
-        lambda r, j, h: _text(j) == "<tool_call>oops",
+        lambda r, j, h: _text(j).split() == ["<tool_call>", "oops", "</tool_call>"],
         script=["<tool_call>oops"],
     ),
     refused("tool_choice unknown", {"tools": [TOOL], "tool_choice": "maybe"}, "maybe"),
@@ -308,7 +308,18 @@ ROWS = [
         "parameters is a list", {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "schema"
     ),
     refused("legacy functions", {"functions": [{"name": "f"}]}, "tools"),
-    refused("tools and a format", {"tools": [TOOL], "response_format": {"type": "json_object"}}, "combined"),
+    honoured(
+        "prediction",
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "as before"}]}},
+        lambda r, j, h: r.prediction == "as before",
+    ),
+    refused("prediction of another type", {"prediction": {"type": "audio"}}, "prediction.type"),
+    honoured(
+        "tools and a format: the answer is in it, or a call",
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        lambda r, j, h: r.grammar[0] == "lark" and "answer | call" in r.grammar[1],
+    ),
+    refused("tools and a GBNF grammar", {"tools": [TOOL], "grammar": 'root ::= "x"'}, "combined"),
     # --- OpenAI chat: form ---
     honoured(
         "json_object",
@@ -359,7 +370,7 @@ ROWS = [
     honoured(
         "Mistral's fim", {"suffix": "cd"}, lambda r, j, h: r.prompt[0] == 200 and _text(j) == "Hello world", path=FIM
     ),
-    refused("embeddings", {"input": "x"}, "embeddings", path="/v1/embeddings"),
+    refused("embeddings of a chat model", {"input": "x"}, "generates text", path="/v1/embeddings"),
     # --- Responses ---
     honoured(
         "input text",
@@ -525,7 +536,7 @@ ROWS = [
     refused("a template of one's own", {"template": "{{ x }}"}, "template", path=OGEN),
     refused("an unknown format", {"format": "xml"}, "format", path=OCHAT),
     refused("an option out of range", {"options": {"temperature": -3}}, "temperature", path=OCHAT),
-    refused("embed", {"input": "x"}, "embeddings", path="/api/embed"),
+    refused("embed with a chat model", {"input": "x"}, "generates text", path="/api/embed"),
     refused("pull over HTTP", {"model": "x"}, "command line", path="/api/pull"),
     # --- llama.cpp ---
     honoured(
@@ -550,7 +561,10 @@ ROWS = [
     honoured("infill continues", {"prompt": "zz"}, lambda r, j, h: r.prompt[-3:] == [202, 122, 122], path=INFILL),
     honoured("infill's time limit", {"t_max_predict_ms": 1}, lambda r, j, h: r.time_limit_s == 0.001, path=INFILL),
     tolerated(
-        "llama.vscode's warm-up", {"samplers": [], "n_indent": 4, "id_slot": 0, "t_max_prompt_ms": 500}, path=INFILL
+        "llama.vscode's warm-up",
+        {"samplers": [], "n_indent": 4, "id_slot": 0, "t_max_prompt_ms": 500},
+        "samplers",
+        path=INFILL,
     ),
     refused("a negative n_discard field", {"prompt": [-1]}, "prompt", path=LCPP),
     refused("input_extra is text", {"input_extra": "x"}, "input_extra", path=INFILL),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from localllm.cli import connect as command
 from localllm.engine.messages import Failure
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm.server.editors import RECIPES, ConfigFile, Target
+from localllm.server.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
@@ -29,6 +31,32 @@ def test_every_recipe_names_the_server_and_the_model(name: str, tmp_path: Path) 
     assert "127.0.0.1:11535" in said
     assert "tiny" in said or name in ("open-webui",)
     assert all(f.path.is_relative_to(tmp_path) for f in recipe.files)
+
+
+def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> None:
+    def text(target: Target) -> str:
+        (file,) = RECIPES["continue"](target, tmp_path).files
+        return file.text or ""
+
+    three = text(replace(TARGET, autocomplete="fim", embedding="bert"))
+    assert [line.strip() for line in three.splitlines() if "roles" in line or "model:" in line] == [
+        'model: "tiny"', "roles: [chat, edit, apply]", 'model: "fim"', "roles: [autocomplete]", 'model: "bert"',
+        "roles: [embed]",
+    ]  # fmt: skip
+    assert "roles: [chat, edit, apply, autocomplete]" in text(replace(TARGET, autocomplete="tiny"))
+    assert "--also" in RECIPES["continue"](TARGET, tmp_path).steps[0]
+
+
+def test_the_target_is_asked_of_the_server() -> None:
+    fim = ScriptedEngine(fim_tokens={"pre": 1, "suf": 2, "mid": 3})
+    models = [
+        ServedModel("bert", ScriptedEngine(), embeds=True),
+        ServedModel("chat", ScriptedEngine()),
+        ServedModel("fim", fim, info=fim.info),
+    ]
+    with running_server(models) as server:
+        target = command._target(server.url, None, None)
+    assert (target.model, target.autocomplete, target.embedding) == ("chat", "fim", "bert")
 
 
 def test_codex_gets_a_profile_file_that_is_toml(tmp_path: Path) -> None:

@@ -145,7 +145,9 @@ def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int)
             name += part.function.name or ""
             arguments += part.function.arguments or ""
         reason = chunk.choices[0].finish_reason or reason
-    assert (name, arguments, reason) == (call.function.name, call.function.arguments, "tool_calls")
+    # Not the same call: a prompt that is cached, or was read in other pieces, has other last bits, and a draw at
+    # temperature 1 may fall on their other side. Equal words are asserted of greedy answers, above.
+    assert (reason, _fits(name, arguments)) == ("tool_calls", True)
 
 
 @pytest.mark.parametrize("seed", range(3))

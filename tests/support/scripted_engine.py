@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from localllm.conversation.tools.base import JsonEnd
 from localllm.engine.messages import (
     Event,
     Failure,
@@ -28,6 +29,9 @@ from localllm.errors import LocalLLMError
 from localllm_backends.contract import ModelInfo
 
 BOS, EOS = 256, 257
+# A request that goes on behind another's words has that one's id and a letter more (localllm/server/generation.py).
+_ID_CHARS = 24
+_CONTINUES = "cfu"
 
 
 class Gate:
@@ -127,9 +131,12 @@ class ScriptedEngine:
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
         limit = room if request.max_tokens is None else request.max_tokens
         steps = self.script(request) if callable(self.script) else self.script
+        if len(request.id) > _ID_CHARS and request.id[_ID_CHARS] in _CONTINUES:
+            steps = _behind(steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt)
+        ends = JsonEnd() if request.grammar is not None and request.id[_ID_CHARS:].endswith("c") else None
         yield Queued(request.id, 0)
         yield Prefill(request.id, n_prompt, n_prompt, self.cached_tokens)
-        said, shown, reason, stop = 0, "", self.ends, None
+        said, held, reason, stop = 0, "", self.ends, None
         for step in steps:
             if isinstance(step, Gate):
                 await step.wait()
@@ -138,21 +145,26 @@ class ScriptedEngine:
                 yield Failure(request.id, step.code, step.message, step.hint)
                 return
             text = step if isinstance(step, str) else step[0]
-            tokens = encode(text)[: limit - said]
+            end = ends.feed(text) if ends is not None else -1
+            tokens = encode(text[:end] if end >= 0 else text)[: limit - said]
             said += len(tokens)
-            text = decode(tokens)
-            hit = _first_stop(shown + text, request.stop)
+            held += decode(tokens)
+            hit = _first_stop(held, request.stop)
             if hit is not None:
                 at, stop = hit
-                text = text[: max(0, at - len(shown))]
-                reason = "stop"
-            shown += text
+                said -= len(encode(held[at + len(stop) :]))  # a token is a byte: those behind were never made
+                text, held, reason = held[:at], "", "stop"
+            else:
+                keep = _partial(held, request.stop)
+                text, held = held[: len(held) - keep], held[len(held) - keep :]
             yield Text(request.id, text, tuple(tokens), _logprobs(tokens, request.logprobs))
-            if stop is not None:
+            if stop is not None or end >= 0:
                 break
             if said >= limit:
                 reason = "length"
                 break
+        if held:
+            yield Text(request.id, held)
         usage = Usage(n_prompt, said, self.cached_tokens, cache_miss=self.cache_miss)
         yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
 
@@ -167,6 +179,29 @@ class ScriptedEngine:
     async def snapshot(self) -> dict[str, Any]:
         """A few numbers."""
         return {"requests": len(self.requests), "generated_tokens": 7, "decode_tok_s": 12.5, "kv_type": "f16"}
+
+
+def _behind(steps: Sequence[Step], prompt: Sequence[int]) -> Sequence[Step]:
+    """What of `steps` comes behind a prompt that holds their beginning already, as a model would go on; space between
+    does not count."""
+    exact = decode(prompt)
+    said = "".join(exact.split())
+    script = "".join(s if isinstance(s, str) else s[0] for s in steps if isinstance(s, (str, tuple)))
+    lengths = range(len(script), 0, -1)
+    done = next((k for k in lengths if exact.endswith(script[:k])), 0)
+    done = done or next((k for k in lengths if said.endswith("".join(script[:k].split()))), 0)
+    left: list[Step] = []
+    for step in steps:
+        text = step if isinstance(step, str) else step[0] if isinstance(step, tuple) else ""
+        if done < len(text) or not text:
+            left.append(text[done:] if text else step)
+        done = max(0, done - len(text))
+    return left
+
+
+def _partial(text: str, stops: Sequence[str]) -> int:
+    longest = max((len(s) for s in stops), default=1) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
 
 
 def encode(text: str) -> list[int]:

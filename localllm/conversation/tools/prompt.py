@@ -130,16 +130,35 @@ def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[st
         name, schema = wanted[0]
         prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
         return prefix, ("json_schema", json.dumps(as_object(schema)))
-    alternatives = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, key: as_object(schema)},
-            "required": ["name", key],
-            "additionalProperties": False,
+    return style.opening, ("json_schema", json.dumps(any_call(wanted, key)))
+
+
+def any_call(tools: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> dict[str, Any]:
+    """The JSON schema of a call of one of `tools` (name, parameters), with the arguments under `key`.
+
+    The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
+    now."""
+    return {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            for i, (name, _) in enumerate(tools)
+        ],
+        "$defs": {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)},
+    }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    if isinstance(schema, Mapping):
+        return {
+            k: to + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, to)
+            for k, v in schema.items()
         }
-        for name, schema in wanted
-    ]
-    return style.opening, ("json_schema", json.dumps({"anyOf": alternatives}))
+    return [_moved(v, to) for v in schema] if isinstance(schema, list) else schema
 
 
 def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""64 clients for 30 s, a quarter of them leaving in mid-answer: errors, p99 of /health (bar: 100 ms), memory growth.
+
+python -m benchmarks.http_load [--clients 64] [--seconds 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+
+from benchmarks.models import smollm2
+from benchmarks.serving import Server
+from benchmarks.sse import free_port
+
+LEAVING = 0.25
+HEALTH_BAR_MS = 100.0
+_HEALTH_PERIOD_S = 0.05
+# The first seconds fill caches: growth is what comes behind them.
+_WARM_S = 5.0
+
+
+@dataclass
+class Seen:
+    """What the clients saw: counts by outcome, /health's times in ms, resident bytes of the server's processes."""
+
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
+    health_ms: list[float] = field(default_factory=list)
+    server_bytes: list[tuple[float, int]] = field(default_factory=list)
+    worker_bytes: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def errors(self) -> int:
+        """Everything that is neither an answer, a client's own leaving, nor a 503 that says when to come again."""
+        return sum(n for name, n in self.outcomes.items() if name not in ("answered", "left", "busy, told when"))
+
+
+async def _client(http: httpx.AsyncClient, number: int, end_s: float, seen: Seen) -> None:
+    rng = random.Random(number)
+    while time.monotonic() < end_s:
+        body = {
+            "messages": [{"role": "user", "content": f"Count from {number} to {rng.randrange(10**6)}."}],
+            "stream": True,
+            "max_tokens": 16,
+        }
+        leaves = rng.random() < LEAVING
+        try:
+            seen.outcomes[await _ask(http, body, leaves)] += 1
+        except httpx.HTTPError as e:
+            seen.outcomes[type(e).__name__] += 1
+
+
+async def _ask(http: httpx.AsyncClient, body: dict[str, object], leaves: bool) -> str:
+    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        if reply.status_code != 200:
+            await reply.aread()
+            if reply.status_code == 503 and "retry-after" in reply.headers:
+                await asyncio.sleep(float(reply.headers["retry-after"]))
+                return "busy, told when"
+            return f"status {reply.status_code}"
+        last, pieces = "", 0
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                if '"error"' in line:
+                    return "error in the stream"
+                pieces += 1
+                if leaves and pieces > 4:
+                    return "left"
+            last = line or last
+        return "answered" if last == "data: [DONE]" else "cut off"
+
+
+async def _watch(http: httpx.AsyncClient, process: psutil.Process, end_s: float, seen: Seen) -> None:
+    while time.monotonic() < end_s:
+        started = time.perf_counter()
+        (await http.get("/health")).raise_for_status()
+        seen.health_ms.append((time.perf_counter() - started) * 1e3)
+        now = time.monotonic()
+        seen.server_bytes.append((now, process.memory_info().rss))
+        seen.worker_bytes.append((now, sum(p.memory_info().rss for p in process.children(recursive=True))))
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+async def _load(url: str, process: psutil.Process, clients: int, seconds: float) -> Seen:
+    seen = Seen()
+    limits = httpx.Limits(max_connections=clients)
+    async with (
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as many,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=120) as one,
+    ):
+        end_s = time.monotonic() + seconds
+        await asyncio.gather(
+            _watch(one, process, end_s, seen), *(_client(many, i, end_s, seen) for i in range(clients))
+        )
+    return seen
+
+
+def _growth_mb(samples: list[tuple[float, int]]) -> float:
+    """Median of the last third less median of the first third behind the warm-up, in MB."""
+    late = [size for at, size in samples if at >= samples[0][0] + _WARM_S]
+    third = max(1, len(late) // 3)
+    return (sorted(late[-third:])[third // 2] - sorted(late[:third])[third // 2]) / 1e6 if late else 0.0
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def main() -> None:
+    """Run and report; the exit status says whether every bar was met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["LOCALLLM_CACHE_DIR"] = cache
+        port = free_port()
+        command = [sys.executable, "-m", "localllm", "serve", str(smollm2()), "--port", str(port), "--quiet"]
+        server = Server("localllm", command, port)
+        server.start()
+        try:
+            assert server.process is not None
+            process = psutil.Process(server.process.pid)
+            seen = asyncio.run(_load(f"http://127.0.0.1:{port}", process, given.clients, given.seconds))
+        finally:
+            server.stop()
+    p99_ms = _percentile(seen.health_ms, 0.99)
+    print(f"{given.clients} clients, {given.seconds:g} s, load average {os.getloadavg()[0]:.1f}: {dict(seen.outcomes)}")
+    print(f"errors: {seen.errors} (bar 0)")
+    print(
+        f"/health: p50 {_percentile(seen.health_ms, 0.5):.1f} ms, p99 {p99_ms:.1f} ms (bar {HEALTH_BAR_MS:g}), "
+        f"{len(seen.health_ms)} asked"
+    )
+    print(f"memory: server {_growth_mb(seen.server_bytes):+.1f} MB, worker {_growth_mb(seen.worker_bytes):+.1f} MB")
+    sys.exit(int(seen.errors > 0 or p99_ms > HEALTH_BAR_MS))
+
+
+if __name__ == "__main__":
+    main()

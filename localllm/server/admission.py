@@ -1,0 +1,102 @@
+"""Which models are loaded at once: a new one comes in when its predicted bytes fit beside the others, and those that
+nobody uses make room for it, the longest unused first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from localllm.errors import BusyError, DoesNotFitError
+
+log = logging.getLogger("localllm.server")
+_RETRY_AFTER_S = 10
+
+
+class Resident(Protocol):
+    """A model as admission sees it. `needs_bytes`: what it takes while loaded, as planned."""
+
+    name: str
+    needs_bytes: int
+    loaded: bool
+    in_use: int
+    last_used_s: float
+
+    async def unload(self) -> None:
+        """Give its memory back."""
+
+
+class Admission:
+    """Decides who may be loaded. `limit_bytes` is the most that models may ever take together; `available` says what
+    is free now (it may block: it is called in a thread), and None trusts the limit alone.
+
+    Two rules. Together the loaded models stay within the limit. And a new one must find its bytes available now, unless
+    it is alone: then the limit alone decides, as what is available counts caches that the system gives up when asked.
+    """
+
+    def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self._available = available
+        self._lock = asyncio.Lock()
+        self._admitted: list[Resident] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the admitted models were planned to take."""
+        return sum(m.needs_bytes for m in self._admitted)
+
+    async def admit(self, model: Resident) -> None:
+        """Make room for `model` and count it in; nothing to do when it is in already.
+
+        Raises DoesNotFitError when it is too large for this machine even alone, BusyError while the models in its way
+        answer requests.
+        """
+        async with self._lock:
+            if model in self._admitted:
+                return
+            if model.needs_bytes > self.limit_bytes:
+                raise DoesNotFitError(
+                    f"{model.name} needs {_gb(model.needs_bytes)}, and models may take {_gb(self.limit_bytes)} here",
+                    hint="serve it with a smaller --context, or a smaller quant",
+                )
+            while not await self.fits(model):
+                victim = self._longest_unused()
+                if victim is None:
+                    raise BusyError(await self._why(model), retry_after_s=_RETRY_AFTER_S)
+                log.info("unloading %s to make room for %s", victim.name, model.name)
+                self._admitted.remove(victim)
+                await victim.unload()
+            self._admitted.append(model)
+
+    def release(self, model: Resident) -> None:
+        """`model` was unloaded, or could not be loaded."""
+        if model in self._admitted:
+            self._admitted.remove(model)
+
+    async def fits(self, model: Resident) -> bool:
+        """True if `model` could be loaded now with nobody leaving."""
+        if model in self._admitted or not self._admitted:
+            return model.needs_bytes <= self.limit_bytes
+        if self.held_bytes + model.needs_bytes > self.limit_bytes:
+            return False
+        return self._available is None or model.needs_bytes <= await self._free()
+
+    async def _free(self) -> int:
+        assert self._available is not None
+        return await asyncio.to_thread(self._available)
+
+    def _longest_unused(self) -> Resident | None:
+        idle = [m for m in self._admitted if m.loaded and not m.in_use]
+        return min(idle, key=lambda m: m.last_used_s, default=None)
+
+    async def _why(self, model: Resident) -> str:
+        free = self.limit_bytes - self.held_bytes
+        if self._available is not None:
+            free = min(free, await self._free())
+        others = ", ".join(f"{m.name} ({_gb(m.needs_bytes)})" for m in self._admitted)
+        return f"{model.name} needs {_gb(model.needs_bytes)} and {_gb(max(0, free))} are free; in use: {others}"
+
+
+def _gb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB"

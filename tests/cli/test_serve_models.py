@@ -1,0 +1,185 @@
+"""`localllm serve` with several models: planned together, loaded together or in turns, over a port or a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localllm.cli.launch import prepare_all
+from localllm.cli.serve import _aliases, router_for
+from localllm.engine.messages import Finish, Request, Sampling
+from localllm.errors import ModelFileError, UsageError
+from localllm.planner.types import Plan
+from localllm.server.admission import Admission
+from localllm.server.router import ModelRouter
+from localllm.settings import Settings
+
+
+@pytest.fixture
+def two(tiny_model: Path, tmp_path: Path) -> list[str | None]:
+    """Two model files with different names."""
+    for name in ("chatty", "filler"):
+        shutil.copy(tiny_model, tmp_path / f"{name}.gguf")
+    return [str(tmp_path / "chatty.gguf"), str(tmp_path / "filler.gguf")]
+
+
+async def answer(models: ModelRouter, name: str) -> Finish:
+    model = models.resolve(name)
+    with model.lease():
+        request = Request("r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True)
+        events = [e async for e in (await model.engine()).submit(request)]
+    assert isinstance(events[-1], Finish)
+    return events[-1]
+
+
+def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two: list[str | None]) -> None:
+    launches = prepare_all(two, Settings())
+    assert [launch.name for launch in launches] == ["chatty", "filler"]
+
+    async def story() -> None:
+        models = router_for(launches, _aliases(["fast=FILLER"], launches))
+        try:
+            assert await models.preload() == ()
+            assert {m.name for m in models.list() if m.loaded} == {"chatty", "filler"}
+            both = await asyncio.gather(answer(models, "chatty"), answer(models, "fast"))
+            assert [f.usage.completion_tokens for f in both] == [3, 3]
+        finally:
+            await models.close()
+
+    async def turns() -> None:
+        models = ModelRouter(router_for(launches).list(), Admission(launches[0].needs_bytes + 1))
+        try:
+            assert [m.name for m in await models.preload()] == ["filler"]
+            await answer(models, "filler")
+            assert [m.name for m in models.list() if m.loaded] == ["filler"]
+            await answer(models, "chatty")
+            assert [m.name for m in models.list() if m.loaded] == ["chatty"]
+        finally:
+            await models.close()
+
+    asyncio.run(story())
+    asyncio.run(turns())
+
+
+def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
+    two: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    from localllm.cli import launch
+
+    real = launch.plan_local
+
+    def tight(*args: object, **kwargs: object) -> Plan | None:
+        plan = real(*args, **kwargs)  # type: ignore[arg-type]
+        assert plan is not None
+        # A machine with room for three quarters of what both would take alone, and memory that is all context.
+        kv = plan.n_ctx * 1000
+        need = dataclasses.replace(plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000)
+        return dataclasses.replace(plan, memory=need)
+
+    monkeypatch.setattr(launch, "plan_local", tight)
+    chosen = prepare_all(two, Settings({"context": 131072}))
+    assert [c.options.spec.n_ctx for c in chosen] == [131072, 131072]
+    alone = prepare_all(two[:1], Settings())[0].options.spec.n_ctx
+    monkeypatch.setattr(launch, "_LEAST_SHARED_CONTEXT", 1)
+
+    def tighter(*args: object, **kwargs: object) -> Plan | None:
+        plan = tight(*args, **kwargs)
+        assert plan is not None
+        limit = int(1.5 * alone * 1000)
+        return dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit_bytes=limit))
+
+    monkeypatch.setattr(launch, "plan_local", tighter)
+    contexts = [p.options.spec.n_ctx for p in prepare_all(two, Settings())]
+    assert sum(contexts) <= 1.5 * alone
+    assert max(contexts) == alone
+
+
+@pytest.fixture
+def mlx_folder(tmp_path: Path) -> Path:
+    """A tiny MLX checkpoint, as mlx-lm saves it."""
+    pytest.importorskip("mlx_lm")
+    from models.tiny_mlx import write_llama
+
+    folder = tmp_path / "tiny-mlx"
+    folder.mkdir()
+    return write_llama(folder)
+
+
+def test_an_mlx_folder_is_planned_and_run_by_the_backend_that_accepts_it(
+    mlx_folder: Path, two: list[str | None]
+) -> None:
+    launches = prepare_all([str(mlx_folder), two[0]], Settings())
+    assert [(launch.local.format, launch.plan and launch.plan.backend) for launch in launches] == [
+        ("mlx", "mlx"), ("gguf", "llamacpp"),
+    ]  # fmt: skip
+    assert launches[0].plan is not None
+    assert 0 < launches[0].options.spec.n_ctx <= launches[0].plan.model.native_context
+
+    async def story() -> None:
+        models = router_for(launches)
+        try:
+            finishes = [await answer(models, launch.name) for launch in launches]
+            assert [f.usage.completion_tokens for f in finishes] == [3, 3]
+        finally:
+            await models.close()
+
+    asyncio.run(story())
+
+
+def test_a_backend_that_does_not_run_the_files_is_said_before_anything_loads(
+    mlx_folder: Path, two: list[str | None]
+) -> None:
+    for reference, backend in ((str(mlx_folder), "llamacpp"), (two[0], "mlx")):
+        with pytest.raises(ModelFileError, match=f"not a model that the {backend} backend runs") as caught:
+            prepare_all([reference], Settings({"backend": backend}))
+        assert "--backend" in caught.value.hint
+
+
+def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelFileError, match="is not a model"):
+        prepare_all([str(tmp_path)], Settings())
+
+
+def test_names_that_cannot_be_told_apart_are_refused(two: list[str | None]) -> None:
+    launches = prepare_all([two[0], two[0]], Settings())
+    with pytest.raises(UsageError, match="named twice"):
+        router_for(launches)
+    with pytest.raises(UsageError, match="must be NAME=MODEL"):
+        _aliases(["fast=nothing"], launches)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
+def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="ll") as folder:
+        path = Path(folder) / "s.sock"
+        command = [sys.executable, "-m", "localllm", "serve", str(two[0]), "--also", str(two[1]), "--unix", str(path)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if line.startswith("serving on"):
+                    break
+            assert "the Unix socket" in said[-1], said
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localllm") as client:
+                assert client.get("/health").status_code == 200
+                served = client.get("/v1/models").json()["data"]
+                assert [(m["id"], m["status"]["value"]) for m in served] == [
+                    ("chatty", "loaded"), ("filler", "loaded"),
+                ]  # fmt: skip
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+        assert not path.exists()

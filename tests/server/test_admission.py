@@ -1,0 +1,184 @@
+"""Who may be loaded at once: what fits stays, the longest unused makes room, one in use never does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.errors import BackendError, BusyError, DoesNotFitError, UsageError
+from localllm.server.admission import Admission
+from localllm.server.router import ModelRouter, ServedModel
+from support.scripted_engine import Gate, ScriptedEngine
+
+GB = 10**9
+
+
+def router(limit_gb: float, available: Callable[[], int] | None = None, **sizes_gb: float) -> ModelRouter:
+    models = [ServedModel(name, ScriptedEngine(), needs_bytes=int(gb * GB)) for name, gb in sizes_gb.items()]
+    return ModelRouter(models, Admission(int(limit_gb * GB), available))
+
+
+def loaded(models: ModelRouter) -> list[str]:
+    return [m.name for m in models.list() if m.loaded]
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(story())
+
+
+def test_two_that_fit_together_stay_loaded_together() -> None:
+    async def story() -> None:
+        models = router(10, chat=6, autocomplete=2)
+        assert await models.preload() == ()
+        assert loaded(models) == ["chat", "autocomplete"]
+
+    run(story)
+
+
+def test_what_does_not_fit_beside_the_first_waits_and_takes_its_place_when_asked_for() -> None:
+    async def story() -> None:
+        models = router(10, chat=6, other=5)
+        assert [m.name for m in await models.preload()] == ["other"]
+        await models.resolve("other").engine()
+        assert loaded(models) == ["other"]
+        await models.resolve("chat").engine()
+        assert loaded(models) == ["chat"]
+
+    run(story)
+
+
+def test_the_longest_unused_makes_room_and_no_more_than_needed() -> None:
+    async def story() -> None:
+        models = router(10, a=4, b=4, c=4)
+        for name in ("a", "b", "a", "c"):
+            await models.resolve(name).engine()
+        assert loaded(models) == ["a", "c"]
+
+    run(story)
+
+
+def test_a_model_that_answers_is_never_unloaded_and_the_refusal_has_figures() -> None:
+    async def story() -> None:
+        models = router(10, chat=6, other=5)
+        with models.resolve("chat").lease():
+            await models.resolve("chat").engine()
+            with pytest.raises(BusyError, match=r"other needs 5\.00 GB and 4\.00 GB are free; in use: chat"):
+                await models.resolve("other").engine()
+            assert loaded(models) == ["chat"]
+        await models.resolve("other").engine()
+        assert loaded(models) == ["other"]
+
+    run(story)
+
+
+def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> None:
+    async def story() -> None:
+        models = router(10, chat=6, huge=12)
+        await models.preload()
+        with pytest.raises(DoesNotFitError, match=r"huge needs 12\.00 GB, and models may take 10\.00 GB"):
+            await models.resolve("huge").engine()
+        assert loaded(models) == ["chat"]
+
+    run(story)
+
+
+def test_other_programs_memory_counts_unless_the_model_is_alone() -> None:
+    async def story() -> None:
+        models = router(10, lambda: 1 * GB, chat=6, small=2)
+        await models.resolve("chat").engine()  # alone: the limit decides
+        await models.resolve("small").engine()  # 1 GB is available: chat leaves
+        assert loaded(models) == ["small"]
+
+    run(story)
+
+
+def test_memory_of_a_model_that_failed_to_load_is_free_again() -> None:
+    async def story() -> None:
+        models = router(10, broken=8, chat=6)
+        engine = models.resolve("broken").host
+        assert isinstance(engine, ScriptedEngine)
+        engine.load_error = BackendError("no")
+        with pytest.raises(BackendError):
+            await models.resolve("broken").engine()
+        assert models.admission is not None
+        assert models.admission.held_bytes == 0
+        await models.resolve("chat").engine()
+        assert models.admission.held_bytes == 6 * GB
+
+    run(story)
+
+
+def test_a_request_for_a_model_that_is_leaving_waits_and_gets_it_back() -> None:
+    async def story() -> None:
+        models = router(10, a=6, b=6)
+        a, b = models.resolve("a"), models.resolve("b")
+        gate = Gate()
+        assert isinstance(b.host, ScriptedEngine)
+        b.host.load_gate = gate
+        await a.engine()
+        first = asyncio.create_task(b.engine())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        with pytest.raises(BusyError):  # b is being loaded: that is use
+            await a.engine()
+        gate.open()
+        await first
+        await a.engine()
+        assert loaded(models) == ["a"]
+
+    run(story)
+
+
+def test_a_name_that_would_mean_two_models_is_refused() -> None:
+    with pytest.raises(UsageError, match="would name both"):
+        ModelRouter([ServedModel("a", ScriptedEngine(), aliases=("fast",)), ServedModel("fast", ScriptedEngine())])
+
+
+def test_metrics_keep_nothing_loaded_and_wake_nobody() -> None:
+    async def story() -> None:
+        model = router(10, a=6).resolve("a")
+        assert await model.snapshot() == {}
+        await model.engine()
+        used = model.last_used_s
+        await model.snapshot()
+        assert model.last_used_s == used
+        assert isinstance(model.host, ScriptedEngine)
+
+    run(story)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    asks=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20),
+)
+def test_whatever_is_asked_the_loaded_models_fit_and_those_in_use_stay(
+    sizes: list[int], asks: list[tuple[int, bool]]
+) -> None:
+    async def story() -> None:
+        models = router(10, **{f"m{i}": size for i, size in enumerate(sizes)})
+        held: list[Any] = []
+        for at, keep in asks:
+            model = models.list()[at % len(sizes)]
+            lease = model.lease()
+            lease.__enter__()
+            try:
+                await model.engine()
+            except (BusyError, DoesNotFitError):
+                lease.__exit__(None, None, None)
+                continue
+            if keep:
+                held.append((model, lease))
+            else:
+                lease.__exit__(None, None, None)
+            now = [m for m in models.list() if m.loaded]
+            assert sum(m.needs_bytes for m in now) <= 10 * GB
+            assert all(m.loaded for m, _ in held)
+            assert models.admission is not None
+            assert models.admission.held_bytes == sum(m.needs_bytes for m in now)
+
+    run(story)

@@ -1,0 +1,151 @@
+"""Every documented field of every dialect, and what becomes of it: the table below is the whole truth.
+
+HONOURED: it reaches the engine or shapes the reply (how: test_conformance.py). REFUSED: a 400 that names it.
+NAMED: tolerated, and named in x-localllm-ignored. NO_EFFECT: it says nothing about the answer (whose bill, which
+queue, which cache), so it is passed over in silence. A value that would change the answer is never passed over.
+Sources: OpenAI's API reference (chat, completions, responses), docs.anthropic.com (messages), Ollama's docs/api.md,
+llama.cpp's tools/server/README.md, vLLM's OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.server.router import ServedModel
+from support.http_server import running_server
+from support.scripted_engine import BOS, ScriptedEngine
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object"}
+HONOURED, REFUSED, NAMED, NO_EFFECT = "honoured", "refused", "named", "no effect"
+
+CHAT: dict[str, tuple[str, Any]] = {
+    "messages": (HONOURED, HI), "model": (HONOURED, "tiny"), "stream": (HONOURED, False), "n": (HONOURED, 2),
+    "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "frequency_penalty": (HONOURED, 1),
+    "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "logprobs": (HONOURED, True),
+    "max_completion_tokens": (HONOURED, 5), "max_tokens": (HONOURED, 5), "parallel_tool_calls": (HONOURED, False),
+    "prompt_cache_key": (HONOURED, "k"), "response_format": (HONOURED, {"type": "json_object"}), "seed": (HONOURED, 3),
+    "stop": (HONOURED, ["x"]), "stream_options": (HONOURED, {"include_usage": True}), "tools": (HONOURED, [TOOL]),
+    "tool_choice": (HONOURED, "auto"), "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
+    "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]), "functions": (REFUSED, [{"name": "f"}]),
+    "function_call": (REFUSED, {"name": "f"}), "store": (REFUSED, True), "verbosity": (REFUSED, "low"),
+    "web_search_options": (REFUSED, {}), "metadata": (NO_EFFECT, {"a": "b"}), "user": (NO_EFFECT, "u"),
+    "safety_identifier": (NO_EFFECT, "u"), "service_tier": (NO_EFFECT, "flex"),
+    "prompt_cache_retention": (NO_EFFECT, "24h"),
+    # llama.cpp's and vLLM's additions
+    "chat_template_kwargs": (HONOURED, {"a": 1}), "cache_prompt": (HONOURED, False), "grammar": (HONOURED, 'root ::= "x"'),
+    "ignore_eos": (HONOURED, True), "json_schema": (HONOURED, SCHEMA), "min_p": (HONOURED, 0.1), "n_predict": (HONOURED, 5),
+    "repeat_last_n": (HONOURED, 5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
+    "t_max_predict_ms": (HONOURED, 5000), "top_k": (HONOURED, 5), "typical_p": (HONOURED, 0.5),
+    "add_generation_prompt": (REFUSED, False), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
+    "best_of": (REFUSED, 2), "continue_final_message": (REFUSED, True), "dry_multiplier": (REFUSED, 0.8),
+    "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True), "guided_choice": (REFUSED, ["a"]),
+    "guided_grammar": (REFUSED, "x"), "guided_json": (REFUSED, SCHEMA), "guided_regex": (REFUSED, "x"),
+    "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5), "lora": (REFUSED, [{"id": 0}]),
+    "min_tokens": (REFUSED, 5), "mirostat": (REFUSED, 1), "prompt_logprobs": (REFUSED, 1),
+    "reasoning_format": (REFUSED, "none"), "skip_special_tokens": (REFUSED, False), "stop_token_ids": (REFUSED, [1]),
+    "structured_outputs": (REFUSED, {"json": SCHEMA}), "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
+    "truncate_prompt_tokens": (REFUSED, 5), "use_beam_search": (REFUSED, True), "xtc_probability": (REFUSED, 0.5),
+    "id_slot": (NO_EFFECT, 0),
+    # without their switch, which is refused, these mean nothing
+    "dry_base": (NAMED, 1.75), "dynatemp_exponent": (NAMED, 1), "mirostat_tau": (NAMED, 5), "xtc_threshold": (NAMED, 0.1),
+    "priority": (NAMED, 1), "an_editors_own": (NAMED, 1),
+}  # fmt: skip
+TEXT: dict[str, tuple[str, Any]] = {
+    "prompt": (HONOURED, "ab"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True), "logprobs": (HONOURED, 2),
+    "max_tokens": (HONOURED, 5), "n": (HONOURED, 2), "stop": (HONOURED, "x"), "seed": (HONOURED, 3),
+    "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "frequency_penalty": (HONOURED, 1),
+    "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "stream": (HONOURED, False),
+    "stream_options": (HONOURED, {"include_usage": True}), "best_of": (REFUSED, 2), "user": (NO_EFFECT, "u"),
+}  # fmt: skip
+RESPONSES: dict[str, tuple[str, Any]] = {
+    "input": (HONOURED, "hi"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
+    "parallel_tool_calls": (HONOURED, False), "prompt_cache_key": (HONOURED, "k"), "reasoning": (NAMED, {"effort": "low"}),
+    "store": (HONOURED, False), "stream": (HONOURED, False), "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5),
+    "text": (HONOURED, {"format": {"type": "json_object"}}), "tool_choice": (HONOURED, "auto"),
+    "tools": (HONOURED, [{"type": "function", "name": "f"}]), "truncation": (REFUSED, "auto"),
+    "background": (REFUSED, True), "conversation": (REFUSED, "c"), "prompt": (REFUSED, {"id": "p"}),
+    "previous_response_id": (REFUSED, "resp_x"), "top_logprobs": (REFUSED, 3),
+    "include": (REFUSED, ["message.output_text.logprobs"]), "max_tool_calls": (NO_EFFECT, 3),
+    "metadata": (NO_EFFECT, {"a": "b"}), "safety_identifier": (NO_EFFECT, "u"), "service_tier": (NO_EFFECT, "flex"),
+    "user": (NO_EFFECT, "u"), "prompt_cache_retention": (NO_EFFECT, "24h"),
+    "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
+}  # fmt: skip
+MESSAGES: dict[str, tuple[str, Any]] = {
+    "messages": (HONOURED, HI), "max_tokens": (HONOURED, 5), "system": (HONOURED, "be kind"), "stream": (HONOURED, False),
+    "stop_sequences": (HONOURED, ["x"]), "temperature": (HONOURED, 0.5), "top_k": (HONOURED, 5), "top_p": (HONOURED, 0.5),
+    "tools": (HONOURED, [{"name": "f", "input_schema": SCHEMA}]),
+    "output_config": (HONOURED, {"format": {"type": "json_schema", "schema": SCHEMA}}),
+    "output_format": (HONOURED, {"type": "json_schema", "schema": SCHEMA}),
+    "thinking": (NAMED, {"type": "enabled", "budget_tokens": 2000}), "tool_choice": (REFUSED, {"type": "maybe"}),
+    "container": (REFUSED, "c"), "mcp_servers": (REFUSED, [{"url": "x"}]), "context_management": (NAMED, {"edits": []}),
+    "metadata": (NO_EFFECT, {"user_id": "u"}), "service_tier": (NO_EFFECT, "auto"),
+}  # fmt: skip
+OLLAMA_CHAT: dict[str, tuple[str, Any]] = {
+    "messages": (HONOURED, HI), "stream": (HONOURED, False), "tools": (HONOURED, [TOOL]), "format": (HONOURED, SCHEMA),
+    "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"), "an_apps_own": (NAMED, 1),
+}  # fmt: skip
+OLLAMA_GENERATE: dict[str, tuple[str, Any]] = {
+    "prompt": (HONOURED, "ab"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"), "raw": (HONOURED, True),
+    "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}), "keep_alive": (NO_EFFECT, 0),
+    "images": (REFUSED, ["aGk="]), "template": (REFUSED, "{{ x }}"), "context": (REFUSED, [1, 2]),
+}  # fmt: skip
+LLAMACPP: dict[str, tuple[str, Any]] = {
+    "prompt": (HONOURED, "ab"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2), "json_schema": (HONOURED, SCHEMA),
+    "grammar": (HONOURED, 'root ::= "x"'), "stop": (HONOURED, ["x"]), "cache_prompt": (HONOURED, False),
+    "t_max_predict_ms": (HONOURED, 5000), "image_data": (REFUSED, [{"data": "x", "id": 1}]),
+    "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]), "mirostat": (REFUSED, 2),
+    "samplers": (NAMED, ["top_k"]), "return_tokens": (NAMED, True), "response_fields": (NAMED, ["content"]),
+    "min_keep": (NAMED, 1), "id_slot": (NO_EFFECT, 0), "n_keep": (NO_EFFECT, 5), "n_discard": (NO_EFFECT, 0),
+    "n_indent": (NO_EFFECT, 0), "timings_per_token": (NO_EFFECT, True), "return_progress": (NO_EFFECT, True),
+    "t_max_prompt_ms": (NO_EFFECT, 500),
+}  # fmt: skip
+DIALECTS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]]]] = {
+    "/v1/chat/completions": ({"messages": HI}, CHAT),
+    "/v1/completions": ({"prompt": "ab"}, TEXT),
+    "/v1/responses": ({"input": "hi"}, RESPONSES),
+    "/v1/messages": ({"messages": HI, "max_tokens": 9}, MESSAGES),
+    "/api/chat": ({"messages": HI, "stream": False}, OLLAMA_CHAT),
+    "/api/generate": ({"prompt": "ab", "stream": False}, OLLAMA_GENERATE),
+    "/completion": ({"prompt": "ab"}, LLAMACPP),
+}
+ROWS = [(path, field, *row) for path, (_, table) in DIALECTS.items() for field, row in table.items()]
+
+
+@pytest.fixture(scope="module")
+def http():
+    engine = ScriptedEngine(fim_tokens={"pre": 200, "suf": 201, "mid": 202}, bos_token=BOS)
+    with (
+        running_server([ServedModel("tiny", engine)]) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(("path", "field", "fate", "value"), ROWS, ids=[f"{r[0]} {r[1]} {r[2]}" for r in ROWS])
+def test_what_becomes_of_it(http: httpx.Client, path: str, field: str, fate: str, value: Any) -> None:
+    reply = http.post(path, json={**DIALECTS[path][0], field: value})
+    if fate == REFUSED:
+        assert reply.status_code in (400, 404), reply.text
+        assert field.rstrip("s") in reply.text or "resp_x" in reply.text
+        return
+    assert reply.status_code == 200, reply.text
+    ignored = [name.split(".")[0] for name in reply.headers.get("x-localllm-ignored", "").split(",") if name]
+    named = "reasoning_effort" if field == "reasoning" else field
+    assert (named in ignored) if fate == NAMED else not ignored, ignored
+
+
+def test_a_schema_in_anthropics_dialect_reaches_the_engine() -> None:
+    engine = ScriptedEngine(["{}"])
+    with running_server({"tiny": engine}) as running:
+        body = {**DIALECTS["/v1/messages"][0], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+        reply = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
+        assert reply.status_code == 200
+        assert engine.requests[-1].grammar == ("json_schema", '{"type": "object"}')
+        body["output_config"] = {"format": {"type": "yaml"}}
+        reply = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
+        assert (reply.status_code, "json_schema" in reply.text) == (400, True)

@@ -1,0 +1,61 @@
+"""Clients that mean harm by being slow: what a connection may hold open, and for how long."""
+
+from __future__ import annotations
+
+import socket
+
+import httpx
+import pytest
+
+from localllm.server import run as server_run
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+
+def _read_health(s: socket.socket) -> None:
+    said = b""
+    while not said.endswith(b"}"):
+        said += s.recv(1000)
+    assert b" 200 " in said
+
+
+def test_headers_that_trickle_behind_a_first_request_are_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_run, "_HEADER_TIMEOUT_S", 0.3)
+    with (
+        running_server({"tiny": ScriptedEngine()}) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as s,
+    ):
+        s.settimeout(5)
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        _read_health(s)
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+        assert s.recv(1000) == b""
+
+
+def test_a_connection_may_rest_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_run, "_HEADER_TIMEOUT_S", 0.3)
+    with (
+        running_server({"tiny": ScriptedEngine()}) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as s,
+    ):
+        for _ in range(2):
+            s.settimeout(5)
+            s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            _read_health(s)
+            s.settimeout(0.6)
+            with pytest.raises(TimeoutError):
+                s.recv(1)  # nothing, and not closed
+
+
+def test_many_that_hold_their_connections_open_keep_nobody_out() -> None:
+    held: list[socket.socket] = []
+    with running_server({"tiny": ScriptedEngine()}) as server:
+        try:
+            for _ in range(200):
+                s = socket.create_connection(("127.0.0.1", server.port))
+                s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: b")
+                held.append(s)
+            assert httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
+        finally:
+            for s in held:
+                s.close()

@@ -1,0 +1,142 @@
+"""Other people's clients against the server on SmolLM2: whatever it writes, the protocol holds and nothing hangs.
+
+`openai` is always there. The others are run where their package is installed, and skipped by name where it is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm_backends.contract import LoadSpec
+from support.http_server import Running, running_server
+
+HI = [{"role": "user", "content": "Say hi."}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS}}
+
+
+class Form(pydantic.BaseModel):
+    """What the structured answers must be."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    grade: int = pydantic.Field(ge=0, le=9)
+    good: bool
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path) -> Iterator[Running]:
+    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=2)))
+    with running_server({"smollm2": supervisor}) as running:
+        yield running
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pytest.skip(f"the client {name!r} is not installed")
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as c:
+        yield c
+
+
+def test_openai_stream_helper_builds_a_tool_call(client: openai.OpenAI) -> None:
+    ask: Any = {"messages": HI, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
+    with client.chat.completions.stream(model="smollm2", **ask) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+
+
+def test_openai_parses_structured_answers(client: openai.OpenAI) -> None:
+    ask: Any = {"model": "smollm2", "messages": HI, "max_tokens": 60}
+    assert isinstance(client.chat.completions.parse(**ask, response_format=Form).choices[0].message.parsed, Form)
+    reply = client.responses.parse(model="smollm2", input="Hi", text_format=Form, max_output_tokens=60)
+    assert isinstance(reply.output_parsed, Form)
+
+
+def test_openai_responses_stream_and_go_on(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="smollm2", input="Say hi.", max_output_tokens=8) as stream:
+        events = list(stream)
+    assert events[0].type == "response.created"
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    first = events[-1].response
+    ask: Any = {"model": "smollm2", "input": "Again.", "max_output_tokens": 4}
+    second = client.responses.create(**ask, previous_response_id=first.id)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
+
+
+def test_openai_responses_call_a_function(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
+    ask: Any = {"model": "smollm2", "input": "Weather?", "max_output_tokens": 60}
+    (call,) = client.responses.create(**ask, tools=[tool], tool_choice="required").output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"city"}
+
+
+def test_ollama(server: Running) -> None:
+    client = _package("ollama").Client(host=server.url)
+    assert client.list().models[0].model == "smollm2"
+    assert "completion" in client.show("smollm2").capabilities
+    few = {"num_predict": 8, "num_ctx": 99999}
+    assert client.chat(model="smollm2", messages=HI, options=few).done
+    assert "".join(c.message.content for c in client.chat(model="smollm2", messages=HI, stream=True, options=few))
+    said = client.chat(model="smollm2", messages=HI, format=Form.model_json_schema(), options={"num_predict": 60})
+    Form.model_validate_json(said.message.content)
+    assert client.generate(model="smollm2", prompt="Hi", options=few).response
+
+
+def test_anthropic(server: Running) -> None:
+    client = _package("anthropic").Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    assert client.messages.create(model="smollm2", max_tokens=8, messages=HI).content[0].text
+    tool = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
+    ask = {"model": "smollm2", "max_tokens": 60, "messages": HI, "tools": [tool]}
+    with client.messages.stream(**ask, tool_choice={"type": "tool", "name": "get_weather"}) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_reason, set(final.content[0].input)) == ("tool_use", {"city"})
+    assert client.messages.count_tokens(model="smollm2", messages=HI).input_tokens > 0
+
+
+def test_litellm(server: Running) -> None:
+    litellm = _package("litellm")
+    ask: dict[str, Any] = {"messages": HI, "max_tokens": 60, "api_key": "none"}
+    openai_way = {"model": "openai/smollm2", "api_base": server.url + "/v1", **ask}
+    assert litellm.completion(**openai_way).choices[0].message.content
+    assert list(litellm.completion(**openai_way, stream=True))
+    (call,) = litellm.completion(**openai_way, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    assert litellm.completion(model="ollama_chat/smollm2", api_base=server.url, **ask).choices[0].message.content
+
+
+def test_langchain(server: Running) -> None:
+    chat = _package("langchain_openai").ChatOpenAI(
+        base_url=server.url + "/v1", api_key="none", model="smollm2", max_tokens=60
+    )
+    assert chat.invoke("Say hi").content
+    assert "".join(c.content for c in chat.stream("Say hi"))
+    (call,) = chat.bind_tools([TOOL], tool_choice="any").invoke("weather").tool_calls
+    assert set(call["args"]) == {"city"}
+    assert isinstance(chat.with_structured_output(Form).invoke("x"), Form)

@@ -1,0 +1,91 @@
+"""The Unix socket: only its owner can open it, a dead one is replaced, a live one is not, and health answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localllm.cli.serve import listening
+from localllm.errors import PortInUseError, UsageError
+from localllm.server.app import create_app
+from localllm.server.router import ModelRouter
+from localllm.server.run import bind_unix, serve_on
+from localllm.server.settings import ServerSettings
+from support.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Short: a socket's path may have about a hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="ll") as folder:
+        yield Path(folder) / "s.sock"
+
+
+def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(path: Path) -> None:
+    settings = ServerSettings.secure(unix_socket=str(path))
+    assert settings.api_key is None  # the file's mode is the key
+
+    async def story() -> None:
+        with listening(settings) as (sock, address):
+            assert str(path) in address
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=settings)
+            server = asyncio.create_task(serve_on(app, sock, quiet=True))
+            transport = httpx.AsyncHTTPTransport(uds=str(path))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localllm") as client:
+                assert (await client.get("/health")).json() == {"status": "ok"}
+                body = {"messages": [{"role": "user", "content": "hi"}]}
+                reply = await client.post("/v1/chat/completions", json=body)
+                assert reply.json()["choices"][0]["message"]["content"] == "Hello world!"
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+        assert not path.exists()
+
+    asyncio.run(story())
+
+
+def test_a_foreign_origin_is_refused_there_too(path: Path) -> None:
+    async def story() -> None:
+        app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=ServerSettings.secure(unix_socket=str(path)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            assert (await client.get("/health", headers={"origin": "https://evil.example"})).status_code == 403
+
+    asyncio.run(story())
+
+
+def test_a_dead_socket_is_replaced_and_a_live_one_is_not(path: Path) -> None:
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    with bind_unix(path):
+        with pytest.raises(PortInUseError):
+            bind_unix(path)
+        assert path.exists()
+
+
+def test_what_is_no_socket_is_left_alone(path: Path) -> None:
+    path.write_text("a letter")
+    with pytest.raises(UsageError, match="not a socket"):
+        bind_unix(path)
+    assert path.read_text() == "a letter"
+
+
+@pytest.mark.parametrize("name", ["missing/s.sock", "x" * 200])
+def test_a_path_that_cannot_be_one_says_why(path: Path, name: str) -> None:
+    before = os.umask(0o022)
+    os.umask(before)
+    with pytest.raises(UsageError, match="can't listen on the socket"):
+        bind_unix(path.parent / name)
+    after = os.umask(before)
+    assert after == before
