@@ -12,7 +12,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Totals only ever grow; everything else is a gauge.
 _COUNTERS = {
     "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
-    "steps", "busy_s",
+    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
+    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
 }  # fmt: skip
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 

@@ -65,6 +65,7 @@ numbers = st.builds(
     used=st.integers(0, 10**7),
     n_ctx=st.none() | st.integers(1, 10**7),
     cached=st.none() | st.integers(0, 10**7),
+    drafted_share=st.none() | st.floats(0, 1),
 )
 
 
@@ -81,6 +82,14 @@ def test_the_status_line_at_80_and_160_columns() -> None:
     narrow = status_text(n, 76)
     for fact in ("smollm2-135", "61.2 tok/s", "ctx 1,530/2,048", "█████░░░", "TTFT 0.31 s", "cached 512"):
         assert fact in narrow
+
+
+def test_the_status_line_says_what_drafting_saved() -> None:
+    meter = Meter()
+    meter.usage = Usage(10, 40, 0, 30, 6)
+    assert "drafted 75%" in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
+    meter.usage = Usage(10, 40, 0, 0, 6)
+    assert "drafted" not in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
 
 
 @given(st.text(), st.integers(1, 30))

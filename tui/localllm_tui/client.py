@@ -32,11 +32,14 @@ class ServerUnreachableError(LocalLLMError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again."""
+    """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again;
+    drafted tokens were guessed ahead, rightly or wrongly."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    drafts_right: int = 0
+    drafts_wrong: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +222,13 @@ def _comment(comment: str) -> StreamEvent | None:
 
 def _usage(usage: Mapping[str, Any]) -> Usage:
     details = usage.get("prompt_tokens_details") or {}
+    drafts = usage.get("completion_tokens_details") or {}
     return Usage(
         int(usage.get("prompt_tokens") or 0),
         int(usage.get("completion_tokens") or 0),
         int(details.get("cached_tokens") or 0),
+        int(drafts.get("accepted_prediction_tokens") or 0),
+        int(drafts.get("rejected_prediction_tokens") or 0),
     )
 
 

@@ -70,6 +70,9 @@ class Meter:
             meta |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
             if self.usage:
                 meta["cached_tokens"] = usage.cached
+                if usage.drafts_right:
+                    # The share of the answer that came from right guesses: what drafting saved.
+                    meta["drafted_share"] = round(usage.drafts_right / max(usage.completion, 1), 3)
         return meta
 
 
@@ -83,11 +86,14 @@ class Numbers:
     used: int = 0
     n_ctx: int | None = None
     cached: int | None = None
+    drafted_share: float | None = None
 
     @classmethod
     def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> Numbers:
         """From an answer's `meta`."""
-        return cls(model, meta.get("tok_s"), meta.get("ttft_s"), used, n_ctx, meta.get("cached_tokens"))
+        return cls(
+            model, meta.get("tok_s"), meta.get("ttft_s"), used, n_ctx, meta.get("cached_tokens"), meta.get("drafted_share")
+        )
 
 
 def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
@@ -126,6 +132,8 @@ def _parts(n: Numbers, words: bool) -> list[str]:
         parts.append(f"{'first token' if words else 'TTFT'} {_seconds(n.ttft_s)}")
     if n.cached is not None:
         parts.append(f"{'cached tokens' if words else 'cached'} {n.cached:,}")
+    if n.drafted_share:
+        parts.append(f"drafted {100 * n.drafted_share:.0f}%")
     return parts
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Until it is measured, a further row is taken to cost this part of a whole step: a compute-bound machine.
 _UNMEASURED_ROW = 0.7
+_LEAST_ROW = 0.01
 _SCALE_RATE = 0.15
 _SHAPE_RATE = 0.15
 # One slow step (somebody else's burst) must not turn drafting off: a step counts as at most this far off.
@@ -55,7 +56,9 @@ class StepCost:
                 a, b = measured[high - 1], measured[high]
                 part = (n - a) / (b - a)
                 seconds = seconds_by_rows[a] * (1 - part) + seconds_by_rows[b] * part
-            self._shape[i] = max(seconds / self._scale_s, 1e-3)
+            # A further row is never free, whatever a noisy probe says.
+            least = self._shape[i - 1] + _LEAST_ROW * (n - KNOTS[i - 1]) if i else 1.0
+            self._shape[i] = max(seconds / self._scale_s, least)
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a step over `rows` tokens (1.0 × rows' shape while nothing is measured)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,12 +111,15 @@ def test_one_burst_of_somebody_else_does_not_unlearn() -> None:
 
 
 @given(st.dictionaries(st.sampled_from([2, 4, 8, 16, 32]), st.floats(1e-3, 1.0), min_size=1))
-def test_a_probe_is_reproduced(measured: dict[int, float]) -> None:
+def test_a_plausible_probe_is_reproduced_and_no_row_is_ever_free(measured: dict[int, float]) -> None:
     measured[1] = 1e-3
     cost = StepCost()
     cost.set(measured)
-    for rows, seconds in measured.items():
-        assert cost.seconds(rows) == pytest.approx(seconds, rel=1e-6)
+    rows = sorted(measured)
+    if all(measured[b] >= measured[a] + 1e-5 * (b - a) for a, b in itertools.pairwise(rows)):
+        for n in rows:
+            assert cost.seconds(n) == pytest.approx(measured[n], rel=1e-6)
+    assert all(cost.seconds(b) > cost.seconds(a) for a, b in itertools.pairwise(KNOTS))
 
 
 def test_hit_rates_react_within_a_few_tokens() -> None:
