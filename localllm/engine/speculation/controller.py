@@ -22,6 +22,18 @@ _WORTH = 1.03
 _FLOOR = 0.99
 
 
+def _around(rows: int) -> tuple[int, int, float]:
+    """The knots on both sides of `rows` and how far it is from the first to the second (0 … 1)."""
+    high = bisect_left(KNOTS, max(rows, 1))
+    if KNOTS[high] == max(rows, 1):
+        return high, high, 0.0
+    return high - 1, high, (rows - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1])
+
+
+# Looked up some dozens of times per step.
+_AROUND = [_around(rows) for rows in range(KNOTS[-1] + 1)]
+
+
 class StepCost:
     """Seconds of a decode step by the rows (tokens, over all sequences) it verifies.
 
@@ -65,17 +77,10 @@ class StepCost:
         return (self._scale_s or 1.0) * self._shape_of(rows)
 
     def _shape_of(self, rows: int) -> float:
-        low, high, part = self._around(rows)
-        shape = self._shape[low] * (1 - part) + self._shape[high] * part
-        return shape * (rows / KNOTS[-1] if rows > KNOTS[-1] else 1.0)
-
-    def _around(self, rows: int) -> tuple[int, int, float]:
-        rows = max(1, min(rows, KNOTS[-1]))
-        high = bisect_left(KNOTS, rows)
-        if KNOTS[high] == rows:
-            return high, high, 0.0
-        low = high - 1
-        return low, high, (rows - KNOTS[low]) / (KNOTS[high] - KNOTS[low])
+        if rows > KNOTS[-1]:
+            return self._shape[-1] * rows / KNOTS[-1]
+        low, high, part = _AROUND[rows]
+        return self._shape[low] * (1 - part) + self._shape[high] * part
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pure decode step over `rows` tokens took `seconds`."""
@@ -87,7 +92,7 @@ class StepCost:
         off = math.log(seconds / self.seconds(rows))
         off = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
         self._scale_s *= math.exp(_SCALE_RATE * off)
-        low, high, part = self._around(rows)
+        low, high, part = _AROUND[min(rows, KNOTS[-1])]
         for i, weight in ((low, 1 - part), (high, part)):
             if i and weight:
                 self._shape[i] *= math.exp(_SHAPE_RATE * weight * off)
@@ -119,11 +124,12 @@ def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float]) -> 
     plain = cost(n)
     best, best_score = none, n * math.log(_WORTH)
     gain = 0.0
+    dear = any(c.token_s for c in candidates)
     for k, (s, i) in enumerate(ranked, start=1):
         gain += math.log1p(s / expected[i])
         expected[i] += s
         lengths[i] += 1
-        drafting = max(c.token_s * g for c, g in zip(candidates, lengths, strict=True))
+        drafting = max(c.token_s * g for c, g in zip(candidates, lengths, strict=True)) if dear else 0.0
         slower = (cost(n + k) + drafting) / plain
         score = gain - n * math.log(slower)
         if score > best_score and min(expected) >= _FLOOR * slower:
