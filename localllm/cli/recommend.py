@@ -77,7 +77,11 @@ def recommend(
     if model is not None:
         one = find_model(model, catalog)
         plans = planner.variants_of(machine, one, workload, overrides=overrides)
-        _show_model(one, plans, machine, workload, explain=explain, as_json=as_json)
+        best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
+        if best is not None:
+            plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
+            plans = [best if p is plain else p for p in plans]
+        _show_model(one, plans, best, machine, workload, explain=explain, as_json=as_json)
         return
     answer = planner.recommend(machine, catalog.models, workload, overrides=overrides, limit=0 if everything else 8)
     if plot:
@@ -172,7 +176,14 @@ def find_model(reference: str, catalog: Catalog) -> Model:
 
 
 def _show_model(
-    model: Model, plans: list[Plan], device: Device, workload: Workload, *, explain: bool, as_json: bool
+    model: Model,
+    plans: list[Plan],
+    best: Plan | None,
+    device: Device,
+    workload: Workload,
+    *,
+    explain: bool,
+    as_json: bool,
 ) -> None:
     from localllm.cli import recommend_view as view
     from localllm.errors import ModelNotFoundError
@@ -186,11 +197,12 @@ def _show_model(
         view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
         return
     view.out(view.model_table(model, plans, device))
+    if best is not None:
+        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
     if explain:
         from localllm.planner.explain import explain as lines
 
-        fitting = [p for p in plans if p.fits != "no"] or plans
-        view.out(["", *lines(max(fitting, key=lambda p: p.score), device)])
+        view.out(["", *lines(best or plans[0], device)])
 
 
 def _plot(device: Device, plans: list[Plan], file: str | None) -> None:

@@ -95,7 +95,11 @@ def table(answer: Recommendation, device: Device, *, everything: bool = False) -
             lines.append(_row(str(i), plan))
             reason = f"{plan.n_ctx // 1024}k {plan.kv_type} context; {plan.why}"
             lines += textwrap.wrap(reason, WIDTH - 4, initial_indent="    ", subsequent_indent="    ")
-        lines += ["", *_footnotes(answer.plans, need.prompt_tokens)]
+        lines += [
+            "",
+            *_footnotes(answer.plans, device, need.prompt_tokens),
+            *further(answer.plans[0], "about the first:"),
+        ]
     hidden = [r for r in answer.rejected if everything or r.kind in ("memory", "speed", "context")]
     if hidden:
         lines += ["", "Not offered:"]
@@ -108,13 +112,23 @@ def table(answer: Recommendation, device: Device, *, everything: bool = False) -
     return lines
 
 
-def _footnotes(plans: Sequence[Plan], prompt_tokens: int) -> list[str]:
+def further(plan: Plan, title: str) -> list[str]:
+    """The plan's further reasons under a title: how far its context goes, the other engine, drafting."""
+    lines = [title] if plan.reasons else []
+    for reason in plan.reasons:
+        lines += textwrap.wrap(reason, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int) -> list[str]:
     bases = list(dict.fromkeys(p.decode_tok_s.basis for p in plans))
     notes = [f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}"]
     if any(p.backend == "mlx" for p in plans):
         notes.append("* runs on MLX; the others on llama.cpp")
     notes += textwrap.wrap("speeds from " + "; ".join(bases[:3]), WIDTH, subsequent_indent="  ")
-    notes += ["run one:", f"  localllm pull {plans[0].model.id}:{plans[0].variant.quant}", "  localllm chat"]
+    if not device.simulated:
+        reference = f"{plans[0].model.id}:{plans[0].variant.quant}"
+        notes += ["run the first:", f"  localllm pull {reference}", f"  localllm chat -m {reference}"]
     return notes
 
 
@@ -134,7 +148,7 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device) -> list[str
     lines += [
         "",
         f"memory at {first.n_ctx:,} tokens of context; each further 1,024 tokens cost:",
-        *(f"  {kind:9} {cost / 2**20:8.2f} MiB" for kind, cost in _slopes(model, device)),
+        *(f"  {kind:9} {cost / 2**20:8.2f} MiB" for kind, cost in _slopes(model)),
         "longest: the context that still fits; tok/s: 80 % range, context nearly empty",
         *textwrap.wrap("speeds from " + first.decode_tok_s.basis, WIDTH, subsequent_indent="  "),
     ]
@@ -143,7 +157,7 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device) -> list[str
     return lines
 
 
-def _slopes(model: Model, device: Device) -> list[tuple[str, int]]:
+def _slopes(model: Model) -> list[tuple[str, int]]:
     from localllm.planner import memory
 
     kinds = ("f16", "q8_0", "q4_0")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
 from localllm.device.types import Device
 from localllm.planner import families, memory, quality, speed
 from localllm.planner.facts import facts
@@ -9,6 +12,7 @@ from localllm.planner.types import Plan, Range
 from localllm_catalog.types import Model
 
 _MIB = 2**20
+_WIDTH = 80
 
 
 def _mib(n_bytes: float) -> str:
@@ -54,7 +58,8 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     ]
     if need.recurrent_bytes:
         lines.append(f"  state        {_mib(need.recurrent_bytes):>14}   float32, one per sequence")
-    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.n_ubatch}, flash attention on")
+    how = "a step's activations, logits, buffers kept for reuse" if plan.backend == "mlx" else "flash attention on"
+    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.n_ubatch}, {how}")
     if need.overhead_bytes:
         lines.append(f"  runtime      {_mib(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
@@ -134,17 +139,29 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def explain(plan: Plan, device: Device) -> list[str]:
-    """Every number of `plan` with how it comes about, as lines of text (at most 110 columns)."""
+    """Every number of `plan` with how it comes about, as lines of text (at most 80 columns)."""
     rating = quality.rate(plan.model)
     lost = quality.format_cost(plan.model, plan.variant)
-    return [
+    lines = [
         f"{plan.model.name} {plan.variant.quant} on {device.name}",
         *_memory_lines(plan, device),
         *_decode_lines(plan, device),
         *_prompt_lines(plan, device),
         "quality",
         f"  rating       {rating.points:>10.1f} ± {rating.spread:.1f}   {rating.basis}",
-        f"  format       {-lost:>10.1f}   {plan.variant.quant}",
-        f"  KV type      {-quality.kv_cost(plan.kv_type):>10.1f}   {plan.kv_type}",
+        f"  format       {0.0 - lost:>10.1f}   {plan.variant.quant}",
+        f"  KV type      {0.0 - quality.kv_cost(plan.kv_type):>10.1f}   {plan.kv_type}",
         f"  rank score   {plan.score:>10.1f}",
     ]
+    if plan.reasons:
+        lines += ["further", *(f"  {reason}" for reason in plan.reasons)]
+    return [part for line in lines for part in _folded(line)]
+
+
+def _folded(line: str) -> list[str]:
+    """`line` within 80 columns: what does not fit goes on under its last column (after "MiB   ", "tok/s   " …)."""
+    if len(line) <= _WIDTH:
+        return [line]
+    head = re.match(r" *\S.*?\S {3,}(?=\S)(?:.{0,20}?\S {3}(?=\S))?", line)
+    at = head.end() if head is not None and head.end() <= _WIDTH // 2 else 4
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * at, drop_whitespace=True, break_on_hyphens=False)

@@ -25,8 +25,12 @@ DEFAULT_UBATCH = 512
 CPU_UBATCH = 128
 _F32 = 4
 _F16 = 2
-# MLX evaluates prompts 2,048 tokens at a time (mlx_lm/generate.py, prefill_step_size) on 16-bit activations.
-_MLX_PREFILL_STEP = 2048
+# mx.quantize stores a 16-bit scale and a 16-bit bias beside each group of 64 values, or of 32 where 64 does not divide.
+_MLX_KV_BITS = {"q8_0": 8, "q4_0": 4}
+_MLX_GROUPS = (64, 32)
+_MLX_GROUP_EXTRA_BYTES = 4
+# Freed buffers our MLX backend lets MLX keep (localllm_backends/mlx/memory.py).
+_MLX_REUSE_BYTES = 512 * MIB
 # An image encoder's own compute buffer: no closed form is published; Ollama reserves this much beside the mmproj file.
 _MMPROJ_COMPUTE_BYTES = 1024 * MIB
 
@@ -85,8 +89,11 @@ def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
 
 
-def kv_type_allowed(model: Model, kv_type: str) -> bool:
-    """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others)."""
+def kv_type_allowed(model: Model, kv_type: str, backend: str = "llamacpp") -> bool:
+    """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others); MLX, heads of whole groups and no
+    sliding windows (mlx-lm's rotating cache has no quantised form)."""
+    if backend == "mlx":
+        return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
     if kv_type in ("f32", "f16", "bf16"):
         return True
     return all(width % 32 == 0 for layer, _ in facts(model).groups for width in _kv_widths(layer))
@@ -248,7 +255,7 @@ def need(
     the figures are those of a CPU.
     """
     if backend == "mlx":
-        return _need_mlx(model, variant, n_ctx, kv_type_k, slots, device, draft, prefix_cache_bytes)
+        return _need_mlx(model, variant, n_ctx, kv_type_k, slots, n_ubatch, device, draft, prefix_cache_bytes)
     placed = place_weights(model, variant, device, n_gpu_layers)
     discrete = device is not None and device.kind == "discrete"
     kv = kv_bytes(model, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
@@ -289,6 +296,25 @@ def _draft_bytes(
     return small.total_bytes - small.overhead_bytes
 
 
+def _mlx_group(model: Model) -> int:
+    """The quantisation group that divides every head of a cache MLX can quantise; 0 where it can't."""
+    if any(layer.kind == "sliding" for layer, _ in facts(model).groups):
+        return 0
+    widths: set[int] = set()
+    for layer, _ in facts(model).groups:
+        if layer.kind == "mla":
+            widths |= {layer.mla_rank, layer.mla_rope_dim}
+        elif layer.kind == "full" and not layer.shares_kv:
+            widths |= {layer.head_dim_k, layer.head_dim_v}
+    return next((g for g in _MLX_GROUPS if widths and all(w % g == 0 for w in widths)), 0)
+
+
+def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
+    """Bytes one cached element takes in MLX: 2 in the model's own 16-bit type, else its bits and its group's share."""
+    bits, group = _MLX_KV_BITS.get(kv_type, 0), _mlx_group(model)
+    return Fraction(bits, 8) + Fraction(_MLX_GROUP_EXTRA_BYTES, group) if bits and group else Fraction(_F16)
+
+
 def mlx_kv_bytes(model: Model, n_ctx: int, *, kv_type: str = "f16", slots: int = 1) -> int:
     """mlx-lm's caches when `slots` sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
     elements = 0
@@ -297,7 +323,15 @@ def mlx_kv_bytes(model: Model, n_ctx: int, *, kv_type: str = "f16", slots: int =
             continue
         cells = pad(n_ctx) if layer.kind != "sliding" or not layer.window else min(pad(n_ctx), layer.window * slots)
         elements += count * cells * sum(_kv_widths(layer))
-    return int(elements * quants.kv_element_bytes(kv_type))
+    return int(elements * mlx_element_bytes(model, kv_type))
+
+
+def mlx_step_bytes(model: Model, n_ubatch: int, slots: int) -> int:
+    """What MLX holds while it computes a step, in bytes: 16-bit activations of `n_ubatch` tokens, each sequence's logits,
+    and the freed buffers it keeps for reuse. There is no buffer planned ahead, and no attention mask grows with the context.
+    """
+    activations = compute_bytes(model, CONTEXT_STEP, n_ubatch=n_ubatch, n_outputs=1) // 2
+    return activations + output_bytes(model, slots) // 2 + _MLX_REUSE_BYTES
 
 
 def _need_mlx(
@@ -306,21 +340,21 @@ def _need_mlx(
     n_ctx: int,
     kv_type: str,
     slots: int,
+    n_ubatch: int,
     device: Device | None,
     draft: tuple[Model, Variant] | None,
     prefix_cache_bytes: int,
 ) -> MemoryNeed:
-    compute = compute_bytes(model, CONTEXT_STEP, n_ubatch=_MLX_PREFILL_STEP, n_outputs=1) // 2
     drafted = 0
     if draft is not None:
-        small = _need_mlx(draft[0], draft[1], n_ctx, "f16", slots, device, None, 0)
-        drafted = small.total_bytes - small.overhead_bytes
+        small, files = draft
+        drafted = weights_bytes(files) + mlx_kv_bytes(small, n_ctx, slots=slots) + recurrent_bytes(small, slots=slots)
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, n_ctx, kv_type=kv_type, slots=slots),
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
         recurrent_bytes=recurrent_bytes(model, slots=slots),
-        compute_bytes=compute + output_bytes(model, slots) // 2,
+        compute_bytes=mlx_step_bytes(model, n_ubatch, slots),
         overhead_bytes=overhead_bytes(device) + prefix_cache_bytes,
         draft_bytes=drafted,
         limit_bytes=device.memory.limit_bytes if device is not None else 0,

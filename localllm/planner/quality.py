@@ -90,5 +90,5 @@ def format_cost(model: Model, variant: Variant) -> float:
 
 def kv_cost(kv_type: str) -> float:
     """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507 (66.53 f16, 66.26 q8_0, 63.70 q4_0)."""
-    known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "mlx-8bit": 0.15, "q4_0": 1.6, "mlx-4bit": 1.6}
+    known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
     return known.get(kv_type, 0.6)

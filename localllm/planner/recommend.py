@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import memory, needs, quality, speed, why
+from localllm.planner import drafting, engines, memory, needs, quality, speed, why
 from localllm.planner.facts import facts
 from localllm.planner.needs import Need
 from localllm.planner.speed import Measured
@@ -21,12 +21,14 @@ from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
 _PER_FAMILY = 2
+_MOST_LOST_POINTS = 3.0
 # Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
 _DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
 # A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
 _TIGHT_SHARE = 0.93
-_KV_TYPES: dict[str, tuple[str, ...]] = {"llamacpp": ("f16", "q8_0", "q4_0"), "mlx": ("f16", "mlx-8bit", "mlx-4bit")}
+# In the contract's words, which both backends know: for MLX they mean 8 and 4 bits in its own groups.
+_KV_TYPES = ("f16", "q8_0", "q4_0")
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
 
@@ -165,8 +167,8 @@ def _settle(
     overrides: Overrides,
 ) -> tuple[str, MemoryNeed, Fits, int]:
     """(KV type, memory, verdict, GPU layers): the first that fits whole, else split over two memories, else not."""
-    wanted = (overrides.kv_type,) if overrides.kv_type else _KV_TYPES[backend_for(variant)]
-    kinds = tuple(k for k in wanted if memory.kv_type_allowed(model, k)) or ("f16",)
+    wanted = (overrides.kv_type,) if overrides.kv_type else _KV_TYPES
+    kinds = tuple(k for k in wanted if memory.kv_type_allowed(model, k, backend_for(variant))) or ("f16",)
 
     def with_kv(kv_type: str, layers: int = -1) -> MemoryNeed:
         return memory_for(
@@ -335,7 +337,7 @@ def recommend(
         else:
             picks.append(plan)
     rejected.sort(key=lambda r: (-quality.rate(r.model).points, r.model.id))
-    detailed = [detailed_plan(device, plan, everything) for plan in why.explained(picks, need)]
+    detailed = [detailed_plan(device, plan, everything, workload, overrides) for plan in why.explained(picks, need)]
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
@@ -350,17 +352,37 @@ def _not_shown(device: Device, plan: Plan, workload: Workload, overrides: Overri
     return Rejected(plan.model, plan.variant, "fits, and ranks below the ones shown", "ranking")
 
 
-def detailed_plan(device: Device, plan: Plan, models: Sequence[Model]) -> Plan:
-    """`plan` with its longest context, and further reasons: the cliff, and a draft model where one would pay."""
+def detailed_plan(
+    device: Device, plan: Plan, models: Sequence[Model], workload: Workload, overrides: Overrides = Overrides()
+) -> Plan:
+    """`plan` with its longest context, and further reasons: the cliff, how the other engine would do, and a draft model
+    where one would pay."""
     longest = max_context(device, plan)
     reasons = [
         f"up to {longest:,} tokens of context fit; each further 1,024 cost {plan.kv_bytes_per_1k / 2**20:.1f} MiB"
     ]
+    other = _other_engine(device, plan, workload, overrides)
+    if other is not None:
+        reasons.append(engines.compare(device, plan, other))
     draft = _draft_for(device, plan, models)
     if draft is not None:
         name, gain, extra = draft
-        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast on predictable text, {why.gb(extra)} more")
+        assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
+        reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {why.gb(extra)} more")
+    edits = drafting.edit_sentence(device, plan)
+    if edits is not None:
+        reasons.append(edits)
     return replace(plan, max_ctx=longest, reasons=tuple(reasons))
+
+
+def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Plan | None:
+    """The plan of the same model in files of about the same size on the machine's other engine, if it fits."""
+    others = [v for v in _candidates(device, plan.model, overrides) if backend_for(v) != plan.backend]
+    variant = engines.nearest_of_other(plan, others)
+    if variant is None:
+        return None
+    other = plan_for(device, plan.model, variant, workload, overrides=overrides)
+    return other if other.fits != "no" else None
 
 
 _DRAFT_PAYS = 1.25
@@ -402,21 +424,23 @@ def _best_of(
         reason = f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
         return Rejected(model, smallest, reason, "context")
     pool = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
-    plans = [
-        plan_for(device, model, variant, workload, overrides=overrides, models=models)
-        for variant in variants
-        if variant.file_bytes <= pool
-    ]
-    fitting = [p for p in plans if p.fits != "no"]
+    small_enough = [v for v in variants if v.file_bytes <= pool]
+    # More than 3 points lost to the format: the next smaller model is the better use of the memory.
+    sound = [v for v in small_enough if quality.format_cost(model, v) <= _MOST_LOST_POINTS]
+    poor = [v for v in small_enough if v not in sound]
+    fitting: list[Plan] = []
+    for group in (sound, poor):
+        plans = [plan_for(device, model, v, workload, overrides=overrides, models=models) for v in group]
+        fitting = [p for p in plans if p.fits != "no"]
+        if fitting:
+            break
     if not fitting:
         shown = _typical(variants)
         needed = plan_for(device, model, shown, workload, overrides=overrides)
         return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
-    # More than 3 points lost to the format: the next smaller model is the better use of the memory.
-    sound = [p for p in fitting if quality.format_cost(model, p.variant) <= 3.0] or fitting
-    fast = [p for p in sound if not too_slow(p, need)]
+    fast = [p for p in fitting if not too_slow(p, need)]
     if not fast:
-        quickest = max(sound, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
+        quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
     return max(fast, key=lambda p: (p.score, -p.memory.total_bytes, p.variant.quant))
 
@@ -434,10 +458,8 @@ def _typical(variants: Sequence[Variant]) -> Variant:
 def variants_of(device: Device, model: Model, workload: Workload, *, overrides: Overrides = Overrides()) -> list[Plan]:
     """Every variant of one model that this machine's engines can read, whether or not it fits, smallest file first."""
     plans = [plan_for(device, model, v, workload, overrides=overrides) for v in _candidates(device, model, overrides)]
-    plans = [
-        replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, needs.need_of(workload)))
-        for p in plans
-    ]
+    need = needs.need_of(workload)
+    plans = [replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need)) for p in plans]
     return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
 
 

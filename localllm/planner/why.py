@@ -59,12 +59,17 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     fastest = max(picks, key=lambda p: p.decode_tok_s.value)
     smallest = min(picks, key=lambda p: p.memory.total_bytes)
     best_quality = max(picks, key=lambda p: p.quality or 0.0)
-    return [replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need)) for p in picks]
+    # What is true of every pick is said once, with the first.
+    all_slow = len(picks) > 1 and fastest.decode_tok_s.value < need.good_tok_s
+    return [replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow)) for p in picks]
 
 
-def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
+def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool) -> str:
     praise = _praise(plan, first, fastest, smallest, best, need)
-    trade = _trade(plan, first, need)
+    if all_slow and plan is first:
+        trade = f"all of these are slower than the {need.good_tok_s:g} tok/s that feel good"
+    else:
+        trade = _trade(plan, first, need, all_slow)
     return f"{praise}; {trade}" if trade else praise
 
 
@@ -92,8 +97,8 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
     return "next in rank"
 
 
-def _trade(plan: Plan, first: Plan, need: Need) -> str:
-    if plan.decode_tok_s.value < need.good_tok_s:
+def _trade(plan: Plan, first: Plan, need: Need, all_slow: bool) -> str:
+    if plan.decode_tok_s.value < need.good_tok_s and not all_slow:
         return f"slower than the {need.good_tok_s:g} tok/s that feel good"
     if plan.fits == "tight":
         return "leaves little memory for anything else"

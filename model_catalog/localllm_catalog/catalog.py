@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from localllm_catalog import quants, shapes
+from localllm_catalog import parsed, quants, shapes
 from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.layout import build_layers
 from localllm_catalog.names import check_file, check_repo
@@ -93,15 +93,18 @@ def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", text.lower())
 
 
-def load(user_dir: Path | None = None) -> Catalog:
+def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:
     """The catalog with `user_dir`/*.toml laid over it: a known id changes that model's keys, a new id adds a model.
 
-    Raises BadCatalogError naming file, model and key for anything that does not read.
+    `cache`: a file to keep the parsed shipped tables in. Raises BadCatalogError naming file, model and key for anything
+    that does not read.
     """
-    sources = load_sources()
+    families = sorted(FAMILIES_DIR.glob("*.toml"))
+    documents = parsed.read_all([SOURCES_FILE, *families], _parse, cache)
+    sources = _sources(documents[SOURCES_FILE.name])
     raw: dict[str, dict[str, Any]] = {}
-    for path in sorted(FAMILIES_DIR.glob("*.toml")):
-        for table in read_family(path):
+    for path in families:
+        for table in _models_of(documents[path.name], path):
             if table["id"] in raw:
                 raise BadCatalogError(f"{path.name}: {table['id']} is already in {raw[table['id']]['_file']}")
             raw[table["id"]] = table
@@ -115,9 +118,13 @@ def load(user_dir: Path | None = None) -> Catalog:
 
 def load_sources(path: Path = SOURCES_FILE) -> dict[str, Source]:
     """Source labels used by the family files, by label."""
+    return _sources(read_sources(path))
+
+
+def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Source]:
     return {
         label: Source(label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", ""))
-        for label, fact in read_sources(path).items()
+        for label, fact in facts.items()
     }
 
 
@@ -128,7 +135,10 @@ def read_sources(path: Path = SOURCES_FILE) -> dict[str, dict[str, Any]]:
 
 def read_family(path: Path) -> Iterator[dict[str, Any]]:
     """The raw model tables of one family file, each with the file's [defaults] under it."""
-    document = _parse(path)
+    yield from _models_of(_parse(path), path)
+
+
+def _models_of(document: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
     family = document.get("family", path.stem)
     defaults = document.get("defaults", {})
     tables = document.get("models")

@@ -247,8 +247,7 @@ MLX_FORMATS = ("3bit", "4bit", "5bit", "6bit", "8bit", "mxfp4", "mxfp8", "nvfp4"
 
 # --- KV cache -------------------------------------------------------------------------------------------------------
 
-# Bytes per cached element. The first eight are all that llama.cpp accepts for -ctk/-ctv; mlx-4bit and mlx-8bit are
-# MLX's quantised cache with groups of 64 and f16 scales.
+# Bytes per cached element: all that llama.cpp accepts for -ctk/-ctv.
 KV_TYPES: dict[str, Fraction] = {
     "f32": Fraction(4),
     "f16": Fraction(2),
@@ -259,8 +258,6 @@ KV_TYPES: dict[str, Fraction] = {
     "q4_1": Fraction(20, 32),
     "q4_0": Fraction(18, 32),
     "iq4_nl": Fraction(18, 32),
-    "mlx-8bit": Fraction(68, 64),
-    "mlx-4bit": Fraction(36, 64),
 }
 
 # MMLU-Pro of Qwen3-4B-2507 (UD-Q4_K_XL weights) by cache type; 69.60 with bf16 weights and cache

@@ -1,4 +1,4 @@
-"""What a Model's shapes imply: KV and state bytes, parameter counts, the weight bytes one token streams. Pure sums.
+"""What a Model's shapes imply: KV and state bytes, parameter counts, file sizes by format. Pure sums.
 
 KV rules follow llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-kv-cache*.cpp, llama-memory-recurrent.cpp).
 All KV figures are logical: what the tokens need. Padding, batches and slots are the planner's business.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from localllm_catalog import quants
-from localllm_catalog.types import Experts, Layer, Model, Variant
+from localllm_catalog.types import Experts, Layer, Model
 
 
 def layer_kv_elements(layer: Layer) -> int:
@@ -101,11 +101,20 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
 def trunk_params(model: Model) -> tuple[int, int]:
     """(all, run per token) weights of the language trunk, embeddings apart, counted from the shapes."""
     total = active = model.hidden_size
-    for layer in model.layers:
+    for layer, count in _layer_counts(model):
         mixer = _mixer_params(model, layer)
         ffn_total, ffn_active = _ffn_params(model, layer)
-        total, active = total + mixer + ffn_total, active + mixer + ffn_active
+        total, active = total + count * (mixer + ffn_total), active + count * (mixer + ffn_active)
     return total, active
+
+
+def _layer_counts(model: Model) -> list[tuple[Layer, int]]:
+    """Each layer object with how often the model holds it: the catalog builds a pattern's layers once."""
+    counts: dict[int, tuple[Layer, int]] = {}
+    for layer in model.layers:
+        _, seen = counts.get(id(layer), (layer, 0))
+        counts[id(layer)] = (layer, seen + 1)
+    return list(counts.values())
 
 
 def count_params(model: Model) -> tuple[int, int]:
@@ -136,43 +145,6 @@ class _Bits:
     head: float
     embed: float
     lookup: float
-
-
-def active_weight_bytes(model: Model, variant: Variant) -> int:
-    """Bytes of weights one token's step streams from memory.
-
-    Exact when the variant's header was read (`active_bytes`). Otherwise from shapes and format: the blocks' active
-    weights and the output matrix at the format's bits, scaled so that all parts together give the file's real size.
-    Where experts are pinned to MXFP4 they take exactly that and everything else what remains of the file.
-    """
-    if variant.active_bytes:
-        return variant.active_bytes
-    weights = variant.weights_bytes or variant.file_bytes - model.vocab_size * _TOKENIZER_BYTES_PER_TOKEN
-    if variant.format == "mlx":
-        weights -= 2 * model.vision_params
-    total, active = trunk_params(model)
-    embedding = model.vocab_size * model.hidden_size
-    pinned = _pinned_expert_bits(variant)
-    if pinned:
-        return round(weights - embedding * 8.5 / 8 - (total - active) * pinned / 8)
-    bits = _bits_of(model, variant)
-    table = 0.0 if model.tied_embeddings else embedding * bits.embed
-    streamed = active * bits.body + embedding * bits.head
-    everything = total * bits.body + embedding * bits.head + table + model.lookup_params * bits.lookup
-    return round(weights * streamed / everything)
-
-
-def _pinned_expert_bits(variant: Variant) -> float:
-    """Bits of routed experts where they have a format of their own (gpt-oss as released, and its MLX form)."""
-    if variant.quant == "MXFP4" or (variant.format == "mlx" and variant.quant.startswith("MXFP4-Q")):
-        return float(quants.GGUF_TYPES["MXFP4"].bits)
-    return 0.0
-
-
-def _bits_of(model: Model, variant: Variant) -> _Bits:
-    if variant.format == "gguf" and variant.quant in quants.MIXTURES:
-        return _mixture_bits(model, variant.quant)
-    return _Bits(1.0, 1.0, 1.0, 1.0)  # one format throughout, or none known: shares are all that counts
 
 
 def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:

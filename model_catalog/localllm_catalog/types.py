@@ -88,7 +88,7 @@ class Quality:
 class Variant:
     """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors (0 = use files).
 
-    `active_bytes` are the weight bytes one token streams (0 = derive from the Model's active share).
+    `active_bytes` are the weight bytes one token streams (0 = not read from a header).
     `exact` is False where the bytes are an estimate from shapes and format. `files` empty: the repo names them (an MLX
     folder, or a GGUF to be found by its quant). `mtp_bytes`: MTP blocks inside the files, loaded only when asked for,
     not part of weights_bytes.

@@ -117,7 +117,6 @@ def test_the_variant_has_the_folders_bytes() -> None:
     assert variant.exact
     model = model_from_config(QWEN3_8B, FILES, repo="mlx-community/Qwen3-8B-4bit")
     assert model.id == "qwen3-8b-4bit"
-    assert shapes.active_weight_bytes(model, variant) == pytest.approx(4.25e9, rel=0.01)
 
 
 def test_a_template_tells_tools_and_reasoning() -> None:

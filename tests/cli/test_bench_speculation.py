@@ -70,7 +70,13 @@ def test_too_short_a_context_is_said_before_anything_is_measured(tiny_model: Pat
         figures_of(tiny_model, n_ctx=256, draft="auto")
 
 
-def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(smollm2: Path) -> None:
+def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench_speculation, "_TOKENS", {"prose": 32, "copy-edit": 96})
+    monkeypatch.setattr(bench_speculation, "_FUNCTIONS", 6)
     result = CliRunner().invoke(app, [str(smollm2), "--speculation", "--context", "1024", "--json"])
     assert result.exit_code == 0, result.output
     spoken = json.loads(result.stdout)["speculation"]

@@ -34,11 +34,28 @@ def run(*arguments: str) -> str:
         ["--device", "RTX 4090", "--all"],
         ["--device", "M2 16GB", "--plot"],
         ["--device", "H100", "--for", "long"],
+        ["--device", "M4 Max 128GB", "--explain"],
+        ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
     ],
 )
 def test_everything_fits_80_columns(arguments: list[str]) -> None:
     for line in run(*arguments).splitlines():
         assert len(line) <= 80, line
+
+
+def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
+    assert "localllm pull" not in run("--device", "M4 Max 128GB")
+    here = json.loads(run("--json"))["plans"][0]
+    reference = f"{here['model']}:{here['variant']['quant']}"
+    assert f"localllm chat -m {reference}" in run()
+
+
+def test_one_models_table_on_a_mac_names_the_faster_engine_and_the_best_file() -> None:
+    text = run("--device", "M2 16GB", "-m", "qwen3-8b")
+    assert "the best of them here:" in text
+    assert "of the bandwidth" in " ".join(text.split())
+    body = json.loads(run("--device", "M2 16GB", "-m", "qwen3-8b", "--json"))
+    assert sum(bool(p["reasons"]) for p in body["plans"]) == 1
 
 
 def test_json_is_one_document_and_the_same_every_time() -> None:

@@ -1,0 +1,171 @@
+"""MLX beside llama.cpp on Macs, and drafts in the search: only what the machine can run, counted by that engine's rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import get_args
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.planner import drafting, engines, explain, memory, recommend, speed
+from localllm.planner.recommend import Overrides
+from localllm.planner.types import Plan, Workload
+from localllm_backends.contract import KvType
+from localllm_catalog import catalog
+from localllm_catalog.types import Purpose
+
+CATALOG = catalog.load()
+PURPOSES: tuple[Purpose, ...] = ("chat", "long")
+MACS = ("M2 16GB", "M4 Pro 48GB", "M4 Max 128GB", "M5 Max 128GB", "M3 Ultra 512GB")
+
+
+def plan(machine: str, model_id: str, quant: str, *, fmt: str, **fixed: str) -> Plan:
+    model = CATALOG.by_id[model_id]
+    variant = next(v for v in model.variants if v.quant == quant and v.format == fmt)
+    overrides = Overrides(kv_type=fixed.get("kv_type", ""), draft=fixed.get("draft", ""))
+    return recommend.plan_for(resolve(machine), model, variant, Workload(), overrides=overrides, models=CATALOG.models)
+
+
+# --- memory by MLX's rules ------------------------------------------------------------------------------------------
+
+
+def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
+    """36 layers × 8 heads × (128 + 128) × 2 bytes = 147,456 bytes a token; the files' bytes once; no mask, no host."""
+    found = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
+    need = found.memory
+    assert need.weights_bytes == found.variant.file_bytes
+    assert need.kv_bytes == 147_456 * 16_384
+    assert (need.host_bytes, need.recurrent_bytes, need.mmproj_bytes) == (0, 0, 0)
+    longer = memory.need(found.model, found.variant, n_ctx=131_072, device=resolve("M4 Max 128GB"), backend="mlx")
+    shorter = memory.need(found.model, found.variant, n_ctx=1024, device=resolve("M4 Max 128GB"), backend="mlx")
+    assert longer.compute_bytes == shorter.compute_bytes
+
+
+@pytest.mark.parametrize(
+    ("model_id", "kv_type", "bytes_per_element"),
+    [
+        ("qwen3-8b", "f16", Fraction(2)),
+        ("qwen3-8b", "q8_0", Fraction(68, 64)),  # 64 values of 8 bits, a 16-bit scale and a 16-bit bias
+        ("qwen3-8b", "q4_0", Fraction(36, 64)),
+    ],
+)
+def test_mlx_kv_elements(model_id: str, kv_type: str, bytes_per_element: Fraction) -> None:
+    model = CATALOG.by_id[model_id]
+    assert memory.mlx_element_bytes(model, kv_type) == bytes_per_element
+    assert memory.mlx_kv_bytes(model, 4096, kv_type=kv_type) == 36 * 8 * 256 * 4096 * bytes_per_element
+
+
+def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
+    model = CATALOG.by_id["qwen3-8b"]
+    narrow = replace(model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers))
+    assert memory.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
+    odd = replace(model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers))
+    assert not memory.kv_type_allowed(odd, "q8_0", "mlx")
+
+
+def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
+    assert not memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", "mlx")
+    assert memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
+    assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").kv_type == "f16"
+
+
+def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
+    words = set(get_args(KvType))
+    for machine in MACS:
+        for purpose in PURPOSES:
+            answer = recommend.recommend(resolve(machine), CATALOG.models, Workload(purpose), limit=0)
+            assert {p.kv_type for p in answer.plans} <= words
+
+
+# --- which engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACS)
+def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) -> None:
+    answer = recommend.recommend(resolve(machine), CATALOG.models, Workload(), limit=0)
+    assert {p.variant.format for p in answer.plans} == {"gguf", "mlx"}
+    said = [r for p in answer.plans for r in p.reasons if "of the bandwidth" in r]
+    assert said
+    for p in answer.plans:
+        for reason in p.reasons:
+            if "of the bandwidth" not in reason:
+                continue
+            other = "mlx" if p.backend == "llamacpp" else "llamacpp"
+            assert reason.startswith(f"{engines.NAMES[other]} (")
+
+
+def test_the_sentence_follows_the_predicted_speeds() -> None:
+    device = resolve("M4 Max 128GB")
+    gguf = plan("M4 Max 128GB", "qwen3-8b", "Q4_K_M", fmt="gguf")
+    mlx = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
+    faster = mlx.decode_tok_s.value > gguf.decode_tok_s.value
+    assert engines.compare(device, gguf, mlx).startswith(
+        f"MLX (4bit) is predicted {'faster' if faster else 'slower'}: {mlx.decode_tok_s.value:.3g}"
+    )
+    assert "predicted as fast as" in engines.compare(device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s))
+
+
+@pytest.mark.parametrize("machine", ["RTX 5090", "DGX Spark", "Strix Halo 128GB"])
+def test_elsewhere_neither_mlx_nor_a_word_of_it(machine: str) -> None:
+    answer = recommend.recommend(
+        resolve(machine), CATALOG.models, Workload(), overrides=Overrides(backends=("llamacpp", "mlx")), limit=0
+    )
+    assert answer.plans
+    assert all(p.variant.format == "gguf" and not any("MLX" in r for r in p.reasons) for p in answer.plans)
+
+
+def test_files_of_another_size_are_not_compared() -> None:
+    big = plan("M4 Max 128GB", "qwen3-8b", "Q8_0", fmt="gguf")
+    small = [v for v in big.model.variants if v.quant == "4bit"]
+    assert engines.nearest_of_other(big, small) is None
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_draft_is_in_the_plans_memory_and_gain() -> None:
+    plain = plan("RTX 4090", "qwen3-32b", "Q4_K_M", fmt="gguf", draft="off")
+    drafted = plan("RTX 4090", "qwen3-32b", "Q4_K_M", fmt="gguf", draft="qwen3-0.6b")
+    small = next(v for v in CATALOG.by_id["qwen3-0.6b"].variants if v.quant == "Q4_K_M")
+    assert plain.memory.draft_bytes == 0
+    assert drafted.memory.draft_bytes > 0.9 * small.file_bytes
+    assert drafted.draft_gain > 1 == plain.draft_gain
+
+
+def test_a_draft_model_is_offered_with_its_gain_its_bytes_and_what_was_assumed() -> None:
+    answer = recommend.recommend(resolve("M3 Ultra 512GB"), CATALOG.models, Workload(), limit=0)
+    said = [r for p in answer.plans for r in p.reasons if r.startswith("with --draft ")]
+    assert said
+    assert all(f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r for r in said)
+
+
+def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
+    device = resolve("M4 Max 128GB")
+    dense = plan("M4 Max 128GB", "llama-3.3-70b-instruct", "Q4_K_M", fmt="gguf")
+    gain = drafting.edit_gain(device, dense)
+    assert gain is not None
+    assert 1.1 <= gain <= (1 - drafting.EDIT_ACCEPTANCE**17) / (1 - drafting.EDIT_ACCEPTANCE)
+    assert drafting.edit_gain(device, replace(dense, draft="off")) is None
+    hybrid = plan("M4 Max 128GB", "qwen3.8-27b", "Q4_K_M", fmt="gguf")
+    assert drafting.edit_gain(device, hybrid) is None
+
+
+@pytest.mark.parametrize("machine", ["M4 Max 128GB", "RTX 5090", "Jetson Orin Nano 8GB"])
+def test_explain_fits_80_columns_and_carries_every_reason(machine: str) -> None:
+    device = resolve(machine)
+    for found in recommend.recommend(device, CATALOG.models, Workload()).plans:
+        lines = explain.explain(found, device)
+        assert max(map(len, lines)) <= 80
+        said = " ".join(" ".join(lines).split())
+        assert all(reason in said for reason in found.reasons)
+
+
+def test_what_is_true_of_every_pick_is_said_once() -> None:
+    device = resolve("Jetson Orin Nano 8GB")
+    slow = recommend.recommend(device, CATALOG.models, Workload("coding")).plans
+    said = [p.why for p in slow if "that feel good" in p.why]
+    assert all(p.decode_tok_s.value < 40 for p in slow)
+    assert len(said) == 1
+    assert "all of these are slower than the 40 tok/s" in slow[0].why
