@@ -2,7 +2,8 @@
 
 One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
 counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes; the
-engine never waits for it. The directory is bounded: least recently used files go first.
+engine never waits for it. The directory is bounded: least recently used files go first. A block without the blocks
+before it can't be reached, so using or writing one touches all it hangs on: children are always removed first.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ _DIGEST_BYTES = 16
 _MAX_PENDING_BYTES = 512 * 2**20
 _FIRST_GUESS_BYTES_S = 5e8
 _MAX_HEADER_BYTES = 2**16
+# Coarser than any current file system's time stamps (NTFS: 100 ns).
+_TOUCH_STEP_NS = 1000
 
 
 @dataclass(slots=True, eq=False)
 class DiskBlock:
-    """A block in memory, on disk, or both."""
+    """A block in memory, on disk, or both. `parent` is the block it hangs on; `queued`: it has, or will have, a file."""
 
     start: int
     stop: int
@@ -42,6 +45,8 @@ class DiskBlock:
     data: bytes | None = None
     written: bool = False
     size_bytes: int = 0
+    parent: DiskBlock | None = None
+    queued: bool = True
 
     @property
     def held_bytes(self) -> int:
@@ -58,8 +63,8 @@ class DiskBlock:
         return self.data if self.data is not None else self.tier.load(self)
 
     def demote(self) -> bool:
-        """Keep only the file; False while there is none."""
-        if not self.written:
+        """Keep only the file; False while there is none (any more)."""
+        if not self.written or not self.path.exists():
             return False
         self.data = None
         return True
@@ -80,6 +85,7 @@ class DiskTier:
     _pending_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
+    _cache: PrefixCache | None = None
 
     def open(self, cache: PrefixCache) -> int:
         """Enter the directory's blocks into `cache` (without their data) and start the writer; returns their number."""
@@ -94,8 +100,13 @@ class DiskTier:
                 path.unlink(missing_ok=True)
         for leftover in self.directory.glob("*.part"):
             leftover.unlink(missing_ok=True)
-        found.sort(key=lambda e: e[1].stop)
-        entered = sum(cache.insert(tokens, block) for tokens, block in found)
+        # By where they begin: a branch may leave a block in its middle, and end before it does.
+        found.sort(key=lambda e: (e[1].start, e[1].stop))
+        self._cache = cache
+        entered = 0
+        for tokens, block in found:
+            block.parent = self._parent(tokens, block.start)
+            entered += cache.insert(tokens, block)
         self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
         self._thread.start()
         return entered
@@ -103,14 +114,22 @@ class DiskTier:
     def make_block(self, tokens: Tokens, data: bytes, start: int, stop: int) -> DiskBlock:
         """A block for `cache.insert` that is also queued for writing."""
         block = DiskBlock(start, stop, self.directory / f"{self._name(tokens, start)}.kv", self, data)
+        block.parent = self._parent(tokens, start)
         with self._lock:
-            # However short: a longer line may hang on it, and would be lost without it.
-            queued = self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
-            if queued:
+            # However short: a longer line may hang on it, and would be lost without it. Nor has one whose own parent
+            # is not written any use on disk.
+            block.queued = self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
+            block.queued &= block.parent is None or block.parent.queued
+            if block.queued:
                 self._pending_bytes += len(data)
-        if queued:
+        if block.queued:
             self._jobs.put((block, tokens.copy()))
         return block
+
+    def _parent(self, tokens: Tokens, start: int) -> DiskBlock | None:
+        blocks = self._cache.chain(tokens[:start]) if self._cache is not None and start else []
+        last = blocks[-1] if blocks else None
+        return last if isinstance(last, DiskBlock) else None
 
     def worth_reading(self, block: object, prefill_tok_s: float | None) -> bool:
         """True when the file is read faster than its tokens are computed, both as measured here."""
@@ -135,8 +154,7 @@ class DiskTier:
         self.read_blocks += 1
         seconds = max(time.monotonic() - started, 1e-6)
         self.read_bytes_s += 0.3 * (len(raw) / seconds - self.read_bytes_s)
-        with contextlib.suppress(OSError):
-            os.utime(block.path)
+        _touch(block)
         return bytes(body[parts[2] :])
 
     def flush(self) -> None:
@@ -159,8 +177,12 @@ class DiskTier:
             block, tokens = job
             data = block.data
             try:
+                if block.parent is not None:
+                    # Before room is made, so that the block's own parents are the last to go.
+                    _touch(block.parent)
                 if data is not None and not block.path.exists():
                     self._write(block.path, tokens, block, data)
+                _touch(block)
                 block.size_bytes = len(data) if data is not None else 0
                 block.written = block.path.exists()
             except OSError:
@@ -173,7 +195,9 @@ class DiskTier:
     def _write(self, path: Path, tokens: Tokens, block: DiskBlock, data: bytes) -> None:
         header = json.dumps({"identity": self.identity, "start": block.start, "stop": block.stop}).encode()
         line = tokens.tobytes()
-        self._make_room(len(data) + len(line))
+        self._make_room(len(data) + len(line) + len(header) + len(_MAGIC) + _LENGTHS.size + _DIGEST_BYTES)
+        if block.parent is not None and not block.parent.path.exists():
+            raise OSError("what this block hangs on is not on disk any more")
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         part = path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -191,7 +215,7 @@ class DiskTier:
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                files.append((stat.st_mtime, stat.st_size, path))
+                files.append((stat.st_mtime_ns, stat.st_size, path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total + need_bytes <= self.capacity_bytes:
@@ -215,18 +239,32 @@ class DiskTier:
                 tokens = np.frombuffer(f.read(n_line), dtype=np.int32)
         except (OSError, ValueError):
             return None
+        if not isinstance(header, dict) or header.get("identity") != self.identity:
+            return None
+        # A flipped bit leaves valid JSON often enough: any key may be missing, any value of another type.
         start, stop = header.get("start"), header.get("stop")
-        if header.get("identity") != self.identity or stop != len(tokens) or not 0 <= start < stop:
+        if not isinstance(start, int) or stop != len(tokens) or not 0 <= start < len(tokens):
             return None
         if path.stem != self._name(tokens, start):
             return None
-        return as_tokens(tokens), DiskBlock(start, stop, path, self, None, written=True, size_bytes=n_data)
+        return as_tokens(tokens), DiskBlock(start, len(tokens), path, self, None, written=True, size_bytes=n_data)
 
     def _name(self, tokens: Tokens, start: int) -> str:
         digest = hashlib.blake2b(self.identity.encode(), digest_size=20)
         digest.update(struct.pack("<I", start))
         digest.update(tokens.tobytes())
         return digest.hexdigest()
+
+
+def _touch(block: DiskBlock) -> None:
+    """Mark a block and all it hangs on as just used, parents a little later, so that they are removed after it."""
+    stamp_ns, step = time.time_ns(), block
+    while True:
+        with contextlib.suppress(OSError):
+            os.utime(step.path, ns=(stamp_ns, stamp_ns))
+        if step.parent is None:
+            return
+        step, stamp_ns = step.parent, stamp_ns + _TOUCH_STEP_NS
 
 
 def _digest(body: bytes) -> bytes:
@@ -244,5 +282,7 @@ def _parse(body: bytes) -> tuple[dict[str, object], int, int] | None:
     try:
         header = json.loads(body[fixed : fixed + n_header])
     except ValueError:
+        return None
+    if not isinstance(header, dict):
         return None
     return header, fixed + n_header, fixed + n_header + n_line

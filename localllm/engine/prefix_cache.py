@@ -179,6 +179,13 @@ class PrefixCache:
         self._uses = uses
         return length
 
+    def chain(self, tokens: Seq[int] | Tokens) -> list[Block]:
+        """The blocks that restoring `tokens` would read, from the root down, without touching recency."""
+        uses = self._uses
+        parts = self.match(tokens).parts
+        self._uses = uses
+        return [block for block, _, _ in parts]
+
     # --- writing -------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: Seq[int] | Tokens, block: Block) -> bool:

@@ -92,7 +92,13 @@ class Numbers:
     def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> Numbers:
         """From an answer's `meta`."""
         return cls(
-            model, meta.get("tok_s"), meta.get("ttft_s"), used, n_ctx, meta.get("cached_tokens"), meta.get("drafted_share")
+            model,
+            meta.get("tok_s"),
+            meta.get("ttft_s"),
+            used,
+            n_ctx,
+            meta.get("cached_tokens"),
+            meta.get("drafted_share"),
         )
 
 

@@ -1,0 +1,97 @@
+"""Whatever is written, used and evicted: no file on disk is left without the files it hangs on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.disk_tier import DiskTier
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
+
+PIECE = 8
+BLOCK_BYTES = 200
+
+
+def open_tier(directory: Path, capacity_bytes: int) -> tuple[DiskTier, PrefixCache, int]:
+    cache = PrefixCache(whole=False, capacity_bytes=10**6)
+    tier = DiskTier(directory / "model", "model", capacity_bytes)
+    return tier, cache, tier.open(cache)
+
+
+def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
+    """As the engine exports a finished line: in pieces, from where the cache stops."""
+    start = cache.covered(line)
+    while start < len(line):
+        stop = min(len(line), start + PIECE)
+        tokens = as_tokens(line[:stop])
+        assert cache.insert(tokens, tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start, stop))
+        start = stop
+
+
+def reachable(directory: Path, capacity_bytes: int) -> tuple[int, int]:
+    """(files on disk, files a restarted engine can use)."""
+    on_disk = len(list(directory.glob("*/*.kv")))
+    tier, _, entered = open_tier(directory, capacity_bytes)
+    tier.close()
+    return on_disk, entered
+
+
+LINE = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+ACTION = st.tuples(st.sampled_from(["store", "read", "restart"]), LINE)
+
+
+@settings(max_examples=80, deadline=None)
+@given(actions=st.lists(ACTION, min_size=1, max_size=12), capacity=st.integers(400, 4000))
+def test_no_file_is_ever_out_of_reach(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, list[int]]], capacity: int
+) -> None:
+    directory = tmp_path_factory.mktemp("kv")
+    tier, cache, _ = open_tier(directory, capacity)
+    for action, line in actions:
+        if action == "store":
+            store(tier, cache, line)
+        elif action == "read":
+            # The deepest block alone: its parents are in memory and no file of theirs is read.
+            for block in cache.chain(line)[-1:]:
+                tier.load(block)  # type: ignore[arg-type]
+        else:
+            tier.close()
+            tier, cache, _ = open_tier(directory, capacity)
+        tier.flush()
+        on_disk, entered = reachable(directory, capacity)
+        assert entered == on_disk
+        assert sum(f.stat().st_size for f in directory.glob("*/*.kv")) <= capacity
+        cache.check_integrity()
+    tier.close()
+
+
+def test_a_used_child_keeps_its_parent(tmp_path: Path) -> None:
+    one_file = 8 * BLOCK_BYTES
+    tier, cache, _ = open_tier(tmp_path, one_file)
+    conversation = [1] * 24
+    store(tier, cache, conversation)
+    tier.flush()
+    size = max(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
+    for other in range(2, 12):
+        tier.load(cache.chain(conversation)[-1])  # type: ignore[arg-type]
+        store(tier, cache, [other] * PIECE)
+        tier.flush()
+    tier.close()
+    assert len(list(tmp_path.glob("*/*.kv"))) >= one_file // size - 1
+    _, restarted, _ = open_tier(tmp_path, one_file)
+    assert restarted.covered(conversation) == len(conversation)
+
+
+def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None:
+    tier, cache, _ = open_tier(tmp_path, 10**6)
+    store(tier, cache, [1] * PIECE)
+    tier.flush()
+    block = cache.chain([1] * PIECE)[0]
+    for file in tmp_path.glob("*/*.kv"):
+        file.unlink()
+    assert not block.demote()
+    assert block.read() == bytes([PIECE]) * BLOCK_BYTES
+    tier.close()
