@@ -2,8 +2,7 @@
 
     python -m benchmarks.serving --peer PATH/llama-server [--rounds 5] [--only single,stall] [--out FILE]
 
-Both run on the same cores as the client, in turn (A B A B), on the same GGUF with the same number of threads. Bars and
-last year's figures are in the issue tracker and docs/benchmarks.md.
+Both run on the same cores as the client, in turn (A B A B), on the same GGUF with the same number of threads.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import psutil
 
 from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, write
+from benchmarks.seen import Messages, Seen, llama_server_tokens
 from benchmarks.sse import Answer, free_port, stream, wait_ready
 
 SYSTEM = "You are a careful assistant. " + "Rule: answer shortly, plainly and only about what was asked. " * 110
@@ -87,7 +87,8 @@ def unique(words: int, seed: int) -> str:
 class Scenarios:
     """Each method runs one scenario once on one server and records its figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Callable[[Messages], list[int]]) -> None:
+        self.tokens = tokens
         self.tables: dict[str, Comparison] = {}
         self.seed = int(time.time())
 
@@ -164,17 +165,32 @@ class Scenarios:
 
     def thrash(self, s: Server) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""
+        seen = Seen(self.tokens)
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
         for turn in range(4):
             for i, messages in enumerate(chats):
-                answer = chat(s, messages, 24)
+                answer = seen.ask(messages, lambda m=messages: chat(s, m, 24))
                 if (turn, i) != (0, 0):
                     ttfts.append(answer.ttft_s)
                 messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
-                chat(s, user("Write a title of three words for a chat."), 6)
+                title = user("Write a title of three words for a chat.")
+                seen.ask(title, lambda t=title: chat(s, t, 6))
+        self.put("thrash: tokens prefilled twice", "tokens", s, seen.twice)
         self.put("thrash: mean TTFT after the first", "ms", s, 1000 * sum(ttfts) / len(ttfts))
+
+    def crowded(self, s: Server) -> None:
+        """A short chat's speed with 12,000 tokens of other conversations cached, against its speed before."""
+
+        def speed() -> float:
+            return chat(s, user(f"Tell a story. {self.fresh()}"), 96).decode_tok_s
+
+        alone = speed()
+        for _ in range(6):
+            chat(s, user(unique(600, self.fresh())), 4)
+        time.sleep(0.5)
+        self.put("short chat beside 12,000 cached tokens ÷ before", "×", s, speed() / alone)
 
     def cancel(self, s: Server) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
@@ -231,7 +247,7 @@ def main() -> None:
     parser.add_argument("--peer-args", default="")
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="single,four,eight,stall,warm,thrash,cancel,restart,rest")
+    parser.add_argument("--only", default="single,four,eight,stall,warm,thrash,crowded,cancel,restart,rest")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     model = str(arguments.model or smollm2())
@@ -263,7 +279,7 @@ def main() -> None:
             ],
             ports[1],
         )  # fmt: skip
-        scenarios = Scenarios()
+        scenarios = Scenarios(llama_server_tokens(ports[1]))
         with running([peer, ours]):
             for i in range(arguments.rounds):
                 for name in arguments.only.split(","):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,9 +12,9 @@ from typing import Any
 
 from localllm import errors
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
+from localllm.engine.pipe import JsonProcess, said
 from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
 
-_LINE_LIMIT = 64 * 2**20
 _STOP_GRACE_S = 3.0
 # GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on an idle machine,
 # ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
@@ -40,7 +38,7 @@ class WorkerOptions:
 class WorkerClient:
     """One worker process with one loaded model (implements localllm.engine.api.Engine)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, info: ModelInfo, memory: MemoryReport) -> None:
+    def __init__(self, process: JsonProcess, info: ModelInfo, memory: MemoryReport) -> None:
         self._process = process
         self.info = info
         self.memory = memory
@@ -49,59 +47,33 @@ class WorkerClient:
         self._next = 0
         self._closing = False
         self.died: asyncio.Event = asyncio.Event()
-        self._reader = asyncio.create_task(self._read())
+        process.on_message, process.on_end = self._deliver, self._after_end
+        if process.ended:
+            self._after_end()
 
     @classmethod
     async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
         """Start a worker and load its model; raises the LocalLLMError the worker names, or WorkerDiedError."""
-        log = options.log_path.open("ab") if options.log_path is not None else None
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "localllm.engine.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
-                limit=_LINE_LIMIT,
-                env={**_WORKER_ENVIRONMENT, **os.environ},
-            )
-        finally:
-            if log is not None:
-                log.close()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            order = {
+
+        def progress(message: dict[str, Any]) -> None:
+            if on_loading is not None and "loading" in message:
+                on_loading(message["loading"])
+
+        process, message = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.worker"),
+            {
                 "op": "load",
                 "spec": asdict(options.spec),
                 "backend": options.backend,
                 "engine": options.engine,
                 "draft_path": options.draft_path,
-            }
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            await process.stdin.drain()
-            while True:
-                line = await process.stdout.readline()
-                if not line:
-                    code = await process.wait()
-                    raise errors.WorkerDiedError(
-                        f"the engine's process ended while loading {Path(options.spec.path).name!r} ({_said(code)})",
-                        hint="the file may be damaged or too large for this machine; see `localllm doctor`",
-                    )
-                message = json.loads(line)
-                if "loading" in message and on_loading is not None:
-                    on_loading(message["loading"])
-                elif "fatal" in message:
-                    await process.wait()
-                    raise errors.by_code(**message["fatal"])
-                elif "ready" in message:
-                    return cls(process, _info(message["ready"]), MemoryReport(**message["memory"]))
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            raise
+            },
+            loads=Path(options.spec.path).name,
+            environment={**_WORKER_ENVIRONMENT, **os.environ},
+            log_path=options.log_path,
+            on_progress=progress,
+        )
+        return cls(process, _info(message["ready"]), MemoryReport(**message["memory"]))
 
     @property
     def alive(self) -> bool:
@@ -157,22 +129,13 @@ class WorkerClient:
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_GRACE_S)
         except TimeoutError:
-            self._kill()
+            self._process.kill()
             await self._process.wait()
-        await self._reader
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                await self._process.stdin.wait_closed()
 
     # --- the pipe ------------------------------------------------------------------------------------------------
 
     def _post(self, message: dict[str, Any]) -> bool:
-        assert self._process.stdin is not None
-        if self.died.is_set() or self._process.stdin.is_closing():
-            return False
-        self._process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-        return True
+        return self._process.send(message)
 
     async def _ask(self, message: dict[str, Any]) -> Any:
         self._next += 1
@@ -182,22 +145,13 @@ class WorkerClient:
             raise errors.WorkerDiedError("the engine's process has ended")
         return await future
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            while line := await self._process.stdout.readline():
-                self._deliver(json.loads(line))
-        except ValueError:
-            # Half a line: the process died while writing it.
-            self._kill()
-        finally:
-            await self._process.wait()
-            self.died.set()
-            for request_id, queue in self._streams.items():
-                queue.put_nowait(self._death(request_id))
-            for future in self._replies.values():
-                if not future.done():
-                    future.set_exception(errors.WorkerDiedError("the engine's process ended"))
+    def _after_end(self) -> None:
+        self.died.set()
+        for request_id, queue in self._streams.items():
+            queue.put_nowait(self._death(request_id))
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(errors.WorkerDiedError("the engine's process ended"))
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "ev" in message:
@@ -210,28 +164,12 @@ class WorkerClient:
             if future is not None and not future.done():
                 future.set_result(message["value"])
 
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-
     def _death(self, request_id: str) -> Failure:
         if self._closing:
             return Failure(request_id, "worker_died", "the model was unloaded", errors.WorkerDiedError.default_hint)
-        said = f"the engine's process ended in mid-request ({_said(self._process.returncode)})"
-        return Failure(request_id, "worker_died", said, errors.WorkerDiedError.default_hint)
-
-
-def _said(code: int | None) -> str:
-    if code is None:
-        return "no exit code"
-    if code < 0:
-        import signal
-
-        try:
-            return f"signal {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
+        how = said(self._process.returncode)
+        message = f"the engine's process ended in mid-request ({how})"
+        return Failure(request_id, "worker_died", message, errors.WorkerDiedError.default_hint)
 
 
 def _info(data: dict[str, Any]) -> ModelInfo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import os
 import signal
@@ -22,9 +21,9 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from localllm import errors
 from localllm.engine.messages import Event, Failure, Request
+from localllm.engine.pipe import JsonProcess
 from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError
 
-_LINE_LIMIT = 256 * 2**20
 _STOP_GRACE_S = 3.0
 _NO_TEXT = "an embedding model generates no text"
 _NO_TEXT_HINT = "send it to /v1/embeddings, or name a chat model"
@@ -59,7 +58,7 @@ class Embeds(Protocol):
 class EmbeddingEngine:
     """One embedding worker (implements localllm.engine.api.Engine, and Embeds)."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: dict[str, Any]) -> None:
+    def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         self._process = process
         facts = ready["ready"]
         self.info = ModelInfo(**{**facts, "eog_tokens": tuple(facts["eog_tokens"])})
@@ -68,51 +67,23 @@ class EmbeddingEngine:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._requests = self._tokens = 0
-        self._reader = asyncio.create_task(self._read())
+        process.on_message, process.on_end = self._hear, self._after_end
 
     @classmethod
     async def start(cls, options: EmbeddingOptions) -> EmbeddingEngine:
         """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
-        log = options.log_path.open("ab") if options.log_path is not None else None
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "localllm.engine.embedding",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
-                limit=_LINE_LIMIT,
-            )
-        finally:
-            if log is not None:
-                log.close()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            order = {k: v for k, v in asdict(options).items() if k != "log_path"}
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            await process.stdin.drain()
-            line = await process.stdout.readline()
-            if not line:
-                name = Path(options.path).name
-                raise errors.WorkerDiedError(
-                    f"the engine's process ended while loading {name!r}", hint="the file may be damaged"
-                )
-            message = json.loads(line)
-            if "fatal" in message:
-                raise errors.by_code(**message["fatal"])
-            return cls(process, message)
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            raise
+        process, ready = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.embedding"),
+            {k: v for k, v in asdict(options).items() if k != "log_path"},
+            loads=Path(options.path).name,
+            log_path=options.log_path,
+        )
+        return cls(process, ready)
 
     @property
     def alive(self) -> bool:
         """False once the process has ended."""
-        return not self._reader.done()
+        return not self._process.ended
 
     async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
         """See Embeds."""
@@ -141,46 +112,34 @@ class EmbeddingEngine:
 
     async def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.hang_up()
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_GRACE_S)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        await self._reader
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            await self._process.stdin.wait_closed()
 
     async def _ask(self, message: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        if not self.alive or self._process.stdin.is_closing():
-            raise errors.WorkerDiedError("the engine's process has ended")
         self._next += 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._replies[self._next] = future
-        self._process.stdin.write(json.dumps({**message, "n": self._next}).encode() + b"\n")
+        if not self._process.send({**message, "n": self._next}):
+            raise errors.WorkerDiedError("the engine's process has ended")
         return await future
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            while line := await self._process.stdout.readline():
-                message = json.loads(line)
-                future = self._replies.pop(message["re"], None)
-                if future is None or future.done():
-                    continue
-                if "error" in message:
-                    future.set_exception(errors.by_code(**message["error"]))
-                else:
-                    future.set_result(message["value"])
-        except ValueError:
-            self._process.kill()  # half a line: it died while writing
-        finally:
-            await self._process.wait()
-            for future in self._replies.values():
-                if not future.done():
-                    future.set_exception(errors.WorkerDiedError("the engine's process ended"))
+    def _hear(self, message: dict[str, Any]) -> None:
+        future = self._replies.pop(message["re"], None)
+        if future is None or future.done():
+            return
+        if "error" in message:
+            future.set_exception(errors.by_code(**message["error"]))
+        else:
+            future.set_result(message["value"])
+
+    def _after_end(self) -> None:
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(errors.WorkerDiedError("the engine's process ended"))
 
 
 class EmbeddingHost:

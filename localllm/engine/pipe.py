@@ -1,0 +1,183 @@
+"""A child process that speaks JSON lines: every message reaches a callback straight from the event loop's read.
+
+A StreamReader and a task between them would cost two more turns of the loop for every token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from localllm import errors
+
+Hear = Callable[[dict[str, Any]], None]
+
+
+class JsonProcess(asyncio.SubprocessProtocol):
+    """A running child. `on_message` is called with each message, `on_end` once, after the last one, when the process
+    has ended and its output is read to the end; whoever uses it sets both."""
+
+    def __init__(self) -> None:
+        self._first: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_message: Hear = self._hear_first
+        self.on_end: Callable[[], None] = self._no_first
+        self.on_progress: Hear = lambda _: None
+        self._pieces: list[bytes] = []
+        self._open = {"output", "process"}
+        self._process: asyncio.SubprocessTransport | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        order: Mapping[str, Any],
+        *,
+        loads: str,
+        environment: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        on_progress: Hear | None = None,
+    ) -> tuple[JsonProcess, dict[str, Any]]:
+        """Run `command`, send it `order`, and wait for its {"ready": …}: the process and that message.
+
+        Other messages before it go to `on_progress`; stderr is appended to `log_path`, or dropped. Raises the
+        LocalLLMError of its {"fatal": …}, or WorkerDiedError when it ends without a word while it loads `loads`.
+        """
+        log = log_path.open("ab") if log_path is not None else None
+        try:
+            _, process = await asyncio.get_running_loop().subprocess_exec(
+                cls,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
+                env=None if environment is None else dict(environment),
+            )
+        finally:
+            if log is not None:
+                log.close()
+        if on_progress is not None:
+            process.on_progress = on_progress
+        try:
+            process.send(order)
+            message = await process._first
+            if message is None:
+                raise errors.WorkerDiedError(
+                    f"the engine's process ended while loading {loads!r} ({said(process.returncode)})",
+                    hint="the file may be damaged or too large for this machine; see `localllm doctor`",
+                )
+            if "fatal" in message:
+                await process.wait()
+                raise errors.by_code(**message["fatal"])
+            return process, message
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process is not None
+        return self._process.get_pid()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        assert self._process is not None
+        return self._process.get_returncode()
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing more will be heard."""
+        return self._ended.done()
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        await asyncio.shield(self._ended)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Queue a message for it; False when it can't hear any more."""
+        assert self._stdin is not None
+        if self.ended or self._stdin.is_closing():
+            return False
+        self._stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        return True
+
+    def hang_up(self) -> None:
+        """Say nothing more: the end of its input."""
+        assert self._stdin is not None
+        self._stdin.close()
+
+    def kill(self) -> None:
+        """End it at once; harmless when it has ended."""
+        assert self._process is not None
+        if self.returncode is None:
+            self._process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+    def _hear_first(self, message: dict[str, Any]) -> None:
+        if "ready" not in message and "fatal" not in message:
+            self.on_progress(message)
+        elif not self._first.done():
+            self._first.set_result(message)
+
+    def _no_first(self) -> None:
+        if not self._first.done():
+            self._first.set_result(None)
+
+    # --- what asyncio calls --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The process runs."""
+        self._process = cast("asyncio.SubprocessTransport", transport)
+        self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Some of its output: any number of lines, the last perhaps in part."""
+        lines = data.split(b"\n")
+        if len(lines) == 1:
+            self._pieces.append(data)
+            return
+        lines[0] = b"".join((*self._pieces, lines[0]))
+        last = lines.pop()
+        self._pieces = [last] if last else []
+        try:
+            for line in lines:
+                self.on_message(json.loads(line))
+        except ValueError:
+            # What it says can't be trusted any more.
+            self.kill()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Its output is at the end."""
+        if fd == 1:
+            self._end("output")
+
+    def process_exited(self) -> None:
+        """It has ended; its output may still be in the pipe."""
+        self._end("process")
+
+    def _end(self, what: str) -> None:
+        self._open.discard(what)
+        if not self._open and not self._ended.done():
+            self._ended.set_result(None)
+            assert self._process is not None
+            self._process.close()
+            self.on_end()
+
+
+def said(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "no exit code"
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
