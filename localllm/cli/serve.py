@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,6 +81,7 @@ def serve(
                 print(text, file=sys.stderr, flush=True)
 
         async def main() -> None:
+            _stop_when_terminated()
             say(f"loading {', '.join(launch.name for launch in launches)} …")
             waiting = await router.preload()
             for model in router.list():
@@ -104,7 +105,19 @@ def serve(
                     watch.cancel()
                 await router.close()
 
-        asyncio.run(main())
+        with suppress(asyncio.CancelledError):
+            asyncio.run(main())
+
+
+def _stop_when_terminated() -> None:
+    """SIGTERM (kill, launchd, containers) ends the server as Ctrl-C does: streams get their end, workers are closed."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    assert task is not None
+    with suppress(NotImplementedError):  # Windows has no such signal
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 @contextmanager

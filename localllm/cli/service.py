@@ -78,8 +78,6 @@ Description=Language models on this machine (localllm)
 ExecStart={" ".join(_quoted(word) for word in command)}
 Restart=on-failure
 RestartSec=5
-# Ctrl-C's signal: streams end, workers are closed.
-KillSignal=SIGINT
 TimeoutStopSec=20
 
 [Install]

@@ -180,6 +180,7 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
                     ("chatty", "loaded"), ("filler", "loaded"),
                 ]  # fmt: skip
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             process.communicate(timeout=30)
+        assert process.returncode == 0
         assert not path.exists()
