@@ -134,7 +134,7 @@ class BackendMissingError(BackendError):
     """The package this backend stands on is not installed."""
 
     code = "backend_missing"
-    default_hint = "run `localllm setup` to install it"
+    default_hint = "install localllm again with the engine's packages: see README.md, What runs where"
 
 
 class WorkerDiedError(BackendError):

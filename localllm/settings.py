@@ -50,6 +50,13 @@ TABLE: tuple[Setting, ...] = (
     Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),
     Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
     Setting("idle_unload_min", float, 30.0, "minutes without a request after which a model is unloaded; 0 = never"),
+    Setting(
+        "compaction",
+        str,
+        "ask",
+        "a chat that outgrows the context: ask, or auto = leave out its oldest messages",
+        ("ask", "auto"),
+    ),
     Setting("offline", bool, False, "never contact the hub"),
 )
 _BY_NAME = {s.name: s for s in TABLE}

@@ -44,7 +44,7 @@ def chat(
     attached = [read_text(path) for path in attach or ()]
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
-    sampling = {
+    sampling: dict[str, float | int | str] = {
         name: value
         for name, value in (("temperature", temperature), ("seed", seed), ("max_tokens", max_tokens))
         if value is not None
@@ -66,11 +66,11 @@ def _run(
     plain: bool,
     continue_: bool,
     system: str | None,
-    sampling: dict[str, float | int],
+    sampling: dict[str, float | int | str],
 ) -> None:
-
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
+    from localllm.settings import Settings
     from localllm_tui.client import ChatClient
     from localllm_tui.session import Session, with_files
 
@@ -81,6 +81,8 @@ def _run(
         last = next(iter(history.list(limit=1)), None) if continue_ else None
         if continue_ and question is not None and last is None:
             raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
+    if Settings().value("compaction") == "auto":
+        sampling["truncation"] = "auto"
     base_url, name = _serve(stack, model, context, last)
     client = ChatClient(base_url, sampling=sampling)
     resume = last.id if last else None

@@ -13,13 +13,15 @@ from localllm.conversation.volatile import without_volatile
 from localllm.engine.api import Engine
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.server import prompting
+from localllm.server.compacting import Counts, Messages, fitted
 from localllm.server.generation import Job, Outcome, Spent, Writer
 from localllm.server.router import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them."""
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `compaction`: the
+    client lets us leave out the oldest turns when the conversation does not fit."""
 
     messages: Sequence[Mapping[str, Any]]
     sampling: Sampling
@@ -38,22 +40,31 @@ class Ask:
     n: int = 1
     conversation: str = ""
     prediction: str = ""
+    compaction: bool = False
 
 
-async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) -> Job:
+async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, counts: Counts) -> Job:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
     messages, normalised = without_volatile(recall.restore(ask.messages))
-    prompt = await prompting.build(
-        model.template(engine.info),
-        messages,
-        tools=ask.tools,
-        choice=ask.choice,
-        parallel=ask.parallel,
-        grammar=ask.grammar,
-        reasoning_effort=ask.effort,
-        template_kwargs=ask.template_kwargs,
-        tokenize=engine.tokenize,
-    )
+    template = model.template(engine.info)
+
+    async def render(kept: Messages) -> prompting.Prompt:
+        return await prompting.build(
+            template,
+            kept,
+            tools=ask.tools,
+            choice=ask.choice,
+            parallel=ask.parallel,
+            grammar=ask.grammar,
+            reasoning_effort=ask.effort,
+            template_kwargs=ask.template_kwargs,
+            tokenize=engine.tokenize,
+        )
+
+    if ask.compaction:
+        prompt, shortened = await fitted(engine, template, messages, render, ask.max_tokens, counts)
+    else:
+        prompt, shortened = await render(messages), None
     return Job(
         prompt=prompt.text,
         add_bos=prompting.wants_bos(engine.info, prompt.text),
@@ -74,6 +85,7 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall) 
         prediction=ask.prediction,
         ignored=prompt.ignored,
         normalised=normalised,
+        compacted="" if shortened is None else str(shortened),
         asked=ask.messages[-1]["content"] if prompt.reply.think is not None else None,
     )
 

@@ -19,6 +19,7 @@ from localllm.errors import RequestError, UnsupportedError
 MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 StopText = Annotated[str, Field(max_length=1024)]
 
 # field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
@@ -158,6 +159,7 @@ class ChatFields(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024, description="groups the requests of one conversation")
     prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
+    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
 
     def predicted(self) -> str:
         """The text of `prediction`; raises RequestError."""

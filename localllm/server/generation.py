@@ -38,8 +38,8 @@ class Job:
     as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
     has finished. `calls`: what must follow the openings of the calls that the model may begin. `prediction` is text
     expected in the answer, which drafting tries. `ignored` names fields that have no effect on this model,
-    `normalised` what was taken out of the prompt; `asked` is the turn that is answered, where the reasoning behind
-    the answer is to be remembered.
+    `normalised` what was taken out of the prompt, `compacted` how much of the conversation was left out; `asked` is the
+    turn that is answered, where the reasoning behind the answer is to be remembered.
     """
 
     prompt: str | list[int]
@@ -62,6 +62,7 @@ class Job:
     prediction: str = ""
     ignored: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
+    compacted: str = ""
     asked: str | None = None
 
     @property

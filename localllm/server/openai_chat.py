@@ -44,6 +44,7 @@ def ask_of(fields: ChatFields, default: Sampling) -> Ask:
         n=fields.n or 1,
         conversation=fields.prompt_cache_key or "",
         prediction=fields.predicted(),
+        compaction=fields.truncation == "auto",
     )
 
 
@@ -63,8 +64,8 @@ def output_constraint(fields: ChatFields) -> tuple[str, str] | None:
 class Chunks:
     """The Writer of chat.completion.chunk events. Each token costs two string joins and one JSON string."""
 
-    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool) -> None:
-        self._outbox, self._n, self._include_usage = outbox, n, include_usage
+    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
+        self._outbox, self._n, self._include_usage, self._compacted = outbox, n, include_usage, compacted
         self.id = new_completion_id()
         usage = ',"usage":null' if include_usage else ""
         self._head = (
@@ -76,7 +77,9 @@ class Chunks:
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
     def start(self) -> None:
-        """The role, once per choice."""
+        """The role, once per choice; before it, what was left out of the conversation."""
+        if self._compacted:
+            self._outbox.write(compacted_comment(self._compacted))
         for i in range(self._n):
             self._send(i, '"role":"assistant","content":""')
 
@@ -202,6 +205,11 @@ def cache_note(usage: Spent) -> str:
     if usage.cache_miss:
         said += f"; {usage.cache_miss}"
     return "".join(c if " " <= c <= "~" else "?" for c in said)[:500]
+
+
+def compacted_comment(compacted: str) -> bytes:
+    """What `x-localllm-compacted` says, as a comment: the headers may have left before it was known."""
+    return f": compacted {compacted}\n\n".encode()
 
 
 def ignored_header(names: Sequence[str]) -> Mapping[str, str]:

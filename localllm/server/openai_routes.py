@@ -56,7 +56,9 @@ def routes(server: Server) -> APIRouter:
         include_usage = bool(fields.stream_options and fields.stream_options.include_usage)
 
         def writer(outbox: Outbox, job: Job, _: Progress) -> openai_chat.Chunks:
-            return openai_chat.Chunks(outbox, model.name, n=job.choices, include_usage=include_usage)
+            return openai_chat.Chunks(
+                outbox, model.name, n=job.choices, include_usage=include_usage, compacted=job.compacted
+            )
 
         return await server.stream(model, prepare, writer, SSE, ignored)
 

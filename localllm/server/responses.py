@@ -17,9 +17,10 @@ from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, NotFoundError, RequestError, UnsupportedError
 from localllm.server import prompting
 from localllm.server.conversing import Ask
-from localllm.server.fields import Count, _Body
+from localllm.server.fields import TRUNCATION, Count, _Body
 from localllm.server.folding import Fold, new_call_id
 from localllm.server.generation import Outcome, Spent
+from localllm.server.openai_chat import compacted_comment
 from localllm.server.streaming import Outbox
 
 _quote = json.encoder.encode_basestring_ascii
@@ -56,7 +57,10 @@ class ResponsesFields(_Body):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = Field(None, description="a too long conversation is refused, never cut")
+    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
+    context_management: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="nothing is summarised here; send truncation: auto"
+    )
     background: Literal[False] | None = Field(None, description="responses run while the client waits")
     prompt: None = Field(None, description="stored prompts are not kept here")
     conversation: None = Field(None, description="conversation objects are not kept here")
@@ -142,6 +146,7 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any]) -> 
         effort=effort,
         max_tokens=fields.max_output_tokens,
         conversation=fields.prompt_cache_key or "",
+        compaction=fields.truncation == "auto",
     )
     return ask, skipped
 
@@ -218,8 +223,10 @@ class Response:
         model: str,
         outbox: Outbox | None,
         keep: Callable[[dict[str, Any]], None] | None = None,
+        compacted: str = "",
     ) -> None:
         self._outbox = outbox
+        self._compacted = compacted
         self._keep = keep
         self._sequence = 0
         self._open: dict[str, Any] | None = None
@@ -244,13 +251,15 @@ class Response:
             "tool_choice": fields.tool_choice or "auto",
             "tools": fields.tools or [],
             "top_p": fields.top_p,
-            "truncation": "disabled",
+            "truncation": fields.truncation or "disabled",
             "usage": None,
             "metadata": (fields.model_extra or {}).get("metadata") or {},
         }
 
     def start(self) -> None:
-        """The response exists."""
+        """The response exists; before it, what was left out of the conversation."""
+        if self._outbox is not None and self._compacted:
+            self._outbox.write(compacted_comment(self._compacted))
         self._event("response.created", {"response": self.body})
         self._event("response.in_progress", {"response": self.body})
 

@@ -52,7 +52,7 @@ def routes(server: Server) -> APIRouter:
         box: list[responses.Response] = []
 
         def writer(outbox: Outbox, job: Job, _: Progress) -> responses.Response:
-            box.append(responses.Response(fields, model.name, outbox, keep))
+            box.append(responses.Response(fields, model.name, outbox, keep, job.compacted))
             return box[0]
 
         def frame_error(error: LocalLLMError) -> bytes:

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.recall import Recall
 from localllm.engine.api import Engine
 from localllm.errors import LocalLLMError
+from localllm.server.compacting import Counts
 from localllm.server.conversing import Ask, Remembering, job_for
 from localllm.server.folding import Fold
 from localllm.server.generation import Job, Progress, Writer, run
@@ -48,6 +49,7 @@ class Server:
         self.models = models
         self.settings = settings
         self.recall = Recall()
+        self.counts = Counts()
         self.requests = 0
         self.active = 0
 
@@ -69,8 +71,8 @@ class Server:
                 engine = await model.engine()
                 job = await prepare(engine)
                 names.extend(job.ignored)
-                extra.update(normalised_header(job))
-                self._note(names)
+                extra.update({**normalised_header(job), **compacted_header(job)})
+                self._note(names, job.compacted)
                 await run(engine, job, self._remembering(writer(outbox, job, progress), job), progress)
 
         return StreamResponse(
@@ -106,11 +108,12 @@ class Server:
             return Response(status_code=499)
         fold, job = done
         names = [*ignored, *job.ignored]
-        self._note(names)
+        self._note(names, job.compacted)
         headers = {
             **request_id(),
             **ignored_header(names),
             **normalised_header(job),
+            **compacted_header(job),
             "x-localllm-cache": cache_note(fold.usage),
         }
         return JSONResponse(body(fold, job), headers=headers)
@@ -119,7 +122,7 @@ class Server:
         """How to make the job of a conversation once the engine is there."""
 
         async def prepared(engine: Engine) -> Job:
-            return await job_for(ask, model, engine, self.recall)
+            return await job_for(ask, model, engine, self.recall, self.counts)
 
         return prepared
 
@@ -127,16 +130,18 @@ class Server:
         """How many tokens the prompt of `ask` has."""
         with model.lease():
             engine = await model.engine()
-            job = await job_for(ask, model, engine, self.recall)
+            job = await job_for(ask, model, engine, self.recall, self.counts)
             assert isinstance(job.prompt, str)
             return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
 
     def _remembering(self, writer: Writer, job: Job) -> Writer:
         return writer if job.asked is None else Remembering(writer, self.recall, job.asked)
 
-    def _note(self, ignored: Sequence[str]) -> None:
+    def _note(self, ignored: Sequence[str], compacted: str = "") -> None:
         if ignored:
             log.info("ignored unknown fields: %s", ignored_header(ignored)["x-localllm-ignored"])
+        if compacted:
+            log.info("compacted a conversation: left out %s", compacted)
 
     def counted(self, model: ServedModel) -> _Lease:
         """A block in which a request of `model` runs: it is counted, and its model kept."""
@@ -162,6 +167,11 @@ class _Lease:
 def normalised_header(job: Job) -> Mapping[str, str]:
     """`x-localllm-normalised`, when lines were taken out of the prompt."""
     return {"x-localllm-normalised": ",".join(job.normalised)} if job.normalised else {}
+
+
+def compacted_header(job: Job) -> Mapping[str, str]:
+    """`x-localllm-compacted`, when messages were left out."""
+    return {"x-localllm-compacted": job.compacted} if job.compacted else {}
 
 
 def request_id() -> Mapping[str, str]:

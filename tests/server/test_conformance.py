@@ -419,7 +419,9 @@ ROWS = [
     ),
     refused("an unknown previous response", {"previous_response_id": "resp_x"}, "stored", 404, RESP),
     refused("background", {"background": True}, "background", path=RESP),
-    refused("truncation auto", {"truncation": "auto"}, "truncation", path=RESP),
+    honoured("truncation auto", {"truncation": "auto"}, lambda r, j, h: j["truncation"] == "auto", path=RESP),
+    refused("a truncation nobody knows", {"truncation": "middle"}, "truncation", path=RESP),
+    refused("a summary of the conversation", {"context_management": [{"type": "compaction"}]}, "context", path=RESP),
     refused("a stored prompt", {"prompt": {"id": "x"}}, "prompt", path=RESP),
     refused("an item reference", {"input": [{"type": "item_reference", "id": "x"}]}, "previous_response_id", path=RESP),
     # --- Anthropic ---

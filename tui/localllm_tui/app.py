@@ -21,7 +21,7 @@ from localllm.conversation.history import History, StoredMessage
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm_tui import commands
 from localllm_tui.attach import check_room, read_text
-from localllm_tui.client import ChatClient, Prefill, Reasoning, ServedModel, StreamEvent, Text, Waiting
+from localllm_tui.client import ChatClient, LeftOut, Prefill, Reasoning, ServedModel, StreamEvent, Text, Waiting
 from localllm_tui.composer import Composer
 from localllm_tui.drafts import Drafts
 from localllm_tui.meter import Meter, Numbers, elide, status_text
@@ -29,7 +29,7 @@ from localllm_tui.picker import Picker
 from localllm_tui.session import Answer, Session, code_blocks
 from localllm_tui.terminal import copy_with_tool, printable
 from localllm_tui.transcript import AnswerView, Note, Question, Transcript, Trouble
-from localllm_tui.wording import note_under, question_of, welcome
+from localllm_tui.wording import note_under, question_of, way_on, welcome
 
 STATUS_EVERY_S = 0.2
 QUIT_WITHIN_S = 2.0
@@ -266,7 +266,8 @@ class ChatApp(App[None]):
         """Take one answer from the server; whatever ends it, what came is kept and the screen says how it ended."""
         reason, trouble = "stopped", None
         try:
-            async with aclosing(self.client.stream(self.model, self._session.payload())) as stream:
+            asked = self.client.stream(self.model, self._session.payload(), compact=self._session.compacts)
+            async with aclosing(asked) as stream:
                 async for event in stream:
                     reason = self._take(event, answer, meter, view) or reason
         except LocalLLMError as e:
@@ -311,6 +312,8 @@ class ChatApp(App[None]):
         elif isinstance(event, Waiting):
             if meter.tokens == 0:
                 view.progress(printable(event.note) + "…")
+        elif isinstance(event, LeftOut):
+            meter.left_out = event.messages
         else:
             meter.usage = event.usage
             return event.reason
@@ -330,8 +333,7 @@ class ChatApp(App[None]):
                 how = "Stopped before the answer began" if reason == "stopped" else "The model gave an empty answer"
                 await self._say(f"{how}: /retry asks again")
         if trouble is not None:
-            kept = "The text so far is kept. " if turn is not None else ""
-            await self._trouble(trouble, f"{kept}/retry asks again, /edit changes the question, /new starts afresh.")
+            await self._trouble(trouble, way_on(trouble, kept=turn is not None, compacts=self._compacts))
         elif self.n_ctx is None:  # a server may know it only once the model is loaded
             await self._ask_models()
         await self._warn_of_full_context()
@@ -353,12 +355,17 @@ class ChatApp(App[None]):
 
     async def _warn_of_full_context(self) -> None:
         used = self._session.used_tokens
-        if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned:
+        if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned and not self._compacts:
             self._warned = True
             await self._say(
                 f"The context is {used / self.n_ctx:.0%} full ({used:,} of {self.n_ctx:,} tokens): soon the "
-                "conversation will not fit. /new starts another, /save keeps this one as a file."
+                "conversation will not fit. /compact lets the oldest messages be left out then, /new starts another, /save "
+                "keeps this one as a file."
             )
+
+    @property
+    def _compacts(self) -> bool:
+        return self.client.compacts or self._session.compacts
 
     async def _stop_answer(self) -> None:
         """Stop the answer, if there is one, and wait until what came is on disk."""
@@ -516,6 +523,22 @@ class ChatApp(App[None]):
         self._editing = True
         self.composer.replace_text(str(old.meta.get("typed", old.content)))
         self._show_state()
+
+    async def _do_compact(self, argument: str) -> None:
+        if argument not in ("", "off"):
+            raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
+        self._session.set_compacts(not argument)
+        if argument:
+            always = "; but the setting `compaction` is auto" if self.client.compacts else ""
+            await self._say(f"a conversation that does not fit the context is an error again{always}")
+            return
+        if not self.answering and self._session.dialogue[-1].role == "user":
+            await self._do_retry("")
+            return
+        await self._say(
+            "once the conversation does not fit, its oldest messages are left out of what the model gets; all of it "
+            "stays here and on disk"
+        )
 
     async def _do_copy(self, what: str) -> None:
         answer = self._answer.text if self._answer is not None else ""

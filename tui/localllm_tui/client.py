@@ -14,6 +14,7 @@ import httpx
 from localllm.errors import LocalLLMError, by_code
 
 _PREFILL = re.compile(r"prefill\D+(\d+)\s*/\s*(\d+)")
+_LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
 # Comment lines that only keep the connection open, or come when all is over, say nothing a person waits for.
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Words of our server that deserve a sentence.
@@ -72,6 +73,14 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The conversation did not fit: the server left out this many of its oldest messages."""
+
+    messages: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The answer is complete: OpenAI's finish reason, and the usage where the server sent it."""
 
@@ -79,7 +88,7 @@ class Done:
     usage: Usage | None
 
 
-StreamEvent: TypeAlias = Text | Reasoning | Prefill | Waiting | Done
+StreamEvent: TypeAlias = Text | Reasoning | Prefill | Waiting | LeftOut | Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,8 @@ class ServedModel:
 
 @dataclass
 class ChatClient:
-    """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed, max_tokens).
+    """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed, max_tokens,
+    truncation).
 
     `transport` replaces the network, as httpx allows. Use as an async context manager, or call `aclose`.
     """
@@ -142,8 +152,17 @@ class ChatClient:
         except (ValueError, KeyError, TypeError) as e:
             raise ServerUnreachableError(f"{self.base_url} does not speak the OpenAI API: {_reason(e)}") from e
 
-    async def stream(self, model: str, messages: Sequence[Mapping[str, Any]]) -> AsyncGenerator[StreamEvent, None]:
+    @property
+    def compacts(self) -> bool:
+        """Whether every request lets the server leave out the oldest messages of a conversation that is too long."""
+        return self.sampling.get("truncation") == "auto"
+
+    async def stream(
+        self, model: str, messages: Sequence[Mapping[str, Any]], *, compact: bool = False
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Ask `model` to continue `messages`; ends after exactly one Done, or raises LocalLLMError.
+
+        `compact` lets the server leave out the oldest messages when not all fit; LeftOut tells how many.
 
         Closing the iterator closes the connection, which is how the server learns to stop.
         """
@@ -153,6 +172,7 @@ class ChatClient:
             "messages": list(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"truncation": "auto"} if compact else {}),
         }
         try:
             async with self.http.stream("POST", "chat/completions", json=body) as response:
@@ -217,6 +237,9 @@ def _comment(comment: str) -> StreamEvent | None:
     found = _PREFILL.search(comment)
     if found:
         return Prefill(int(found[1]), int(found[2]))
+    found = _LEFT_OUT.fullmatch(comment)
+    if found:
+        return LeftOut(int(found[1]), int(found[2]))
     return None if _NO_NEWS.fullmatch(comment) else Waiting(_SAID.get(comment, comment))
 
 

@@ -24,6 +24,9 @@ COMMANDS = (
     Command("retry", "", "answer the last question again", "Retry the last answer"),
     Command("earlier", "", "show the other version of a retried answer", "Show the earlier version of the answer"),
     Command("edit", "", "change the last question in a copy of the conversation", "Edit the last question"),
+    Command(
+        "compact", "[off]", "leave out the oldest messages once not all fit the context", "Compact the conversation"
+    ),
     Command("copy", "[code [N]]", "copy the last answer, or its last (or Nth) code block", "Copy the last answer"),
     Command("save", "FILE.md", "write the conversation to a file (/save! overwrites)"),
     Command("attach", "FILE", "send a text file along with the next question"),

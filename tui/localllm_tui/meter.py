@@ -25,6 +25,7 @@ class Meter:
         self._last_s: float | None = None
         self._deltas = 0
         self.prompt_tokens = 0
+        self.left_out = 0  # messages that the server left out to make the conversation fit
         self.usage: Usage | None = None
 
     def delta(self) -> None:
@@ -60,7 +61,7 @@ class Meter:
 
     def meta(self) -> dict[str, Any]:
         """What is kept with the answer in the history."""
-        meta: dict[str, Any] = {}
+        meta: dict[str, Any] = {"left_out": self.left_out} if self.left_out else {}
         if self.ttft_s is not None:
             meta["ttft_s"] = round(self.ttft_s, 4)
         if self.tok_s is not None:

@@ -8,16 +8,23 @@ import sys
 from contextlib import aclosing
 from typing import TextIO
 
-from localllm.errors import LocalLLMError
+from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui import commands
-from localllm_tui.client import ChatClient, Done, Prefill, Reasoning, Text, Waiting
+from localllm_tui.client import ChatClient, Done, LeftOut, Prefill, Reasoning, Text, Waiting
 from localllm_tui.meter import Meter
 from localllm_tui.session import Answer, Session
 from localllm_tui.terminal import printable
 
 
 async def answer_to(
-    out: TextIO, err: TextIO, client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None
+    out: TextIO,
+    err: TextIO,
+    client: ChatClient,
+    model: str,
+    messages: list[dict[str, str]],
+    keep: Answer | None = None,
+    *,
+    compact: bool = False,
 ) -> None:
     """Stream the answer to `messages` to `out`, ending with a newline; progress goes to `err` if it is a terminal.
 
@@ -29,7 +36,7 @@ async def answer_to(
     # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
     shown = printable if out.isatty() else str
     try:
-        async with aclosing(client.stream(model, messages)) as stream:
+        async with aclosing(client.stream(model, messages, compact=compact)) as stream:
             async for event in stream:
                 if isinstance(event, (Text, Reasoning)):
                     meter.delta()
@@ -46,6 +53,8 @@ async def answer_to(
                     progress.say(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
                 elif isinstance(event, Waiting):
                     progress.say(printable(event.note) + "…")
+                elif isinstance(event, LeftOut):
+                    meter.left_out = event.messages
                 elif isinstance(event, Done):
                     reason, meter.usage = event.reason, event.usage
     except LocalLLMError:
@@ -60,9 +69,13 @@ async def answer_to(
             keep.finish({**meter.meta(), "finish_reason": reason})
     if reason == "length":
         print("note: the answer was cut at the token limit", file=err)
+    if meter.left_out:
+        print(f"note: the {meter.left_out} oldest messages were left out to fit the context", file=err)
 
 
-def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None) -> None:
+def ask_once(
+    client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None, *, compact: bool = False
+) -> None:
     """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -70,7 +83,7 @@ def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], kee
 
     async def run() -> None:
         async with client:
-            await answer_to(sys.stdout, sys.stderr, client, model, messages, keep)
+            await answer_to(sys.stdout, sys.stderr, client, model, messages, keep, compact=compact)
 
     asyncio.run(run())
 
@@ -89,16 +102,29 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
             return
         if command == ("new", ""):
             session = Session(session.history, model, system=session.system)
+        elif command == ("compact", "") and session.id is not None:
+            session.set_compacts(True)
+            print("the oldest messages are left out once not all fit; all of them stay on disk", file=sys.stderr)
+            if session.dialogue[-1].role == "user":
+                _answer(client, model, session)
         elif command is not None:
-            print("here only /new and /quit work; without --plain the chat has more", file=sys.stderr)
+            print("here only /new, /compact and /quit work; without --plain the chat has more", file=sys.stderr)
         elif line:
             session.ask(commands.question(line))
-            try:
-                ask_once(client, model, session.payload(), session.answer())
-            except KeyboardInterrupt:
-                print("(stopped)", file=sys.stderr)
-            except LocalLLMError as e:
-                print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
+            _answer(client, model, session)
+
+
+def _answer(client: ChatClient, model: str, session: Session) -> None:
+    """Answer the last question; what goes wrong is printed."""
+    compacts = client.compacts or session.compacts
+    try:
+        ask_once(client, model, session.payload(), session.answer(), compact=compacts)
+    except KeyboardInterrupt:
+        print("(stopped)", file=sys.stderr)
+    except LocalLLMError as e:
+        print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
+        if isinstance(e, ContextLengthError) and not compacts:
+            print("/compact leaves out the oldest messages and asks again", file=sys.stderr)
 
 
 class _Progress:

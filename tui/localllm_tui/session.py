@@ -69,6 +69,20 @@ class Session:
                 return int(turn.meta["prompt_tokens"]) + int(turn.meta.get("completion_tokens") or 0)
         return 0
 
+    @property
+    def compacts(self) -> bool:
+        """Whether the oldest messages may be left out of what is sent once not all fit. Nothing is removed here."""
+        return any(t.meta.get("compact") for t in self.turns)
+
+    def set_compacts(self, on: bool) -> None:
+        """Allow that, or forbid it again; kept with the conversation. Raises UsageError when nothing was asked."""
+        for turn in [t for t in self.turns if t.meta.get("compact")]:
+            meta = {k: v for k, v in turn.meta.items() if k != "compact"}
+            self._rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
+        if on:
+            first = next((t for t in self.turns if t.role == "user"), None) or self.last_question
+            self._rewrite(first, first.content, first.reasoning or "", {**first.meta, "compact": True}, first.complete)
+
     def set_system(self, text: str) -> None:
         """Use `text` as the system prompt from here on; "" for none."""
         if self.id is None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
+from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.meter import ago, elide
 from localllm_tui.terminal import printable
 from localllm_tui.transcript import Question
@@ -34,6 +35,14 @@ def question_of(turn: StoredMessage) -> Question:
     return Question(str(turn.meta.get("typed", turn.content)), list(turn.meta.get("attached", ())))
 
 
+def way_on(error: LocalLLMError, *, kept: bool, compacts: bool) -> str:
+    """What can be done after an answer that failed; `kept`: some of it came, `compacts`: leaving out is allowed already."""
+    said = "The text so far is kept. " if kept else ""
+    if isinstance(error, ContextLengthError) and not compacts:
+        said += "/compact leaves out the oldest messages and asks again; "
+    return f"{said}/retry asks again, /edit changes the question, /new starts afresh."
+
+
 def _plain(text: str) -> str:
     """`text` with what Markdown would obey taken out of force."""
     return "".join("\\" + c if c in "\\`*_{}[]<>()#+-.!|~" else c for c in text)
@@ -49,6 +58,9 @@ def note_under(turn: StoredMessage) -> str:
     }.get(reason, "")
     if not turn.complete:
         said = "the chat ended here before the answer did; /retry answers again"
+    left_out = int(turn.meta.get("left_out") or 0)
+    if left_out:
+        said += ("; " if said else "") + f"the {left_out} oldest messages were left out to fit the context"
     earlier = len(turn.meta.get("earlier", ()))
     if earlier:
         said += ("; " if said else "") + f"one of {earlier + 1} versions, /earlier shows another"

@@ -1,0 +1,188 @@
+"""Compaction: which messages of a too long conversation to leave out, so that the rest fits and stays the same for long.
+
+Asked for, never done unasked: without it a full context is an error with the counts. What peers do: OpenAI's
+`truncation: "auto"` drops items until the rest fits, llama-server's context shift drops half of the tokens wherever that
+cuts, LM Studio's rolling window drops the oldest: each may end in the middle of a tool call, and what drops one message
+per turn changes the beginning of every prompt, which no prefix cache survives. (OpenAI's Realtime API has a
+`retention_ratio` for the same reason.) So, here:
+
+* The **oldest whole turns** go first: a question with the answers, calls and results behind it. System messages and the
+  newest question stay. When that is not enough (an agent at work on one question), the oldest rounds of the newest turn
+  go: an assistant message with the results of its calls. No result is left without its call, nor a call without its
+  result; the newest round stays.
+* What goes is more than needed: down to `KEEP` of the room. The next cut is then some turns away, and until then every
+  prompt begins like the one before.
+* The cut follows from the messages alone, though the server keeps no record of it. The history is **replayed** from its
+  first message: whenever what is kept outgrows the budget, the cut moves. What happened after message 40 depends on
+  messages 1 to 40 only, so the same history has the same cut whenever it comes back, a longer one the same or a later
+  one, never an earlier: what once was left out stays left out.
+* A line of text stands where messages were left out. It counts them, and so changes only when the cut does. It is put
+  into the question beside the gap: a message of its own would break the alternation that many templates insist on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Share of the room beside the fixed part that the kept turns have after a cut. With turns of a size, the number of turns
+# between two cuts is (1 - KEEP) of those that fit.
+KEEP = 0.6
+# What the notes cost at most, in tokens: two of them, of about a dozen words and a number (20 tokens with SmolLM2's
+# vocabulary).
+NOTE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a message adds to the prompt, in tokens. `passing` of them only until the next question is asked: reasoning
+    that the template leaves out of earlier turns."""
+
+    tokens: int
+    passing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """The messages to send. `dropped` are the indices of those left out; `exhausted` says that no more may be."""
+
+    messages: list[dict[str, Any]]
+    dropped: frozenset[int]
+    exhausted: bool
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Messages that go or stay together: a question, or an assistant message with the results of its calls."""
+
+    asks: bool = False
+    indices: list[int] = field(default_factory=list)
+    tokens: int = 0
+    passing: int = 0
+    dropped: bool = False
+
+
+class _Replay:
+    """The conversation as it grew, one message at a time, and what was left out on the way."""
+
+    def __init__(self, fixed_tokens: int, budget_tokens: int) -> None:
+        self._fixed, self._budget = fixed_tokens + NOTE_TOKENS, budget_tokens
+        self._earlier: deque[list[_Unit]] = deque()  # kept turns before the newest
+        self._question: _Unit | None = None
+        self._rounds: deque[_Unit] = deque()  # kept ones of the newest turn
+        self._callers: dict[str, _Unit] = {}
+        self._kept_tokens = 0
+        self._at_head = True
+        self.dropped: set[int] = set()
+
+    @property
+    def exhausted(self) -> bool:
+        """True when only what must stay is left."""
+        return not self._earlier and len(self._rounds) <= 1
+
+    def add(self, index: int, message: Mapping[str, Any], cost: Cost) -> None:
+        """One message more; whatever it pushes out is dropped."""
+        if message["role"] == "system":
+            if not self._at_head:  # those at the head are in the fixed part
+                self._fixed += cost.tokens
+                self._make_room()
+            return
+        self._at_head = False
+        unit = self._unit_for(message)
+        unit.indices.append(index)
+        for call in message.get("tool_calls", ()):
+            self._callers[call["id"]] = unit
+        if unit.dropped:  # a result that came after its call was left out
+            self.dropped.add(index)
+            return
+        unit.tokens += cost.tokens
+        unit.passing += cost.passing
+        self._kept_tokens += cost.tokens + cost.passing
+        self._make_room()
+
+    def _unit_for(self, message: Mapping[str, Any]) -> _Unit:
+        role, last = message["role"], self._rounds[-1] if self._rounds else self._question
+        if role == "tool":
+            caller = self._callers.get(message.get("tool_call_id", ""), last)
+            if caller is not None:
+                return caller
+        if role == "user":
+            if last is not None and last.asks:
+                return last  # context and question sent apart are one question
+            self._end_turn()
+            self._question = _Unit(asks=True)
+            return self._question
+        self._rounds.append(_Unit())
+        return self._rounds[-1]
+
+    def _end_turn(self) -> None:
+        turn = [*([self._question] if self._question is not None else []), *self._rounds]
+        self._rounds.clear()
+        for unit in turn:
+            self._kept_tokens -= unit.passing
+            unit.passing = 0
+        if turn:
+            self._earlier.append(turn)
+
+    def _make_room(self) -> None:
+        if self._fixed + self._kept_tokens <= self._budget:
+            return
+        goal = int(KEEP * max(0, self._budget - self._fixed))
+        while self._earlier and self._kept_tokens > goal:
+            for unit in self._earlier.popleft():
+                self._drop(unit)
+        while len(self._rounds) > 1 and self._kept_tokens > goal:
+            self._drop(self._rounds.popleft())
+
+    def _drop(self, unit: _Unit) -> None:
+        unit.dropped = True
+        self.dropped.update(unit.indices)
+        self._kept_tokens -= unit.tokens + unit.passing
+
+
+def compact(
+    messages: Sequence[Mapping[str, Any]], costs: Sequence[Cost], *, fixed_tokens: int, budget_tokens: int
+) -> Compacted:
+    """What to keep of `messages` (as `conversation.messages.normalise` gives them) within `budget_tokens`.
+
+    `costs` has one entry per message. `fixed_tokens` is what the prompt has beside them: tools, the template's own
+    words, and the system messages at the head. What can't be dropped may be larger than the budget (`exhausted` then):
+    the caller counts the real prompt and refuses.
+    """
+    replay = _Replay(fixed_tokens, budget_tokens)
+    for i, (message, cost) in enumerate(zip(messages, costs, strict=True)):
+        replay.add(i, message, cost)
+    dropped = frozenset(replay.dropped)
+    return Compacted(_with_notes(messages, dropped), dropped, replay.exhausted)
+
+
+def note(count: int) -> str:
+    """The line that stands for `count` messages."""
+    said = "1 earlier message was" if count == 1 else f"{count} earlier messages were"
+    return f"[{said} left out to fit the context]"
+
+
+def _with_notes(messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    spoken: dict[str, Any] | None = None  # the last kept message that is not a system text
+    missing = 0
+    for i, message in enumerate(messages):
+        if i in dropped:
+            missing += 1
+            continue
+        plain = dict(message)
+        if plain["role"] != "system":
+            if missing and plain["role"] == "user":
+                plain["content"] = f"{note(missing)}\n\n{plain['content']}"
+                missing = 0
+            elif missing and spoken is not None and spoken["role"] == "user":
+                spoken["content"] += f"\n\n{note(missing)}"
+                missing = 0
+            elif missing and spoken is None:
+                kept.append({"role": "user", "content": note(missing)})
+                missing = 0
+            spoken = plain
+        kept.append(plain)
+    return kept

@@ -1,0 +1,189 @@
+"""Leaving out the oldest turns of a conversation: what stays, what goes with what, and that a cut never moves back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.conversation.compaction import KEEP, NOTE_TOKENS, Compacted, Cost, compact, note
+
+
+def _said(role: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **more}
+
+
+def _call(*ids: str) -> list[dict[str, Any]]:
+    return [{"id": i, "type": "function", "function": {"name": "f", "arguments": {}}} for i in ids]
+
+
+@st.composite
+def conversations(draw: st.DrawFn, late: bool = False) -> list[dict[str, Any]]:
+    """What clients send: system texts anywhere, questions, answers, rounds of calls with their results in any order;
+    `late` results come behind other messages, even behind the next question."""
+    messages: list[dict[str, Any]] = []
+    open_calls: list[str] = []
+    n = 0
+    kinds = ["system", "user", "user", "assistant", "calls", "result", "result"]
+    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=40)):
+        if kind in ("user", "assistant", "calls") and not late:
+            open_calls.clear()
+        text = f"<{len(messages)}>" + "x" * draw(st.integers(0, 60))
+        if kind == "calls":
+            ids = [f"c{n + i}" for i in range(draw(st.integers(1, 2)))]
+            n += len(ids)
+            open_calls += ids
+            messages.append(_said("assistant", text, tool_calls=_call(*ids)))
+        elif kind == "result":
+            if open_calls:
+                answered = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
+                messages.append(_said("tool", text, tool_call_id=answered))
+        else:
+            thought = {"reasoning_content": "y" * draw(st.integers(0, 60))} if kind == "assistant" else {}
+            messages.append(_said(kind, text, **thought))
+    return messages or [_said("user", "<0>")]
+
+
+def _costs(messages: list[dict[str, Any]]) -> list[Cost]:
+    return [Cost(len(m["content"]), passing=len(m.get("reasoning_content", ""))) for m in messages]
+
+
+def _compact(messages: list[dict[str, Any]], budget: int, fixed: int = 0) -> Compacted:
+    return compact(messages, _costs(messages), fixed_tokens=fixed, budget_tokens=budget)
+
+
+def _place(message: dict[str, Any]) -> str:
+    """The mark that says which message of the input this one is; "" for a note."""
+    at = message["content"].find("<")
+    return "" if at < 0 else message["content"][at : message["content"].index(">") + 1]
+
+
+BUDGETS = st.integers(0, 1500)
+
+
+@given(conversations(), BUDGETS)
+def test_system_texts_and_the_newest_question_stay(messages: list[dict[str, Any]], budget: int) -> None:
+    kept = _compact(messages, budget)
+    assert [m for m in kept.messages if m["role"] == "system"] == [m for m in messages if m["role"] == "system"]
+    questions = [i for i, m in enumerate(messages) if m["role"] == "user"]
+    assert not questions or questions[-1] not in kept.dropped
+    places = [_place(m) for m in kept.messages if _place(m)]
+    assert places == [_place(m) for i, m in enumerate(messages) if i not in kept.dropped]
+
+
+@given(conversations(late=True), BUDGETS)
+def test_calls_and_their_results_go_together(messages: list[dict[str, Any]], budget: int) -> None:
+    kept = _compact(messages, budget)
+    calls = {c["id"]: i for i, m in enumerate(messages) for c in m.get("tool_calls", ())}
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            assert (i in kept.dropped) == (calls[message["tool_call_id"]] in kept.dropped)
+
+
+@given(conversations(), BUDGETS)
+def test_whole_turns_go_oldest_first(messages: list[dict[str, Any]], budget: int) -> None:
+    kept = _compact(messages, budget)
+    spoken = [i for i, m in enumerate(messages) if m["role"] not in ("system", "tool")]
+    questions = [i for i in spoken if messages[i]["role"] == "user"]
+    newest = questions[-1] if questions else -1
+    earlier = [i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant"]
+    assert earlier == sorted(earlier, reverse=True)
+    rounds = [i in kept.dropped for i in spoken if i > newest]
+    assert rounds == sorted(rounds, reverse=True)
+    if any(rounds):  # the newest turn is touched only when no other is left
+        assert all(i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant")
+
+
+@given(conversations(), BUDGETS, st.integers(0, 100))
+def test_what_is_kept_fits_or_nothing_more_may_go(messages: list[dict[str, Any]], budget: int, fixed: int) -> None:
+    kept = _compact(messages, budget, fixed)
+    costs = _costs(messages)
+    newest = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    size = sum(c.tokens + (c.passing if i > newest else 0)
+               for i, c in enumerate(costs) if i >= head and i not in kept.dropped)  # fmt: skip
+    assert fixed + NOTE_TOKENS + size <= budget or kept.exhausted
+
+
+@given(conversations(late=True), BUDGETS)
+def test_a_longer_conversation_never_cuts_earlier(messages: list[dict[str, Any]], budget: int) -> None:
+    cuts = [_compact(messages[:n], budget).dropped for n in range(1, len(messages) + 1)]
+    assert all(before <= after for before, after in pairwise(cuts))
+
+
+@given(conversations(), BUDGETS)
+def test_until_the_cut_moves_every_prompt_begins_like_the_one_before(
+    messages: list[dict[str, Any]], budget: int
+) -> None:
+    cuts = [_compact(messages[:n], budget) for n in range(1, len(messages) + 1)]
+    for before, after in pairwise(cuts):
+        if before.dropped == after.dropped:
+            assert after.messages[: len(before.messages)] == before.messages
+
+
+@given(conversations(), BUDGETS)
+def test_notes_count_what_is_missing(messages: list[dict[str, Any]], budget: int) -> None:
+    kept = _compact(messages, budget)
+    said = sum(
+        int(line[1:].split()[0])
+        for m in kept.messages
+        for line in m["content"].splitlines()
+        if line.startswith("[") and line.endswith("left out to fit the context]")
+    )
+    assert said == len(kept.dropped)
+
+
+def test_an_untouched_conversation_is_sent_as_it_is() -> None:
+    messages = [_said("system", "s"), _said("user", "<1>"), _said("assistant", "<2>"), _said("user", "<3>")]
+    kept = _compact(messages, 1000)
+    assert (kept.messages, kept.dropped) == (messages, frozenset())
+
+
+def test_the_cut_holds_for_several_turns_and_leaves_room() -> None:
+    """Turns of 20 tokens in a window for 40: each cut leaves 24, and the next comes when the 41st is there."""
+    messages: list[dict[str, Any]] = []
+    cuts = []
+    for _ in range(100):
+        messages += [_said("user", "q" * 10), _said("assistant", "a" * 10)]
+        cuts.append(len(_compact(messages, NOTE_TOKENS + 800).dropped))
+    first = [i for i, (a, b) in enumerate(pairwise(cuts)) if a != b]
+    assert len(first) == 4
+    assert {b - a for a, b in pairwise(first)} == {int((1 - KEEP) * 40) + 1}
+
+
+def test_the_gap_is_named_in_the_question_beside_it() -> None:
+    messages = [
+        _said("system", "be kind"),
+        _said("user", "<old>" + "x" * 100),
+        _said("assistant", "y" * 100),
+        _said("user", "<new>"),
+        _said("assistant", "z" * 100, tool_calls=_call("a")),
+        _said("tool", "r" * 100, tool_call_id="a"),
+        _said("assistant", "", tool_calls=_call("b")),
+        _said("tool", "done", tool_call_id="b"),
+    ]
+    kept = _compact(messages, NOTE_TOKENS + 60)
+    assert [m["role"] for m in kept.messages] == ["system", "user", "assistant", "tool"]
+    assert kept.messages[1]["content"] == f"{note(2)}\n\n<new>\n\n{note(2)}"
+    assert kept.messages[3]["content"] == "done"
+    assert messages[3]["content"] == "<new>"  # the caller's own are left alone
+
+
+def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
+    messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
+    costs = [Cost(3), Cost(3, passing=500), Cost(3)]
+    # While the first answer is the newest turn its reasoning counts, and there is nothing to leave out.
+    assert not compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped
+    costs[1] = Cost(503)
+    assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {0, 1}
+
+
+@pytest.mark.parametrize("budget", [0, NOTE_TOKENS, NOTE_TOKENS + 5])
+def test_what_must_stay_stays_whatever_the_budget(budget: int) -> None:
+    messages = [_said("system", "s" * 50), _said("user", "u" * 50)]
+    kept = _compact(messages, budget)
+    assert kept.messages == messages
+    assert kept.exhausted
