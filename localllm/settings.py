@@ -49,6 +49,9 @@ TABLE: tuple[Setting, ...] = (
     Setting("threads", int, None, "CPU threads (automatic: physical cores)"),
     Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),
     Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
+    Setting(
+        "memory_headroom_gb", float, None, "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard"
+    ),
     Setting("idle_unload_min", float, 30.0, "minutes without a request after which a model is unloaded; 0 = never"),
     Setting(
         "compaction",

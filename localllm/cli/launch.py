@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Models that share a machine give up context for each other down to this many tokens, and then take turns.
 _LEAST_SHARED_CONTEXT = 4096
+# The memory guard lowers a context nobody chose no further.
+_LEAST_CONTEXT = 2048
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
 # llama.h, enum llama_pooling_type: mean, CLS and last token (0 is none, 4 ranks).
 _POOLINGS = (1, 2, 3)
@@ -73,11 +75,36 @@ def _fills_in(launch: Launch) -> bool:
     return launch.plan is not None and bool(launch.plan.model.fim)
 
 
+def _headroom(settings: Settings) -> int | None:
+    asked = settings.value("memory_headroom_gb")
+    return None if asked is None else int(asked * 1e9)
+
+
+def free_for_models(headroom: int | None = None) -> int | None:
+    """Bytes of the system's memory that the memory guard lets models have now: all but `headroom` bytes (None: by the
+    machine's size). None if the system does not say, or the guard is off."""
+    from localllm.engine.memory_guard import SystemMemory, headroom_bytes, process_and_children
+
+    system = SystemMemory(process_and_children)
+    available = system.available_bytes()
+    if headroom is None:
+        headroom = headroom_bytes(system.total_bytes)
+    return None if available is None or not headroom else max(0, available - headroom)
+
+
 def memory_for_models() -> tuple[int, Callable[[], int]]:
-    """(bytes models may take together on this machine, a function that says how many of them are available now)."""
+    """(bytes models may take together on this machine, a function that says how many of them are available now: of a
+    pool that the system lives in too, what the memory guard will let them have)."""
     from localllm.device.detect import detect
 
-    return detect().memory.limit_bytes, lambda: detect().memory.available_bytes
+    device = detect()
+
+    def available() -> int:
+        free = detect().memory.available_bytes
+        shared = None if device.kind == "discrete" else free_for_models()
+        return free if shared is None else min(free, shared)
+
+    return device.memory.limit_bytes, available
 
 
 def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat", *, of: int = 1) -> Launch:
@@ -98,6 +125,7 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
     if makes_embeddings(local):
         return _embedding(local, settings)
     plan = plan_local(local, settings, purpose)
+    plan, planned = _within_free(local, settings, purpose, plan)
     kv_type = settings.value("kv_type")
     if kv_type == "auto":
         kv_type = plan.kv_type if plan is not None else "f16"
@@ -122,9 +150,34 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
         "cache_bytes": cache_bytes(settings) // of,
         "disk_dir": str(paths.cache_dir() / "prefixes"),
         "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
+        "planned_bytes": planned,
+        "headroom_bytes": _headroom(settings),
     }
     options = WorkerOptions(spec, settings.value("backend"), engine, draft_path, log)
     return Launch(local.name, local, options, plan)
+
+
+def _within_free(local: LocalModel, settings: Settings, purpose: Purpose, plan: Plan | None) -> tuple[Plan | None, int]:
+    """(the plan, what it takes of the system's memory). A context nobody chose is halved until the memory guard would
+    let it load now; what still is too large is refused when it is loaded, as others may have gone by then."""
+    from localllm.device.detect import detect
+
+    discrete = detect().kind == "discrete"
+
+    def takes(plan: Plan | None) -> int:
+        # A graphics card's own memory ends in an error when it is full; the system's ends in swapping.
+        if plan is None:
+            return 0 if discrete else local.size_bytes
+        return plan.memory.host_bytes if discrete else plan.memory.total_bytes
+
+    free = free_for_models(_headroom(settings))
+    while plan is not None and free is not None and takes(plan) > free and settings["context"].automatic:
+        settings = settings.lowered("context", max(plan.n_ctx // 2, _LEAST_CONTEXT))
+        smaller = plan_local(local, settings, purpose)
+        if smaller is None or smaller.n_ctx >= plan.n_ctx:
+            break
+        plan = smaller
+    return plan, takes(plan)
 
 
 def _drafting(settings: Settings) -> tuple[str, str | None]:
@@ -160,7 +213,15 @@ def _embedding(local: LocalModel, settings: Settings) -> Launch:
 
     log = paths.private_dir(paths.log_dir()) / "worker.log"
     context, threads = settings.value("context") or 0, settings.value("threads") or 0
-    options = EmbeddingOptions(str(local.path), settings.value("backend"), context, threads, log_path=log)
+    options = EmbeddingOptions(
+        str(local.path),
+        settings.value("backend"),
+        context,
+        threads,
+        log_path=log,
+        planned_bytes=local.size_bytes + _EMBEDDING_BUFFERS_BYTES,
+        headroom_bytes=_headroom(settings),
+    )
     return Launch(local.name, local, WorkerOptions(LoadSpec(path=str(local.path))), None, options)
 
 

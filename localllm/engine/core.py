@@ -18,6 +18,7 @@ import numpy as np
 
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
+from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes, return_to_system
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Request, Text, TokenLogprob
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
@@ -41,24 +42,30 @@ MakeConstraint = Callable[[tuple[str, str]], Constraint]
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
-    under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand)."""
+    under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand). `headroom_bytes` of the system's
+    memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes` of it are what loading takes
+    (0: unknown), which whoever loads has checked."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
     disk_dir: str | None = None
     disk_bytes: int = 8 * 10**9
     draft: str = "off"
+    headroom_bytes: int | None = None
+    planned_bytes: int = 0
     make_constraint: MakeConstraint | None = None
 
 
 @dataclass
 class Engine:
-    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls everything."""
+    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls everything. `available` says
+    how many bytes of memory can be taken now (None: asked of the system)."""
 
     backend: Backend
     settings: EngineSettings = field(default_factory=EngineSettings)
     clock: Callable[[], float] = time.monotonic
     draft_backend: Backend | None = None
+    available: Available | None = None
 
     def __post_init__(self) -> None:
         info = self.backend.info
@@ -66,6 +73,10 @@ class Engine:
         self._disk = self._open_disk(cache)
         self.residency = Residency(self.backend, cache, self._disk.make_block if self._disk else plain_block)
         self.metrics = Metrics(self.clock())
+        self.guard = self._make_guard()
+        # Where the KV is all there after loading, a request takes no more memory.
+        loaded = self.backend.memory()
+        self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
         model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
         self.speculator = Speculator(self.backend, self.settings.draft, model, self.clock)
         self._waiting: dict[str, Job] = {}
@@ -74,6 +85,7 @@ class Engine:
         self._events: list[Event] = []
         self._eog = frozenset(info.eog_tokens)
         self._progress_s: dict[str, float] = {}
+        self._parked_at_step = -1
         if self._disk is not None:
             disk = self._disk
             self.residency.worth_reading = lambda block: disk.worth_reading(block, self._sizer.prefill_tok_s)
@@ -86,6 +98,12 @@ class Engine:
         disk = DiskTier(Path(self.settings.disk_dir) / identity, identity, self.settings.disk_bytes)
         disk.open(cache)
         return disk
+
+    def _make_guard(self) -> MemoryGuard:
+        system, headroom = SystemMemory(), self.settings.headroom_bytes
+        if headroom is None:
+            headroom = headroom_bytes(system.total_bytes)
+        return MemoryGuard(self.available or system.available_bytes, headroom)
 
     # --- in ------------------------------------------------------------------------------------------------------
 
@@ -148,6 +166,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Admit, plan, run one sweep, advance. Returns what happened."""
+        self._mind_memory()
         self._admit()
         self.speculator.propose(list(self._running.values()))
         grants = self._plan()
@@ -172,6 +191,7 @@ class Engine:
 
     def idle(self) -> bool:
         """Housekeeping between requests; True while there is more of it."""
+        self._mind_memory()
         return self.residency.tick(busy=False) or self.speculator.tick(busy=False)
 
     def close(self) -> None:
@@ -187,10 +207,47 @@ class Engine:
         events, self._events = self._events, []
         return events
 
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def _mind_memory(self, *, give_back_all: bool = False) -> None:
+        """Look at what is available now and then; under pressure the prefix cache shrinks and stops growing."""
+        if not self.guard.look(self.clock(), force=give_back_all):
+            return
+        cache, most = self.residency.cache, self.settings.cache_bytes
+        if self.guard.pressure != "none" and cache.shrink(
+            cache.held_bytes if give_back_all else self.guard.missing_bytes
+        ):
+            return_to_system()
+            self.guard.look(self.clock(), force=True)
+        cache.capacity_bytes = most if self.guard.pressure == "none" else min(most, cache.held_bytes)
+
+    def _may_run(self) -> int:
+        """How many requests may run together now. When memory is nearly gone nobody joins others; a request alone is
+        served if its KV is there already, or can be had for all that we can give back."""
+        if self.guard.pressure != "hold":
+            return self.backend.info.n_seq_max
+        if self._running or self._kv_at_load:
+            return 1
+        self.residency.make_room(self.backend.info.n_ctx, live=1)
+        self._mind_memory(give_back_all=True)
+        if self.guard.pressure == "hold":
+            # One that was parked in mid-answer is not refused: it has begun.
+            for job in [j for j in self._waiting.values() if not j.admissions]:
+                self._remove(job)
+                hint = "close other programs, then send the request again"
+                self._events.append(Failure(job.id, "server_busy", self.guard.why(), hint))
+        return 1
+
     # --- admission -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.backend.info.n_seq_max:
+        if not self._waiting:
+            return
+        if self._running and self.metrics.steps == self._parked_at_step:
+            # Those that one was parked for go on first: joining them again at once would end in parking again.
+            return
+        most = self._may_run()
+        while self._waiting and len(self._running) < most:
             now = self.clock()
             sources = {
                 job.id: self.residency.lookup(as_tokens(job.tokens), self._running.values())
@@ -209,7 +266,8 @@ class Engine:
         left = job.max_tokens - job.n_generated
         reserve = min(left, _ANSWER_RESERVE_TOKENS)
         need = self.residency.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
-        growing = sum(max(j.pending - 1, 0) for j in self._running.values())
+        # Besides, everybody's next step must fit, or somebody is parked in it.
+        growing = sum(j.pending for j in self._running.values())
         live = len(self._running) + (0 if source.kind == "resident" else 1)
         if not self.residency.make_room(need + growing, live=live, keep=source.resident):
             if self._running:
@@ -285,7 +343,7 @@ class Engine:
             for job in self._running.values()
         ]
         info = self.backend.info
-        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk))
+        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
 
     def _chunk(self, grant: Grant) -> Chunk:
         job = self._running[grant.key]
@@ -428,6 +486,7 @@ class Engine:
             del self._running[youngest.id]
             self._waiting[youngest.id] = youngest
             self.metrics.parked += 1
+            self._parked_at_step = self.metrics.steps
             return
         for job in list(self._running.values()):
             self._finish(job, "length")
@@ -458,10 +517,12 @@ class Engine:
 
     def snapshot(self) -> dict[str, float | int | str]:
         """The metrics now, as plain values."""
+        self._mind_memory()
         cache = self.residency.cache
         return {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
+            **self.guard.snapshot(),
             "waiting": len(self._waiting),
             "running": len(self._running),
             "residents": self.residency.residents,

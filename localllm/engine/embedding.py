@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from localllm import errors
+from localllm.engine.memory_guard import check_before_load
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.pipe import JsonProcess
 from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError
@@ -31,7 +32,8 @@ _NO_TEXT_HINT = "send it to /v1/embeddings, or name a chat model"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the backend deems sane."""
+    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the backend deems sane.
+    The last two are for the memory guard."""
 
     path: str
     backend: str = "auto"
@@ -39,6 +41,8 @@ class EmbeddingOptions:
     n_threads: int = 0
     n_gpu_layers: int = -1
     log_path: Path | None = None
+    planned_bytes: int = 0
+    headroom_bytes: int | None = None
 
 
 @runtime_checkable
@@ -74,7 +78,7 @@ class EmbeddingEngine:
         """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
         process, ready = await JsonProcess.start(
             (sys.executable, "-m", "localllm.engine.embedding"),
-            {k: v for k, v in asdict(options).items() if k != "log_path"},
+            {k: v for k, v in asdict(options).items() if k not in ("log_path", "planned_bytes", "headroom_bytes")},
             loads=Path(options.path).name,
             log_path=options.log_path,
         )
@@ -157,7 +161,10 @@ class EmbeddingHost:
                 await self._engine.close()
                 self._engine = None
             if self._engine is None:
-                self._engine = await EmbeddingEngine.start(self.options)
+                options = self.options
+                name = Path(options.path).name
+                await asyncio.to_thread(check_before_load, name, options.planned_bytes, options.headroom_bytes)
+                self._engine = await EmbeddingEngine.start(options)
             return self._engine
 
     async def close(self) -> None:

@@ -240,6 +240,37 @@ class PrefixCache:
             freed += before - self.held_bytes
         return freed
 
+    def shrink(self, n_bytes: int) -> int:
+        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed. Lines unused the longest
+        go first, from their ends: a block with a copy on disk loses only its memory, another leaves with all that
+        hangs on it."""
+        before = self.held_bytes
+        nodes = list(self._nodes())
+        # A line is as recent as the most recent one that goes on from it.
+        recency: dict[int, int] = {}
+        for node in reversed(nodes):
+            recency[id(node)] = max([node.last_used, *(recency[id(c)] for c in node.children.values())])
+        for node in sorted(nodes, key=lambda n: (recency[id(n)], -n.start)):
+            if before - self.held_bytes >= n_bytes:
+                break
+            block = node.block
+            if block is None or node.locks or not block.held_bytes:
+                continue
+            held = block.held_bytes
+            if block.demote():
+                self.held_bytes -= held
+            else:
+                self._evict(node)
+        return before - self.held_bytes
+
+    def _evict(self, node: Node) -> None:
+        """Remove an unlocked node's block and, where they can't do without it, all blocks behind it."""
+        below = [] if self.whole else [n for c in node.children.values() for n in self._nodes(c) if n.block is not None]
+        # From the ends: a node is removed before the one it hangs on, which then may be left without any.
+        for gone in [*reversed(below), node]:
+            self.evicted_tokens += len(gone.tokens)
+            self.remove(gone)
+
     def remove(self, node: Node) -> None:
         """Forget an unlocked node's block, and the node itself if nothing hangs on it."""
         assert node.locks == 0, "a held node can't be evicted"
@@ -346,8 +377,9 @@ class PrefixCache:
                 best = node
         return best
 
-    def _nodes(self) -> Iterator[Node]:
-        stack = [self._root]
+    def _nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """Every node from `top` (the root) down, each before its children."""
+        stack = [top or self._root]
         while stack:
             node = stack.pop()
             yield node

@@ -27,6 +27,8 @@ from localllm_backends.contract import Backend, BackendFailure, BackendType, Loa
 from localllm_backends.contract import OutOfMemoryError as NativeOutOfMemory
 
 _PROGRESS_STEP = 0.02
+# An idle worker looks this often whether others need the memory of its prefix cache.
+_LOOK_S = 2.0
 
 
 class Worker:
@@ -100,7 +102,7 @@ class Worker:
             try:
                 while True:
                     wait = not engine.has_work and not housekeeping
-                    message = self._inbox.get(block=wait)
+                    message = self._inbox.get(block=wait, timeout=_LOOK_S if wait else None)
                     if message["op"] == "close":
                         return
                     self._send(self._handle(engine, message))

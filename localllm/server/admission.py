@@ -31,8 +31,9 @@ class Admission:
     """Decides who may be loaded. `limit_bytes` is the most that models may ever take together; `available` says what
     is free now (it may block: it is called in a thread), and None trusts the limit alone.
 
-    Two rules. Together the loaded models stay within the limit. And a new one must find its bytes available now, unless
-    it is alone: then the limit alone decides, as what is available counts caches that the system gives up when asked.
+    Two rules. Together the loaded models stay within the limit. And a new one must find its bytes available now, beside
+    those that are still being loaded; when it is alone nobody could make room for it, so that is left to the memory
+    guard of its own load (localllm/engine/supervisor.py), which looks again.
     """
 
     def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
@@ -84,7 +85,9 @@ class Admission:
 
     async def _free(self) -> int:
         assert self._available is not None
-        return await asyncio.to_thread(self._available)
+        # A model that is still being loaded has not taken its memory yet, or not all.
+        promised = sum(m.needs_bytes for m in self._admitted if not m.loaded)
+        return max(0, await asyncio.to_thread(self._available) - promised)
 
     def _longest_unused(self) -> Resident | None:
         idle = [m for m in self._admitted if m.loaded and not m.in_use]

@@ -34,8 +34,8 @@ async def unload_idle(
 
 
 def memory_is_short() -> bool:
-    """True when less than a twentieth of this machine's memory is available."""
-    import psutil
+    """True when less is available than the memory guard keeps for the system."""
+    from localllm.engine.memory_guard import SystemMemory, headroom_bytes, judge, process_and_children
 
-    memory = psutil.virtual_memory()
-    return bool(memory.available < memory.total / 20)
+    memory = SystemMemory(process_and_children)
+    return judge(memory.available_bytes(), headroom_bytes(memory.total_bytes)) != "none"

@@ -15,6 +15,8 @@ _COUNTERS = {
     "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
     "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
 }  # fmt: skip
+# The memory guard's levels (localllm/engine/memory_guard.py), one series each: exactly one is 1.
+_PRESSURES = ("none", "shrink", "hold")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -36,7 +38,19 @@ async def render(server: Server) -> str:
         for name, s in snapshots.items():
             if isinstance(s.get(key), (int, float)):
                 lines.append(f'{metric}{{model="{_label(name)}"}} {float(s[key]):g}')
+    lines += _pressure(snapshots)
     return "\n".join(lines) + "\n"
+
+
+def _pressure(snapshots: dict[str, dict[str, Any]]) -> list[str]:
+    known = {name: s["pressure"] for name, s in snapshots.items() if "pressure" in s}
+    if not known:
+        return []
+    return ["# TYPE localllm_memory_pressure gauge"] + [
+        f'localllm_memory_pressure{{model="{_label(name)}",level="{level}"}} {int(now == level)}'
+        for name, now in known.items()
+        for level in _PRESSURES
+    ]
 
 
 async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:

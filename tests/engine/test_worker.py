@@ -13,7 +13,7 @@ import pytest
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Failure, Finish, Request, Sampling, Text
 from localllm.engine.supervisor import Supervisor
-from localllm.errors import ModelFileError, ModelNotFoundError, WorkerDiedError
+from localllm.errors import BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
 
 PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
@@ -180,3 +180,21 @@ def test_bad_files_get_one_clear_message(kind: str, smollm2: Path, tmp_path: Pat
     assert "Traceback" not in caught.value.message
     assert "model.gguf" in caught.value.message
     assert caught.value.hint
+
+
+def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(smollm2: Path) -> None:
+    """Short pauses are waited out; a long one is the client's to wait, and it is told how long."""
+
+    async def use(supervisor: Supervisor, client: WorkerClient) -> None:
+        for _ in range(3):
+            os.kill(client.pid, signal.SIGKILL)
+            await client.died.wait()
+            client = await supervisor.engine()
+        os.kill(client.pid, signal.SIGKILL)
+        await client.died.wait()
+        with pytest.raises(BusyError, match=r"4 times in a row; it is loaded again in \d+ s") as refused:
+            await asyncio.wait_for(supervisor.engine(), 5)
+        assert refused.value.retry_after_s is not None
+        assert 1 <= refused.value.retry_after_s <= 8
+
+    with_model(smollm2, use)

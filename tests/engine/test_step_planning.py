@@ -1,0 +1,133 @@
+"""What goes into a step: laws of the scheduler that hold for any mix of requests."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.engine.scheduler import STALL_RATIO, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+
+TINY = 16  # a prompt with so few tokens left is as impatient as a decoding stream
+
+
+@st.composite
+def wants(draw: st.DrawFn) -> list[Want]:
+    n = draw(st.integers(0, 12))
+    found = []
+    for i in range(n):
+        prefill = draw(st.integers(0, 3000))
+        decode = 0 if prefill else draw(st.integers(1, 17))
+        found.append(Want(f"r{i}", prefill, decode, draw(st.floats(0, 100))))
+    return found
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    n_batch = draw(st.integers(32, 512))
+    return Limits(
+        n_batch,
+        draw(st.integers(16, 64)),
+        draw(st.integers(16, n_batch)),
+        draw(st.integers(min(128, n_batch), n_batch)),
+    )
+
+
+@given(wants(), limits())
+def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(asked: list[Want], within: Limits) -> None:
+    by_key = {w.key: w for w in asked}
+    grants = plan_step(asked, within)
+    assert len({g.key for g in grants}) == len(grants)
+    assert sum(g.n_tokens for g in grants) <= within.n_batch
+    rows = 0
+    for g in grants:
+        want = by_key[g.key]
+        assert 1 <= g.n_tokens <= (want.prefill or want.decode)
+        assert g.prefill == bool(want.prefill)
+        rows += (g.n_tokens == want.prefill) if g.prefill else g.n_tokens
+    assert rows <= within.n_outputs
+
+
+@given(wants(), limits())
+def test_everybody_who_decodes_gets_a_token_and_something_always_moves(asked: list[Want], within: Limits) -> None:
+    grants = plan_step(asked, within)
+    decoding = [w for w in asked if not w.prefill]
+    assert {g.key for g in grants} >= {w.key for w in decoding}
+    assert bool(grants) == bool(asked)
+
+
+@given(wants(), limits())
+def test_prefill_is_bounded_by_who_else_is_there(asked: list[Want], within: Limits) -> None:
+    grants = plan_step(asked, within)
+    by_key = {w.key: w for w in asked}
+    long = sum(g.n_tokens for g in grants if g.prefill and by_key[g.key].prefill > TINY)
+    if any(not g.prefill for g in grants):
+        assert long <= within.chunk
+    else:
+        assert sum(g.n_tokens for g in grants) <= within.lone
+
+
+def test_age_beats_length() -> None:
+    """The shortest prompt goes first, until somebody has waited half a minute for it."""
+    fresh = [Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]
+    aged = [Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]
+    within = Limits(128, 8, 128, 128)
+    assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
+    assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
+    assert admission_order([("long", 2000, 1.0), ("short", 100, 0.0)]) == ["short", "long"]
+    assert admission_order([("long", 2000, 30.0), ("short", 100, 0.0)]) == ["long", "short"]
+
+
+def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
+    """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks for seconds."""
+    fast, slow = ChunkSizer(512), ChunkSizer(512)
+    assert fast.lone == slow.lone == 128  # nothing is known yet
+    fast.observe(decoded=0, prefilled=128, seconds=128 / 2000)
+    slow.observe(decoded=0, prefilled=128, seconds=128 / 100)
+    assert fast.lone == 512
+    assert slow.lone == 128
+    middle = ChunkSizer(512)
+    middle.observe(decoded=0, prefilled=128, seconds=128 / 700)
+    assert 128 < middle.lone < 256
+
+
+def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
+    sizer = ChunkSizer(512)
+    sizer.observe(decoded=1, prefilled=0, seconds=0.01)
+    sizer.observe(decoded=0, prefilled=128, seconds=0.128)
+    assert sizer.chunk == int((STALL_RATIO - 1) * 0.01 / 0.001)
+
+
+def test_a_prompt_that_gets_dearer_with_depth_stays_within_its_steps() -> None:
+    """Each token costs more the deeper it is read (attention); what was learned from cheaper ones is soon forgotten."""
+    sizer, depth, worst = ChunkSizer(512), 0, 0.0
+    sizer.observe(decoded=1, prefilled=0, seconds=0.08)
+    while depth < 3000:
+        chunk = sizer.chunk
+        seconds = 0.08 + chunk * (0.0035 + 0.000005 * depth)
+        sizer.observe(decoded=1, prefilled=chunk, seconds=seconds)
+        depth += chunk
+        worst = max(worst, seconds / 0.08)
+    assert worst < 1.25 * STALL_RATIO
+
+
+def test_one_slow_decode_step_allows_no_larger_stall() -> None:
+    """A batch that forms takes ten times as long as the steps before and after it."""
+    sizer = ChunkSizer(512)
+    sizer.observe(decoded=0, prefilled=128, seconds=1.28)
+    for _ in range(3):
+        sizer.observe(decoded=1, prefilled=0, seconds=0.08)
+    before = sizer.chunk
+    sizer.observe(decoded=2, prefilled=0, seconds=0.8)
+    assert sizer.chunk <= 1.25 * before
+    sizer.observe(decoded=2, prefilled=0, seconds=0.08)
+    assert sizer.chunk <= 1.1 * before
+
+
+def test_slower_decoding_that_lasts_is_learned() -> None:
+    """More streams make a decode step dearer for good: the chunks follow."""
+    sizer = ChunkSizer(512)
+    sizer.observe(decoded=0, prefilled=128, seconds=1.28)
+    sizer.observe(decoded=1, prefilled=0, seconds=0.08)
+    for _ in range(20):
+        sizer.observe(decoded=8, prefilled=0, seconds=0.16)
+    assert sizer.chunk >= 0.95 * (STALL_RATIO - 1) * 0.16 / 0.01

@@ -1,0 +1,162 @@
+"""Short memory as the server sees it: what it plans, whom it loads beside whom, whom it unloads, what /metrics says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.cli import launch
+from localllm.cli.launch import prepare, prepare_all
+from localllm.cli.serve import router_for
+from localllm.engine import memory_guard
+from localllm.errors import BusyError, DoesNotFitError
+from localllm.server.admission import Admission
+from localllm.server.app import create_app
+from localllm.server.idle import memory_is_short
+from localllm.server.router import ModelRouter, ServedModel
+from localllm.settings import Settings
+from support.scripted_engine import Gate, ScriptedEngine
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """A machine of 16 GB whose available bytes the test sets; None is a system that does not say."""
+    state: dict[str, int | None] = {"available": 12 * GB, "total": 16 * GB}
+    monkeypatch.setattr(memory_guard.SystemMemory, "available_bytes", lambda _: state["available"])
+    monkeypatch.setattr(memory_guard.SystemMemory, "total_bytes", property(lambda _: state["total"]))
+    return state
+
+
+def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None]) -> None:
+    headroom = memory_guard.headroom_bytes(16 * GB)
+    for available, short in ((12 * GB, False), (headroom, False), (headroom - 1, True), (None, False)):
+        machine["available"] = available
+        assert memory_is_short() is short
+
+
+def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(smollm2: Path, machine: dict[str, int | None]) -> None:
+    wide = prepare(str(smollm2), Settings())
+    assert wide.options.engine["planned_bytes"] == wide.needs_bytes
+    headroom = memory_guard.headroom_bytes(16 * GB)
+    machine["available"] = headroom + wide.needs_bytes
+    assert prepare(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
+    machine["available"] = headroom + wide.needs_bytes - 1
+    narrow = prepare(str(smollm2), Settings())
+    assert narrow.options.spec.n_ctx == wide.options.spec.n_ctx // 2
+    assert narrow.options.engine["planned_bytes"] < wide.needs_bytes
+    machine["available"] = None
+    assert prepare(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
+
+
+def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(smollm2: Path, machine: dict[str, int | None]) -> None:
+    machine["available"] = 1 * GB
+    chosen = prepare(str(smollm2), Settings({"context": 8192}))
+    assert chosen.options.spec.n_ctx == 8192
+
+    async def story() -> None:
+        models = router_for([chosen])
+        with pytest.raises(DoesNotFitError, match=r"GB are free for it now: 1\.00 GB available, of which 0\.80 GB"):
+            await models.preload()
+        assert not models.list()[0].loaded
+        machine["available"] = 12 * GB
+        try:
+            assert await models.preload() == ()
+        finally:
+            await models.close()
+
+    asyncio.run(story())
+
+
+def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for_ever(
+    smollm2: Path, machine: dict[str, int | None]
+) -> None:
+    machine["available"] = 0
+    least = prepare(str(smollm2), Settings())
+    assert least.options.spec.n_ctx == 2048
+
+    async def story() -> None:
+        with pytest.raises(DoesNotFitError, match=r"0\.00 GB available"):
+            await router_for([least]).preload()
+
+    asyncio.run(story())
+
+
+def test_what_models_may_have_is_what_the_guard_lets_them_load(machine: dict[str, int | None]) -> None:
+    headroom = memory_guard.headroom_bytes(16 * GB)
+    machine["available"] = headroom + 12345
+    _, available = launch.memory_for_models()
+    assert available() == 12345
+    machine["available"] = headroom - 1
+    assert available() == 0
+
+
+def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
+    async def story() -> None:
+        slow, other = (ServedModel(name, ScriptedEngine(), needs_bytes=4 * GB) for name in ("slow", "other"))
+        gate = Gate()
+        assert isinstance(slow.host, ScriptedEngine)
+        slow.host.load_gate = gate
+        free = 6 * GB
+        models = ModelRouter([slow, other], Admission(20 * GB, lambda: free))
+        loading = asyncio.create_task(models.resolve("slow").engine())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        # Both would fit what is available at this moment, and together they would not.
+        with pytest.raises(BusyError, match=r"other needs 4\.00 GB and 2\.00 GB are free; in use: slow"):
+            await other.engine()
+        gate.open()
+        await loading
+        free = 4 * GB  # other programs gave some back
+        await other.engine()
+        assert [m.loaded for m in models.list()] == [True, True]
+
+    asyncio.run(story())
+
+
+def page(models: ModelRouter) -> str:
+    async def get() -> str:
+        transport = httpx.ASGITransport(app=create_app(models))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.get("/metrics")).text
+
+    return asyncio.run(get())
+
+
+def test_metrics_say_what_is_available_what_is_kept_and_how_pressed_each_engine_is() -> None:
+    class Pressed(ScriptedEngine):
+        async def snapshot(self) -> dict[str, Any]:
+            return {"available_bytes": 700, "headroom_bytes": 800, "pressure": "shrink"}
+
+    models = ModelRouter({"m": Pressed(), "old": ScriptedEngine()})
+    for model in models.list():
+        asyncio.run(model.engine())
+    text = page(models)
+    assert 'localllm_available_bytes{model="m"} 700\n' in text
+    assert 'localllm_headroom_bytes{model="m"} 800\n' in text
+    assert re.findall(r"localllm_memory_pressure\{(.*)\} (\d)", text) == [
+        ('model="m",level="none"', "0"), ('model="m",level="shrink"', "1"), ('model="m",level="hold"', "0"),
+    ]  # fmt: skip
+    assert text.count("# TYPE localllm_memory_pressure gauge") == 1
+    assert "memory_pressure" not in page(ModelRouter({"old": ScriptedEngine()}))
+
+
+def test_a_served_model_shows_this_machines_memory(tiny_model: Path) -> None:
+    async def story() -> dict[str, Any]:
+        models = router_for(prepare_all([str(tiny_model)], Settings()))
+        try:
+            await models.preload()
+            return await models.list()[0].snapshot()
+        finally:
+            await models.close()
+
+    snapshot = asyncio.run(story())
+    assert snapshot["available_bytes"] > 0
+    assert snapshot["headroom_bytes"] == memory_guard.headroom_bytes(memory_guard.SystemMemory().total_bytes)
+    assert snapshot["pressure"] in ("none", "shrink", "hold")
