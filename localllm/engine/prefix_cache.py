@@ -31,7 +31,7 @@ class Block(Protocol):
     start: int
     stop: int
 
-    def read(self) -> bytes | None:
+    def read(self) -> bytes | memoryview | None:
         """The exported bytes; None when they turned out to be lost or corrupt (a miss, never a wrong answer)."""
         ...
 

@@ -179,3 +179,88 @@ def test_growing_writes_in_place_between_blocks() -> None:
     for _ in range(20):
         mx.eval(line.update_and_fetch(one, one))
     assert mx.get_peak_memory() - held < line.nbytes // 2
+
+
+def test_layers_grow_in_different_steps() -> None:
+    """Growing copies a buffer; all layers at once would be a stall for whoever decodes."""
+    from mlx_lm.models.cache import KVCache
+
+    from localllm_backends.mlx.attention import KvFormat
+    from localllm_backends.mlx.lines import Batch, Layout, Line
+
+    layout = Layout([KVCache() for _ in range(8)], KvFormat(), SLACK)
+    lines = [Line(i, layout) for i in range(2)]
+    most, grown = 0, 0
+    for _ in range(30):
+        before = [leaf.slots for leaf in lines[0].leaves]
+        for line in lines:
+            for leaf in line.leaves:
+                write(leaf, [1.0] * 32, None)
+            line.length += 32
+        now = [a != b for a, b in zip(before, [leaf.slots for leaf in lines[0].leaves], strict=True)]
+        if before[0]:
+            most, grown = max(most, sum(now)), grown + sum(now)
+    assert most == 2
+    assert grown >= 16
+    batch = Batch(layout)
+    batch.become(lines)
+    most, grown = 0, 0
+    for _ in range(16):
+        before = [leaf.slots for leaf in batch.leaves]
+        batch.make_room(32)
+        batch.moved([32, 32])
+        now = [a != b for a, b in zip(before, [leaf.slots for leaf in batch.leaves], strict=True)]
+        most, grown = max(most, sum(now)), grown + sum(now)
+    assert most == 2
+    assert grown >= 8
+
+
+@given(st.lists(st.tuples(st.sampled_from(["write", "step", "cut", "fork"]), st.integers(1, 300)), max_size=8))
+@settings(deadline=None, max_examples=30)
+def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str, int]]) -> None:
+    """Blocks are copied into the buffers late: not after a cut, a fork or a step that must see them."""
+    import mlx.core as mx
+
+    from localllm_backends.mlx.attention import KvFormat, LineAttention
+
+    line, held, token = LineAttention(KvFormat()), list[float](), 0.0
+    for action, n in actions:
+        new = [token + i for i in range(n)]
+        if action == "write":
+            token += n
+            block = mx.array(new)[None, None, :, None]
+            line.write([block, -block], len(held))
+            held += new
+        elif action == "step":
+            token += 1
+            line.update_and_fetch(mx.full((1, 1, 1, 1), token), mx.full((1, 1, 1, 1), -token))
+            held.append(token)
+        elif action == "cut":
+            held = held[: max(0, len(held) - n)]
+            line.offset = len(held)
+        else:
+            line = line.fork()
+        assert line.size() == len(held)
+    if held:
+        keys, values = line.read(0, len(held))
+        assert keys.flatten().tolist() == held
+        assert (-values).flatten().tolist() == held
+
+
+def test_many_blocks_are_copied_once() -> None:
+    """A stored prefix comes in blocks; growing the buffers for each would copy the first ones again and again."""
+    import mlx.core as mx
+
+    from localllm_backends.mlx.attention import KvFormat, LineAttention
+
+    line = LineAttention(KvFormat())
+    blocks = [mx.ones((1, 8, 512, 64)) for _ in range(4)]
+    mx.eval(blocks)
+    before = mx.get_active_memory()
+    for i, block in enumerate(blocks):
+        line.write([block, block], 512 * i)
+        assert mx.get_active_memory() - before < block.nbytes // 100
+        assert line.nbytes == 2 * sum(b.nbytes for b in blocks[: i + 1])
+    one = mx.ones((1, 8, 1, 64))
+    mx.eval(line.update_and_fetch(one, one))
+    assert line.slots < 2048 + 512

@@ -18,12 +18,19 @@ import mlx.core as mx
 
 # Slots are added in blocks of this many, as mlx-lm does: growing copies the buffer.
 BLOCK_TOKENS = 256
+_PHASES = 4
 _UNQUANTISED_PLANES = 2
 
 
-def rounded(slots: int) -> int:
-    """`slots` rounded up to whole blocks."""
-    return -(-slots // BLOCK_TOKENS) * BLOCK_TOKENS
+def rounded(slots: int, phase: int = 0) -> int:
+    """`slots` rounded up to whole blocks and `phase` slots."""
+    return -(-(slots - phase) // BLOCK_TOKENS) * BLOCK_TOKENS + phase
+
+
+def phase_of(layer: int) -> int:
+    """Slots by which `layer`'s buffers end behind a whole block. Growing copies a buffer: if all layers grew in the
+    same step, that step would be a stall, so consecutive layers grow a quarter of a block apart."""
+    return layer % _PHASES * (BLOCK_TOKENS // _PHASES)
 
 
 class KvFormat:
@@ -48,8 +55,10 @@ class _Attention:
 
     planes: list[Any] | None
 
-    def __init__(self, form: KvFormat, window: int | None) -> None:
+    def __init__(self, form: KvFormat, window: int | None, phase: int) -> None:
         self.form, self.window = form, window
+        # The layers of one window are cut at the same slot.
+        self.phase = phase if window is None else 0
         self.planes = None
         if form.bits:
             self.bits, self.group_size = form.bits, form.group_size
@@ -117,7 +126,7 @@ class _Attention:
 
     def _grow(self, used: int, slots: int, like: Seq[Any], drop: int = 0) -> None:
         """Make room for `slots`; the slots [drop, used) move to the front of the new buffers."""
-        wider = rounded(slots)
+        wider = rounded(slots, self.phase)
         grown = []
         for i, piece in enumerate(like):
             rows, heads, _, width = piece.shape
@@ -130,16 +139,58 @@ class _Attention:
 class LineAttention(_Attention):
     """One sequence: the thin path, a slice written and a slice read per step, as mlx-lm's own KVCache does it."""
 
-    def __init__(self, form: KvFormat, window: int | None = None, slack: int = 0) -> None:
-        super().__init__(form, window)
+    def __init__(self, form: KvFormat, window: int | None = None, slack: int = 0, phase: int = 0) -> None:
+        super().__init__(form, window, phase)
         self.offset = 0
         self.start = 0
         self._slack = slack
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, and of what is still to be copied into them."""
+        return sum(int(p.nbytes) for pieces in (self._planes or (), *self._tail) for p in pieces)
+
+    @property
+    def planes(self) -> list[Any] | None:
+        """The buffers, with everything written so far in them."""
+        if self._tail:
+            self._join(1)
+        return self._planes
+
+    @planes.setter
+    def planes(self, planes: list[Any] | None) -> None:
+        self._planes = planes
+        self._tail: list[list[Any]] = []
+        self._tail_end = 0
+
+    def _join(self, n: int) -> None:
+        """Copy what `write` was given into the buffers, all in one go, and leave room for `n` more tokens."""
+        tail, self._tail = self._tail, []
+        # Not where the line ends: it may have been cut since.
+        end = self._tail_end
+        before = end - sum(int(pieces[0].shape[2]) for pieces in tail)
+        if self._planes is not None and end + n <= self.slots:
+            for pieces in tail:
+                stop = before + int(pieces[0].shape[2])
+                for plane, piece in zip(self._planes, pieces, strict=True):
+                    plane[..., before:stop, :] = piece
+                before = stop
+            return
+        slots = rounded(end + n, self.phase)
+        joined = []
+        for i, piece in enumerate(tail[0]):
+            rows, heads, _, width = piece.shape
+            held = [self._planes[i][..., :before, :]] if self._planes is not None and before else []
+            room = mx.zeros((rows, heads, slots - end, width), dtype=piece.dtype)
+            joined.append(mx.concatenate([*held, *(pieces[i] for pieces in tail), room], axis=2))
+        self._planes = joined
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Append; returns everything the new tokens may attend to."""
         new = self.form.planes(keys, values)
         n = int(keys.shape[2])
+        if self._tail:
+            self._join(n)
         used = self.offset - self.start
         if self.planes is None or used + n > self.slots:
             drop = 0 if self.window is None else max(0, used - (self.window - 1 + self._slack))
@@ -185,7 +236,7 @@ class LineAttention(_Attention):
 
     def fork(self) -> LineAttention:
         """Another line over the same buffers. MLX arrays never change: the first to write gets its own copy."""
-        other = LineAttention(self.form, self.window, self._slack)
+        other = LineAttention(self.form, self.window, self._slack, self.phase)
         other.offset, other.start = self.offset, self.start
         # `[...]` makes a second handle; assigning into one handle leaves the other with the old contents.
         other.planes = None if self.planes is None else [p[...] for p in self.planes]
@@ -209,17 +260,16 @@ class LineAttention(_Attention):
         return [p[..., : self.offset - self.start, :] for p in self.planes]
 
     def write(self, pieces: Seq[Any], position: int) -> None:
-        """Append `pieces`, whose first token stands at absolute `position`; an empty line may start anywhere."""
-        n = int(pieces[0].shape[2])
-        if self.planes is None or self.offset == 0:
+        """Append `pieces`, whose first token stands at absolute `position`; an empty line may start anywhere. They
+        are copied into the buffers when those are asked for: a prefix of many blocks is then copied once."""
+        if self.offset == 0:
             self.start, self.offset, self.planes = position, position, None
         used = self.offset - self.start
-        if self.planes is None or used + n > self.slots:
-            self._grow(used, used + n, pieces)
-        assert self.planes is not None
-        for plane, piece in zip(self.planes, pieces, strict=True):
-            plane[..., used : used + n, :] = piece
-        self.offset += n
+        if self._tail and used != self._tail_end:
+            self._join(0)
+        self._tail.append(list(pieces))
+        self._tail_end = used + int(pieces[0].shape[2])
+        self.offset += int(pieces[0].shape[2])
 
 
 class Rows:
@@ -290,8 +340,8 @@ class Rows:
 class BatchAttention(_Attention):
     """The rows of a batch in one set of buffers. Row positions are in `rows`; the batch moves them after each call."""
 
-    def __init__(self, form: KvFormat, rows: Rows) -> None:
-        super().__init__(form, rows.window)
+    def __init__(self, form: KvFormat, rows: Rows, phase: int = 0) -> None:
+        super().__init__(form, rows.window, phase)
         self.rows = rows
         self.written = 0
 
@@ -342,12 +392,13 @@ class BatchAttention(_Attention):
 
     def fill(self, rows: Seq[Seq[Any]], slots: int) -> None:
         """Become the batch of `rows` (each a list of planes [1, heads, used, width])."""
-        slots = rounded(slots)
+        slots = rounded(slots, self.phase)
         stacked = []
         for pieces in zip(*rows, strict=True):
-            padded = [
-                mx.pad(p, [(0, 0), (0, 0), (0, slots - int(p.shape[2])), (0, 0)]) if p.shape[2] < slots else p
-                for p in pieces
-            ]
-            stacked.append(mx.concatenate(padded, axis=0))
+            _, heads, _, width = pieces[0].shape
+            # Written in place: padding each row and then joining them would copy everything once more.
+            whole = mx.zeros((len(pieces), heads, slots, width), dtype=pieces[0].dtype)
+            for i, piece in enumerate(pieces):
+                whole[i : i + 1, :, : int(piece.shape[2]), :] = piece
+            stacked.append(whole)
         self.planes = stacked

@@ -286,7 +286,9 @@ class MlxBackend:
             else:
                 leaf.cache = list(part.arrays)
         line.buffers = object()
-        mx.eval(arrays_of(line.leaves))
+        # A line that can be cut comes in many blocks: its buffers are made when the last one is there.
+        if not self._layout.plain:
+            mx.eval(arrays_of(line.leaves))
         line.predicted, line.undo = None, None
         line.length = stop
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from localllm_backends.contract import LoadError
-from localllm_backends.mlx.attention import BatchAttention, KvFormat, LineAttention, Rows
+from localllm_backends.mlx.attention import BatchAttention, KvFormat, LineAttention, Rows, phase_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,17 @@ class Layout:
         """True when every leaf can be cut anywhere."""
         return not self.windows and not self.recurrent
 
-    def build(self, make: Callable[[Leaf], Any]) -> tuple[list[Any], list[Any]]:
-        """The list of caches a model takes, and the same leaves in one flat list."""
+    def build(self, make: Callable[[Leaf, int], Any]) -> tuple[list[Any], list[Any]]:
+        """The list of caches a model takes, and the same leaves in one flat list; `make` is told each one's place."""
         flat: list[Any] = []
         return [_made(node, make, flat) for node in self._tree], flat
 
-    def line_leaf(self, leaf: Leaf) -> Any:
+    def line_leaf(self, leaf: Leaf, place: int) -> Any:
         """A leaf for one sequence."""
         if leaf.kind == "state":
             return ArraysCache(leaf.size)
-        return LineAttention(self.form, leaf.size if leaf.kind == "window" else None, self.slack)
+        window = leaf.size if leaf.kind == "window" else None
+        return LineAttention(self.form, window, self.slack, phase_of(place))
 
     def _read(self, cache: Any) -> Any:
         name = type(cache).__name__
@@ -66,11 +67,11 @@ class Layout:
         raise LoadError(f"this model keeps its memory in a {name}, which the MLX backend does not know")
 
 
-def _made(node: Any, make: Callable[[Leaf], Any], flat: list[Any]) -> Any:
+def _made(node: Any, make: Callable[[Leaf, int], Any], flat: list[Any]) -> Any:
     # Not a closure that calls itself: such a cycle would keep a dropped sequence's buffers until a collection.
     if isinstance(node, list):
         return CacheList(*(_made(child, make, flat) for child in node))
-    flat.append(make(node))
+    flat.append(make(node, len(flat)))
     return flat[-1]
 
 
@@ -177,7 +178,7 @@ class Line:
                 else:
                     other.leaves[theirs].cache = list(mine.cache)
             leaves = iter(other.leaves)
-            other.caches, other.leaves = self.layout.build(lambda _: next(leaves))
+            other.caches, other.leaves = self.layout.build(lambda _leaf, _place: next(leaves))
             other.buffers = self.buffers
         other.length = n_tokens
         other.replay = list(self.replay)
@@ -196,10 +197,11 @@ class Batch:
         self._rows = {w: Rows(w) for w in (None, *self.layout.windows)}
         self.caches, self.leaves = self.layout.build(self._leaf)
 
-    def _leaf(self, leaf: Leaf) -> Any:
+    def _leaf(self, leaf: Leaf, place: int) -> Any:
         if leaf.kind == "state":
             return ArraysCache(leaf.size)
-        return BatchAttention(self.layout.form, self._rows[leaf.size if leaf.kind == "window" else None])
+        rows = self._rows[leaf.size if leaf.kind == "window" else None]
+        return BatchAttention(self.layout.form, rows, phase_of(place))
 
     def row_of(self, line: Line) -> int:
         """The row `line` stands in."""
@@ -301,7 +303,7 @@ class Batch:
         """Room for `n` more tokens in every row; windows that are full lose what nobody sees any more."""
         for window, rows in self._rows.items():
             leaves = [x for x in self.leaves if isinstance(x, BatchAttention) and x.rows is rows]
-            if not leaves or max(rows.used()) + n <= leaves[0].slots:
+            if not leaves or max(rows.used()) + n <= min(leaf.slots for leaf in leaves):
                 continue
             if window is not None:
                 drops = [max(0, used - (window - 1 + self.layout.slack)) for used in rows.used()]
