@@ -43,7 +43,9 @@ TABLE: tuple[Setting, ...] = (
     Setting("api_key", str, None, "key that clients must send (generated when the host is not loopback)"),
     Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
     Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q4_0")),
-    Setting("draft", str, "auto", "speculative drafting: auto, off, ngram, or a draft MODEL"),
+    Setting(
+        "draft", str, "auto", "speculative drafting: auto, off, ngram, mtp (the model's own heads), or a draft MODEL"
+    ),
     Setting("backend", str, "auto", "engine to run with", ("auto", "llamacpp", "mlx")),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
     Setting("threads", int, None, "CPU threads (automatic: physical cores)"),

@@ -62,7 +62,8 @@ class LoadSpec:
 
     `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
     `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
-    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting).
+    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
+    loads the model's own draft heads with it (LoadError where it has none, or they can't run here).
     """
 
     path: str
@@ -77,6 +78,7 @@ class LoadSpec:
     n_gpu_layers: int = -1
     n_outputs: int = 0
     n_rewind: int = 0
+    mtp: bool = False
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -90,6 +92,8 @@ class Capabilities:
     `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
     Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
+    `drafts`: longest draft (tokens) the model's own heads write, see `DraftingBackend`; 0 = it has none, or they are
+    not loaded.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -98,6 +102,7 @@ class Capabilities:
     segments: bool
     exact_batching: bool
     kv_types: tuple[KvType, ...]
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +242,16 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything. The object is dead afterwards."""
+        ...
+
+
+@runtime_checkable
+class DraftingBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.drafts` is not 0: the model carries heads that guess its next tokens."""
+
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        """The heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess): what
+        may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
         ...
 
 

@@ -81,7 +81,8 @@ async def _measure(launch: Launch, *, speculation: bool) -> dict[str, Any]:
     from localllm.engine.supervisor import Supervisor
 
     options = launch.options
-    if speculation:  # whatever the settings say: each request then says whether it wants drafts
+    # Whatever the settings say: each request then says whether it wants drafts.
+    if speculation and options.engine.get("draft") != "mtp":
         options = replace(options, engine={**options.engine, "draft": "auto"})
     supervisor = Supervisor(options)
     try:

@@ -117,6 +117,7 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
     from localllm.engine import backends
     from localllm.engine.client import WorkerOptions
     from localllm.library.resolve import resolve
+    from localllm.planner.memory import rewind_for_heads
     from localllm_backends.contract import LoadSpec
 
     local = resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
@@ -124,6 +125,9 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
     backends.for_path(str(local.path), settings.value("backend"))
     if makes_embeddings(local):
         return _embedding(local, settings)
+    draft, draft_path = _drafting(settings)
+    if draft == "mtp":
+        _check_draft_heads(local)
     plan = plan_local(local, settings, purpose)
     plan, planned = _within_free(local, settings, purpose, plan)
     kv_type = settings.value("kv_type")
@@ -142,9 +146,10 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
         kv_type_k=kv_type,
         kv_type_v=kv_type,
         n_gpu_layers=plan.n_gpu_layers if plan is not None else -1,
+        n_rewind=rewind_for_heads(plan.model) if plan is not None and draft == "mtp" else 0,
+        mtp=draft == "mtp",
     )
     log = paths.private_dir(paths.log_dir()) / "worker.log"
-    draft, draft_path = _drafting(settings)
     engine: dict[str, object] = {
         "draft": draft,
         "cache_bytes": cache_bytes(settings) // of,
@@ -189,6 +194,24 @@ def _drafting(settings: Settings) -> tuple[str, str | None]:
     if draft in DRAFT_MODES:
         return draft, None
     return "auto", str(resolve(draft, offline=bool(settings.value("offline"))).path)
+
+
+def _check_draft_heads(local: LocalModel) -> None:
+    """UnsupportedError where `--draft mtp` asks for draft heads that the model does not have; said by its header."""
+    from localllm.errors import UnsupportedError
+    from localllm_catalog import gguf
+    from localllm_catalog.errors import CatalogError
+
+    hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
+    if local.format != "gguf":
+        raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
+    try:
+        header = gguf.read(local.path)
+    except (CatalogError, OSError):
+        return  # the engine says what is wrong with it
+    if not header.metadata.get(f"{header.architecture}.nextn_predict_layers"):
+        why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
+        raise UnsupportedError(f"--draft mtp: {why}", hint=hint)
 
 
 def makes_embeddings(local: LocalModel) -> bool:

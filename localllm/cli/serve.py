@@ -40,7 +40,7 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
     context: Annotated[int | None, typer.Option(help="Served context in tokens (default: what fits).")] = None,
     kv_type: Annotated[str | None, typer.Option(help="KV cache: auto, f16, q8_0 or q4_0.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Drafting: auto, off, ngram or a MODEL.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Drafting: auto, off, ngram, mtp or a MODEL.")] = None,
     backend: Annotated[str | None, typer.Option(help="Engine: auto, llamacpp or mlx.")] = None,
     parallel: Annotated[int | None, typer.Option(help="Requests served at once (default 8).")] = None,
     offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 FinishReason = Literal["stop", "length", "cancelled"]
-DRAFT_MODES = ("auto", "off", "ngram")
+DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)

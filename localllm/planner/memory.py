@@ -9,7 +9,7 @@ total. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm, mlx_lm/
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from localllm.device.types import Device
@@ -22,7 +22,7 @@ MIB = 2**20
 CONTEXT_STEP = 256  # llama.cpp pads every context to this many cells; mlx-lm grows its cache by as many tokens
 DEFAULT_SLOTS = 8
 DEFAULT_UBATCH = 512
-CPU_UBATCH = 128
+CPU_UBATCH = 256
 _F32 = 4
 _F16 = 2
 # mx.quantize stores a 16-bit scale and a 16-bit bias beside each group of 64 values, or of 32 where 64 does not divide.
@@ -246,11 +246,13 @@ def need(
     n_gpu_layers: int = -1,
     mmproj: bool = False,
     draft: tuple[Model, Variant] | None = None,
+    own_heads: bool = False,
     prefix_cache_bytes: int = 0,
 ) -> MemoryNeed:
     """Every byte of running `variant` with these settings, split into the accelerator's pool and the host's.
 
     n_ctx: cells shared by all sequences. slots: llama.cpp's n_seq_max. n_outputs: rows of logits a step may ask for.
+    own_heads: with the model's own draft heads (MTP), where it has any.
     On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None (no limit known)
     the figures are those of a CPU.
     """
@@ -259,6 +261,8 @@ def need(
     placed = place_weights(model, variant, device, n_gpu_layers)
     discrete = device is not None and device.kind == "discrete"
     kv = kv_bytes(model, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
+    if own_heads:
+        n_rewind = max(n_rewind, rewind_for_heads(model))
     state = recurrent_bytes(model, slots=slots, n_rewind=n_rewind)
     compute = compute_bytes(
         model, n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash_attention
@@ -269,6 +273,10 @@ def need(
     drafted = 0
     if draft is not None:
         drafted = _draft_bytes(draft, n_ctx=n_ctx, n_ubatch=n_ubatch, slots=slots, device=device, backend=backend)
+    if own_heads and model.mtp_layers:
+        drafted += own_heads_bytes(
+            model, variant, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch
+        )
     on_host = 0
     if discrete:
         kv_device, state_device = round(kv * placed.device_share), round(state * placed.device_share)
@@ -294,6 +302,43 @@ def _draft_bytes(
         draft[0], draft[1], n_ctx=n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=slots, device=device, backend=backend
     )
     return small.total_bytes - small.overhead_bytes
+
+
+# Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/load.py).
+_HEADS_DRAFT_CELLS = 48
+_HEADS_REWIND_TOKENS = 3
+
+
+def rewind_for_heads(model: Model) -> int:
+    """Snapshots to keep so that what the model's own heads drafted can be taken back: 0 but for recurrent models with
+    heads. Each is a copy of the whole state, and few drafts get further (llama.cpp's own default is 3)."""
+    recurrent = any(layer.kind == "recurrent" for layer, _ in facts(model).groups)
+    return _HEADS_REWIND_TOKENS if recurrent and model.mtp_layers else 0
+
+
+def own_heads_bytes(
+    model: Model,
+    variant: Variant,
+    n_ctx: int,
+    *,
+    kv_type_k: str = "f16",
+    kv_type_v: str = "f16",
+    slots: int = DEFAULT_SLOTS,
+    n_ubatch: int = DEFAULT_UBATCH,
+) -> int:
+    """What drafting with the model's own heads takes on llama.cpp: their weights, a context of their layers alone, and
+    the model's hidden rows. A head's layer is taken to be like the model's last layer of unbounded attention."""
+    attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]
+    unbounded = [layer for layer in attention if layer.kind != "sliding"] or attention
+    heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
+    cells, outputs = n_ctx + _HEADS_DRAFT_CELLS * slots, slots * model.mtp_layers
+    return (
+        variant.mtp_bytes
+        + kv_bytes(heads, cells, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
+        + compute_bytes(heads, cells, slots=slots, n_ubatch=n_ubatch, n_outputs=outputs)
+        + output_bytes(model, outputs)
+        + _F32 * model.hidden_size * (n_ubatch + outputs)
+    )
 
 
 def _mlx_group(model: Model) -> int:

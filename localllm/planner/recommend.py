@@ -100,6 +100,7 @@ def memory_for(
         n_gpu_layers=n_gpu_layers,
         mmproj=overrides.mmproj,
         draft=draft,
+        own_heads=overrides.draft == "mtp",
         prefix_cache_bytes=overrides.prefix_cache_bytes,
     )
 
@@ -192,7 +193,7 @@ def _settle(
 
 
 def _named_draft(name: str, backend: str, models: Sequence[Model]) -> tuple[Model, Variant] | None:
-    """The draft model called `name` ("auto", "ngram" and "off" need no second model)."""
+    """The draft model called `name` ("auto", "ngram", "mtp" and "off" need no second model)."""
     small = next((m for m in models if m.id == name), None)
     variants = [v for v in small.variants if backend_for(v) == backend] if small is not None else []
     return (small, _typical(variants)) if small is not None and variants else None

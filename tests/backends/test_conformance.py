@@ -20,7 +20,7 @@ from localllm_backends.contract import (
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.mlx import backend_type as mlx
-from models import tiny_gguf, tiny_mlx
+from models import tiny_gguf, tiny_mlx, tiny_mtp
 from support.scripted_backend import ScriptedBackend
 
 # Kernels for different batch shapes round differently; random weights of this size stay well inside this.
@@ -36,6 +36,9 @@ SHAPES: dict[str, Callable[[Path], Path] | None] = {
     "llamacpp-sliding": tiny_gguf.write_sliding,
     "llamacpp-hybrid": tiny_gguf.write_hybrid,
     "llamacpp-moe": tiny_gguf.write_moe,
+    "llamacpp-mtp+mtp": tiny_mtp.write_mtp,
+    "llamacpp-sliding+mtp": tiny_mtp.write_sliding_mtp,
+    "llamacpp-hybrid+mtp+rewind": tiny_mtp.write_hybrid_mtp,
     **{f"mlx-{name}": write for name, write in tiny_mlx.SHAPES.items()},
     "mlx-llama+q8_0": tiny_mlx.write_llama,
     "mlx-llama+q4_0": tiny_mlx.write_llama,
@@ -48,6 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "q8_0": {"kv_type_k": "q8_0", "kv_type_v": "q8_0"},
     "q4_0": {"kv_type_k": "q4_0", "kv_type_v": "q4_0"},
     "rewind": {"n_rewind": 16},
+    "mtp": {"mtp": True},
+    "mtp+rewind": {"mtp": True, "n_rewind": 16},
 }
 NO_MLX = mlx.available()
 
@@ -92,7 +97,8 @@ def backend(
         }[shape]()
     else:
         path = write(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf")
-        made = llamacpp.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32))
+        _, _, setting = request.param.partition("+")
+        made = llamacpp.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
     yield made
     check = getattr(made, "check_integrity", None)
     if check is not None:
@@ -156,6 +162,7 @@ def test_several_outputs_come_in_order_and_argmax_agrees(backend: Backend) -> No
     rows = result.logits(0)
     assert rows.shape == (5, backend.info.n_vocab)
     assert result.argmax(0) == [int(r.argmax()) for r in rows]
+    rows = rows.copy()  # a result is good until the next step
     again = backend.new_sequence()
     backend.step([Chunk(again, tokens[:-5], outputs=0)])
     for i in range(5):

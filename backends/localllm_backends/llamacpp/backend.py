@@ -26,10 +26,14 @@ from localllm_backends.contract import (
 )
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, outputs_reserved, token_piece
+from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 
 _BLOB = struct.Struct("<4sIII")
 _BLOB_MAGIC = b"LKV1"
+# With draft heads: their KV lies behind the model's, and its size in bytes at the end.
+_BLOB_MAGIC_MTP = b"LKM1"
+_TAIL = struct.Struct("<Q")
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 
 
@@ -53,8 +57,18 @@ class LlamaCppBackend:
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
 
     def __init__(
-        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *, recurrent: bool
+        self,
+        llama: Any,
+        model: Any,
+        context: Any,
+        spec: LoadSpec,
+        path: Path,
+        sizes: BufferSizes,
+        *,
+        recurrent: bool,
+        heads: MtpHeads | None = None,
     ) -> None:
+        self._heads = heads
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
         self._vocab = llama.llama_model_get_vocab(model)
         self._memory = llama.llama_get_memory(context)
@@ -84,6 +98,7 @@ class LlamaCppBackend:
             segments=segments,
             exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
+            drafts=heads.longest if heads is not None else 0,
         )
         self.info = self._model_info(path, n_batch)
         self._warm_up()
@@ -128,6 +143,8 @@ class LlamaCppBackend:
             raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
         sequence = self._idle.pop()
         self._ledger.open(sequence)
+        if self._heads is not None:
+            self._heads.open(sequence)
         return sequence
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
@@ -144,6 +161,8 @@ class LlamaCppBackend:
         if n_tokens:
             self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
             self._ledger.share(source, target, n_tokens)
+            if self._heads is not None:
+                self._heads.fork(source, target, n_tokens)
         return target
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
@@ -157,6 +176,8 @@ class LlamaCppBackend:
         if not self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
             raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
         self._ledger.cut(sequence, n_tokens)
+        if self._heads is not None:
+            self._heads.truncate(sequence, n_tokens)
         self._undoable.pop(sequence, None)
         if self._recurrent and n_tokens:
             self._rolled_back.add(sequence)
@@ -166,6 +187,8 @@ class LlamaCppBackend:
         self._check_owner()
         self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._ledger.close(sequence)
+        if self._heads is not None:
+            self._heads.close(sequence)
         self._undoable.pop(sequence, None)
         self._rolled_back.discard(sequence)
         self._idle.append(sequence)
@@ -239,6 +262,8 @@ class LlamaCppBackend:
             if self._n_rewind:
                 self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
                 self._rolled_back.discard(chunk.sequence)
+        if self._heads is not None:
+            self._heads.stepped(chunks)
         if not n_outputs:
             return _Result(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
@@ -251,6 +276,13 @@ class LlamaCppBackend:
         for chunk in chunks:
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._ledger.length(chunk.sequence), -1)
 
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""
+        self._check_owner()
+        if self._heads is None:
+            raise BackendFailure("this model was loaded without its draft heads")
+        return self._heads.draft(wanted)
+
     def _warm_up(self) -> None:
         """Touch every weight once, so that the first request does not pay for page faults."""
         sequence = self.new_sequence()
@@ -258,6 +290,8 @@ class LlamaCppBackend:
         self._llama.llama_set_warmup(self._context, True)
         self.step([Chunk(sequence, [token])])
         self._llama.llama_set_warmup(self._context, False)
+        if self._heads is not None:
+            self._heads.draft([(sequence, token, 1)])
         self.drop(sequence)
 
     # --- KV in and out -------------------------------------------------------------------------------------------
@@ -285,8 +319,12 @@ class LlamaCppBackend:
                 self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
         if not written:
             raise BackendFailure("llama.cpp could not export the KV of this sequence")
-        _BLOB.pack_into(data.data, 0, _BLOB_MAGIC, start, stop, 0)
-        return data[: _BLOB.size + written].tobytes()
+        _BLOB.pack_into(data.data, 0, self._magic, start, stop, 0)
+        whole = data[: _BLOB.size + written].tobytes()
+        if self._heads is None:
+            return whole
+        more = self._heads.export_range(sequence, start, stop, source)
+        return b"".join([whole, more, _TAIL.pack(len(more))])
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of an exported blob."""
@@ -294,7 +332,7 @@ class LlamaCppBackend:
         if len(data) <= _BLOB.size:
             raise BackendFailure("this is not an exported KV block: too short")
         magic, first, last, _ = _BLOB.unpack_from(data, 0)
-        if magic != _BLOB_MAGIC or not first <= start < stop <= last:
+        if magic != self._magic or not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
         if self._ledger.length(sequence) != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {self._ledger.length(sequence)} held")
@@ -304,6 +342,9 @@ class LlamaCppBackend:
             raise CannotRewindError("this model's memory can only be imported whole")
         target = sequence if self._spare is None else self._spare
         raw = np.frombuffer(data, dtype=np.uint8)[_BLOB.size :]
+        more = None
+        if self._heads is not None:
+            raw, more = _parted(raw)
         pointer = raw.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = self._llama.llama_state_seq_set_data(self._context, pointer, len(raw), target)
         held = int(self._llama.llama_memory_seq_pos_max(self._memory, target)) + 1
@@ -313,12 +354,18 @@ class LlamaCppBackend:
         if target != sequence:
             self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
             self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
+        if self._heads is not None and more is not None:
+            self._heads.import_range(sequence, more, start, stop, target)
         self._ledger.append(sequence, stop - start)
+
+    @property
+    def _magic(self) -> bytes:
+        return _BLOB_MAGIC if self._heads is None else _BLOB_MAGIC_MTP
 
     # --- facts ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """What llama.cpp said it allocated for this context, and the weights' own bytes."""
+        """What llama.cpp said it allocated for the context (and the draft heads'), and the weights' own bytes."""
         return MemoryReport(
             weights_bytes=int(self._llama.llama_model_size(self._model)),
             kv_bytes=self._sizes.kv_bytes,
@@ -334,6 +381,8 @@ class LlamaCppBackend:
     def close(self) -> None:
         """Free context and model."""
         if self._context is not None:
+            if self._heads is not None:
+                self._heads.free()
             self._llama.llama_free(self._context)
             self._llama.llama_model_free(self._model)
             self._context = self._model = None
@@ -356,7 +405,8 @@ class LlamaCppBackend:
         return ModelInfo(
             architecture=metadata.get("general.architecture", ""),
             description=metadata.get("general.name") or path.stem,
-            fingerprint=fingerprint(path),
+            # What is stored with the heads' KV is of no use without them, and the other way round.
+            fingerprint=fingerprint(path) + ("-mtp" if self._heads is not None else ""),
             n_vocab=self._n_vocab,
             n_ctx=self._ledger.capacity,
             n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
@@ -377,6 +427,15 @@ class LlamaCppBackend:
             fim_tokens={name: token for name, token in fim.items() if token >= 0},
             metadata=metadata,
         )
+
+
+def _parted(raw: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """(the model's KV, its heads') of an exported block without its header."""
+    end = len(raw) - _TAIL.size
+    (size,) = _TAIL.unpack(raw[max(end, 0) :].tobytes()) if end >= 0 else (0,)
+    if not 0 < size < end:
+        raise BackendFailure("this is not an exported KV block: too short")
+    return raw[: end - size], raw[end - size : end]
 
 
 class _Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 _MIB = 2**20
@@ -26,6 +26,10 @@ class BufferSizes:
     compute_bytes: int = 0
     output_bytes: int = 0
     model_bytes: int = 0
+
+    def plus(self, other: BufferSizes) -> BufferSizes:
+        """The sums, purpose by purpose."""
+        return BufferSizes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass

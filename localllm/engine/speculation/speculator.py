@@ -6,35 +6,88 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from localllm.engine.job import Job
+from localllm.engine.sampling import Distribution
 from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
+from localllm.engine.speculation.own_heads import OwnHeads
 from localllm.engine.speculation.rates import Acceptance, HitRates
-from localllm_backends.contract import Backend, BackendFailure, Chunk
+from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingBackend
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
 _MOST_MODEL_TOKENS = 16
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
-# A draft model that lost is tried again after this many tokens, then twice as many, and so on.
+# A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
 _PROBE_ROWS = (1, 2, 4, 8, 16, 32)
 _PROBE_ROUNDS = 3
 _PROBE_BUDGET_S = 1.0
 
 
-@dataclass
-class _Speech:
-    """One decoding request: its lookup, its draft model's luck, and who drafted last."""
+class Writer(Protocol):
+    """What drafts by computing: a draft model, or the model's own heads. `token_s`: seconds a drafted token costs."""
 
-    lookup: Lookup
+    token_s: float
+
+    @property
+    def most(self) -> int:
+        """Longest draft."""
+        ...
+
+    def ready(self, job: Job) -> bool:
+        """True once it knows enough of `job` to draft for it."""
+        ...
+
+    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+        """Drafts by job id: tokens, and what they were drawn from (None: nothing, they are its best guesses)."""
+        ...
+
+    def forget(self, job: Job) -> None:
+        """The job left the context."""
+        ...
+
+    def tick(self, *, busy: bool) -> bool:
+        """One piece of housekeeping; True while there is more."""
+        ...
+
+    def probe(self) -> None:
+        """Measure `token_s`."""
+        ...
+
+    def close(self) -> None:
+        """Free it."""
+        ...
+
+
+@dataclass
+class _Luck:
+    """How one writer fares in one request, and when it may try again after losing."""
+
     acceptance: Acceptance
-    drafter: str = ""
     retry_at: int = 0
     retries: int = 0
+
+    def learn(self, accepted: int, drafted: int, n_generated: int) -> None:
+        """Of `drafted` tokens the first `accepted` were right."""
+        self.acceptance.observe(accepted, drafted)
+        self.retries = min(self.retries + 1, _MOST_RETRIES) if accepted < drafted else 0
+        self.retry_at = n_generated + _RETRY_TOKENS * 2**self.retries
+
+
+@dataclass
+class _Speech:
+    """One decoding request: its lookup, every writer's luck, and who drafted last. `stopped_at`: the length at which
+    the last writer stopped before what was wanted, unsure of the next token (-1: it did not)."""
+
+    lookup: Lookup
+    luck: dict[str, _Luck]
+    drafter: str = ""
+    stopped_at: int = -1
 
 
 @dataclass
@@ -47,7 +100,8 @@ class _Tally:
 
 @dataclass
 class Speculator:
-    """Drafts for every decoding job of one engine. `mode`: auto (all drafters at hand), ngram, off."""
+    """Drafts for every decoding job of one engine. `mode`: auto (all drafters at hand but the model's own heads), mtp
+    (those too), ngram, off."""
 
     backend: Backend
     mode: str = "auto"
@@ -58,9 +112,12 @@ class Speculator:
     def __post_init__(self) -> None:
         self._speeches: dict[str, _Speech] = {}
         self._rates = HitRates()
-        self._acceptance = Acceptance()
+        self._writers: dict[str, Writer] = {} if self.model is None else {"model": self.model}
+        if self.mode == "mtp" and self.backend.capabilities.drafts and isinstance(self.backend, DraftingBackend):
+            self._writers["mtp"] = OwnHeads(self.backend, self.clock)
+        self._acceptance = {name: Acceptance() for name in self._writers}
         self._recent = RecentOutputs()
-        self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally()}
+        self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally(), "mtp": _Tally()}
         self._since_plain = 0
         self._drafting_s = self._plain_s = 0.0
         self._probed: dict[int, float] = {}
@@ -110,23 +167,29 @@ class Speculator:
             return
         lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
-            if proposal.drafter != "model" and length:
+            if proposal.drafter not in self._writers and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
                 self._speeches[job.id].drafter = proposal.drafter
-        self._let_model_draft(
-            [(j, n or p.trial) for j, p, n in zip(decoding, proposals, lengths, strict=True) if p.drafter == "model"]
-        )
+        for name, writer in self._writers.items():
+            chosen = zip(decoding, proposals, lengths, strict=True)
+            self._let_write(name, writer, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
-    def _let_model_draft(self, wanted: list[tuple[Job, int]]) -> None:
-        if self.model is None or not any(n for _, n in wanted):
+    def _let_write(self, name: str, writer: Writer, wanted: list[tuple[Job, int]]) -> None:
+        if not any(n for _, n in wanted):
             return
-        jobs = {job.id: job for job, _ in wanted}
-        for key, (tokens, dists) in self.model.draft(wanted).items():
-            job = jobs[key]
+        jobs = {job.id: (job, length) for job, length in wanted}
+        for key, (tokens, dists) in writer.draft(wanted).items():
+            job, length = jobs[key]
+            speech = self._speeches[key]
             job.draft, job.draft_from = tokens, dists
             if job.sampler.constraint is not None:
                 job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
-            self._speeches[key].drafter = "model"
+            speech.drafter = name
+            if name == "mtp" and len(job.draft) < length and not self._ends(job.draft):
+                speech.stopped_at = len(job.draft)
+
+    def _ends(self, draft: list[int]) -> bool:
+        return bool(draft) and draft[-1] in self.backend.info.eog_tokens
 
     def _proposal(self, job: Job, most: int) -> _Proposal:
         speech = self._speech(job)
@@ -145,27 +208,30 @@ class Speculator:
         else:
             survival = speech.lookup.rates.survival(match, len(tokens))
         best = _Proposal(drafter, tokens, Candidate(survival))
-        return self._or_model(job, speech, best, most)
+        if self.mode != "ngram" and job.request.draft != "ngram":
+            for name, writer in self._writers.items():
+                best = self._or_writer(job, speech.luck[name], best, most, name, writer)
+        return best
 
-    def _or_model(self, job: Job, speech: _Speech, best: _Proposal, most: int) -> _Proposal:
-        """The draft model's turn instead, where it promises more than `best` does for this job alone."""
-        model = self.model
-        if model is None or self.mode == "ngram" or job.request.draft == "ngram" or not model.token_s:
+    def _or_writer(self, job: Job, luck: _Luck, best: _Proposal, most: int, name: str, writer: Writer) -> _Proposal:
+        """This writer's turn instead, where it promises more than `best` does for this job alone."""
+        if not writer.token_s:
             return best
-        length = min(most, model.most, _MOST_MODEL_TOKENS)
-        candidate = Candidate(speech.acceptance.survival(length), model.token_s)
+        length = min(most, writer.most, _MOST_MODEL_TOKENS)
+        candidate = Candidate(luck.acceptance.survival(length), writer.token_s)
         (alone,) = choose_lengths([candidate], self.cost.seconds)
         trial = 0
-        if not alone and job.n_generated >= speech.retry_at:
+        if not alone and job.n_generated >= luck.retry_at:
             trial = min(_TRIAL_TOKENS, length)
-        if not (alone or trial) or self._speed(candidate, alone) <= self._speed(best.candidate, None):
+        (instead,) = choose_lengths([best.candidate], self.cost.seconds)
+        # A trial promises nothing: it takes the place of nothing that does.
+        better = not instead if trial else self._speed(candidate, alone) > self._speed(best.candidate, instead)
+        if not (alone or trial) or not better:
             return best
-        return _Proposal("model", [], candidate, trial) if model.ready(job) else best
+        return _Proposal(name, [], candidate, trial) if writer.ready(job) else best
 
-    def _speed(self, candidate: Candidate, length: int | None) -> float:
-        """Tokens per second of one sequence that drafts like this (None: as long as pays)."""
-        if length is None:
-            (length,) = choose_lengths([candidate], self.cost.seconds)
+    def _speed(self, candidate: Candidate, length: int) -> float:
+        """Tokens per second of one sequence that drafts so many tokens like this."""
         seconds = self.cost.seconds(1 + length) + candidate.token_s * length
         return (1.0 + sum(candidate.survival[:length])) / seconds
 
@@ -173,7 +239,8 @@ class Speculator:
         speech = self._speeches.get(job.id)
         if speech is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent, job.predicted)
-            speech = self._speeches[job.id] = _Speech(lookup, Acceptance(self._acceptance))
+            luck = {name: _Luck(Acceptance(shared)) for name, shared in self._acceptance.items()}
+            speech = self._speeches[job.id] = _Speech(lookup, luck)
         return speech
 
     # --- after a step --------------------------------------------------------------------------------------------
@@ -184,18 +251,15 @@ class Speculator:
         if speech is None:
             return
         speech.lookup.advance(tokens)
-        if not drafted:
+        # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
+        unsure, speech.stopped_at = speech.stopped_at == drafted, -1
+        if not drafted and not unsure:
             return
         tally = self._tallies[speech.drafter]
         tally.drafted += drafted
         tally.accepted += accepted
-        if speech.drafter == "model":
-            speech.acceptance.observe(accepted, drafted)
-            if accepted < drafted:
-                speech.retries = min(speech.retries + 1, _MOST_RETRIES)
-            else:
-                speech.retries = 0
-            speech.retry_at = job.n_generated + _RETRY_TOKENS * 2**speech.retries
+        if speech.drafter in speech.luck:
+            speech.luck[speech.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
         """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in `seconds`."""
@@ -211,14 +275,14 @@ class Speculator:
         """The job left the context: it ended, or was parked."""
         if self._speeches.pop(job.id, None) is not None:
             self._recent.add(job.tokens[job.n_prompt :])
-        if self.model is not None:
-            self.model.forget(job)
+        for writer in self._writers.values():
+            writer.forget(job)
 
     # --- between requests ----------------------------------------------------------------------------------------
 
     def tick(self, *, busy: bool) -> bool:
-        """Housekeeping: one piece of the draft model's, or one measurement while nobody waits. True: more to do."""
-        more = self.model.tick(busy=busy) if self.model is not None else False
+        """Housekeeping: one piece of a writer's, or one measurement while nobody waits. True: more to do."""
+        more = sum(writer.tick(busy=busy) for writer in self._writers.values()) > 0
         return more or (not busy and self._probe())
 
     def _probe(self) -> bool:
@@ -244,14 +308,15 @@ class Speculator:
             self._probe_left.clear()
         if not self._probe_left:
             self.cost.set(self._probed)
-            if self.model is not None and not self.model.token_s:
-                self.model.probe()
+            for writer in self._writers.values():
+                if not writer.token_s:
+                    writer.probe()
         return bool(self._probe_left)
 
     def close(self) -> None:
         """Free the draft model, if there is one."""
-        if self.model is not None:
-            self.model.close()
+        for writer in self._writers.values():
+            writer.close()
 
     def snapshot(self) -> dict[str, float | int | str]:
         """Counters and what verification costs, as plain values. `speculation_gain`: speed over no drafting, as

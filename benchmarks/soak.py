@@ -1,0 +1,272 @@
+"""A long day in minutes: mixed requests with random disconnects, memory watched, then a worker killed at any moment.
+
+python -m benchmarks.soak [--requests 3000] [--kills 20] [--model FILE] [--seed N] [--out FILE]
+
+Bars: nothing hung, nothing lost; resident memory of server and worker grows by less than 2 % over the last two thirds;
+after each kill every request in flight ends in a finish or an error within 5 s. Memory is sampled every 25 ended
+requests; growth compares the median of the last tenth of those two thirds' samples with that of their first tenth.
+The prefix cache is bounded by a setting (100 MB here, about 4,400 tokens of SmolLM2), so that it is full long before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.models import smollm2
+from benchmarks.serving import Server
+from benchmarks.soak_mix import Ask, Ended, Events, draw, flowing, send, unique
+from benchmarks.sse import free_port
+
+CLIENTS = 12
+IN_FLIGHT = (4, 6)
+_CACHE = {"LOCALLLM_CACHE_RAM_GB": "0.1", "LOCALLLM_CACHE_DISK_GB": "0.2"}
+_SAMPLE_EVERY = 25
+_WORKER = "localllm.engine.worker"
+_END_BAR_S, _GROWTH_BAR = 5.0, 0.02
+_RECOVERY_TRIES = 120
+_MOMENTS = ("decode", "prefill", "load", "idle")
+
+
+@dataclass
+class Report:
+    """What a soak found. `refused` counts what was sent behind a kill and told to come again, beside `ends`."""
+
+    ends: list[Ended] = field(default_factory=list)
+    rss_bytes: dict[str, list[int]] = field(default_factory=lambda: {"server": [], "worker": []})
+    left_running: float = 0.0
+    after_kill_s: dict[str, list[float]] = field(default_factory=dict)
+    recovery_s: list[float] = field(default_factory=list)
+    longest_wait_s: float = 0.0
+    refused: int = 0
+
+    def count(self) -> Counter[str]:
+        """How many requests ended in which way."""
+        return Counter(e.end for e in self.ends)
+
+    def bad(self) -> list[Ended]:
+        """Requests that ended as none may."""
+        return [e for e in self.ends if e.end in ("lost", "hung", "wrong")]
+
+
+def growth(samples: list[int]) -> float:
+    """Growth over the last two thirds: the median of their last tenth over that of their first, less one."""
+    window = samples[len(samples) // 3 :]
+    tenth = max(1, len(window) // 10)
+    return statistics.median(window[-tenth:]) / statistics.median(window[:tenth]) - 1
+
+
+def worker_of(server_pid: int, *, besides: int = 0) -> psutil.Process | None:
+    """The server's worker process, unless it has the pid `besides`; None while there is none."""
+    for child in psutil.Process(server_pid).children():
+        try:
+            if child.pid != besides and child.status() != psutil.STATUS_ZOMBIE and _WORKER in child.cmdline():
+                return child
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
+async def soak(http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], report: Report) -> None:
+    """Send `asks` from CLIENTS clients, and watch the memory of the server and its worker."""
+    waiting = list(reversed(asks))
+    server = psutil.Process(server_pid)
+
+    async def client() -> None:
+        while waiting:
+            report.ends.append(await send(http, waiting.pop()))
+            n = len(report.ends)
+            if n % _SAMPLE_EVERY == 0:
+                worker = worker_of(server_pid)
+                report.rss_bytes["server"].append(server.memory_info().rss)
+                report.rss_bytes["worker"].append(worker.memory_info().rss if worker is not None else 0)
+            if n % 250 == 0:
+                said = {k: v[-1] // 10**6 for k, v in report.rss_bytes.items()}
+                print(f"  {n} of {len(asks)}: {dict(report.count())}, MB: {said}", file=sys.stderr)
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    report.left_running = await _unfinished(http)
+
+
+async def _unfinished(http: httpx.AsyncClient) -> float:
+    """Requests the engine still holds a little after the last client is gone: 0, or some were never cancelled."""
+    held: list[str] = []
+    for _ in range(50):
+        page = (await http.get("/metrics")).text
+        held = re.findall(r"^localllm_(?:running|waiting)\{.*\} (\S+)$", page, re.M)
+        if held and not any(map(float, held)):
+            return 0.0
+        await asyncio.sleep(0.1)
+    return sum(map(float, held)) if held else float("nan")
+
+
+async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: random.Random, report: Report) -> None:
+    """Kill the worker once at a random point of `moment` with requests in flight; then wait until one succeeds."""
+    victim = worker_of(server_pid)
+    assert victim is not None, "no worker to kill"
+    events = [Events() for _ in range(rng.randint(*IN_FLIGHT))]
+
+    def fly() -> list[asyncio.Task[Ended]]:
+        return [asyncio.create_task(send(http, _flight(moment, rng), e)) for e in events]
+
+    killed = time.monotonic()
+    if moment in ("idle", "load"):
+        victim.kill()
+        # Behind a kill comes a request that meets the dead worker, or one that makes the next one load.
+        await asyncio.sleep(0.2 if moment == "load" else 0.1 * rng.random())
+    flight = fly()
+    if moment == "decode":
+        wanted = rng.randint(1, 60)
+        while max(e.words for e in events) < wanted and not all(f.done() for f in flight):
+            await asyncio.sleep(0.002)
+    elif moment == "prefill":
+        await asyncio.sleep(0.02 + 0.6 * rng.random())
+    elif moment == "load":
+        while (loading := worker_of(server_pid, besides=victim.pid)) is None:
+            await asyncio.sleep(0.005)
+            if all(f.done() for f in flight):  # refused: a worker that crashed often is not loaded again at once
+                early = [f.result() for f in flight]
+                report.ends += [e for e in early if e.end != "refused"]
+                report.refused += sum(e.end == "refused" for e in early)
+                await asyncio.sleep(0.5)
+                flight = fly()
+        victim = loading
+        await asyncio.sleep(0.5 * rng.random())
+    if moment != "idle":
+        killed = time.monotonic()
+        victim.kill()
+    ends = await asyncio.gather(*flight)
+    report.ends += ends
+    worst = max(e.at_s for e in ends) - killed
+    report.after_kill_s.setdefault(moment, []).append(worst)
+    report.recovery_s.append(await _recover(http, report) - killed)
+    ways = dict(Counter(f"{e.end} {e.why}".strip() for e in ends))
+    print(
+        f"  killed in {moment}: {ways} within {worst:.2f} s, served again after {report.recovery_s[-1]:.2f} s",
+        file=sys.stderr,
+    )
+
+
+async def _recover(http: httpx.AsyncClient, report: Report) -> float:
+    """When a new request succeeded (time.monotonic), tried again while it is refused; infinity if none did."""
+    for _ in range(_RECOVERY_TRIES):
+        again = await send(http, flowing("Say hello.", 4))
+        report.longest_wait_s = max(report.longest_wait_s, again.took_s)
+        if again.end != "refused":
+            report.ends.append(again)
+        if again.end == "finished":
+            return again.at_s
+        report.refused += again.end == "refused"
+        await asyncio.sleep(0.5)
+    return float("inf")
+
+
+def _flight(moment: str, rng: random.Random) -> Ask:
+    if moment == "prefill":
+        return flowing(unique(rng, 340), 8)
+    return flowing(f"Tell story number {rng.randrange(10_000)}.", 300 if moment == "decode" else 8)
+
+
+async def run(port: int, server_pid: int, requests: int, kills: int, seed: int, report: Report) -> None:
+    """The soak and then the kills, on a server that runs; `report` grows as they go."""
+    rng = random.Random(seed)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
+    base = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=base, timeout=None, limits=limits, trust_env=False) as http:
+        report.ends.append(await send(http, flowing("Warm up.", 4)))
+        await soak(http, server_pid, [draw(rng) for _ in range(requests)], report)
+        moments = [_MOMENTS[i % len(_MOMENTS)] for i in range(kills)]
+        for moment in moments:
+            await kill(http, server_pid, moment, rng, report)
+
+
+def tell(report: Report) -> dict[str, object]:
+    """Print the figures and return them."""
+    figures: dict[str, object] = {"ends": dict(report.count()), "left_running": report.left_running}
+    print(f"\n{len(report.ends)} requests: {dict(report.count())}; still held by the engine: {report.left_running:g}")
+    codes = Counter(e.why for e in report.ends if e.end == "failed")
+    print(f"  errors: {dict(codes)}; slowest answer {max(e.took_s for e in report.ends):.1f} s")
+    for e in report.bad()[:20]:
+        print(f"  {e.end} ({e.ask.kind}, after {e.took_s:.1f} s): {e.why}")
+    for name, samples in report.rss_bytes.items():
+        if len(samples) < 6:
+            continue
+        figures[name] = {"first": samples[0], "last": samples[-1], "most": max(samples), "growth": growth(samples)}
+        print(
+            f"  {name}: {samples[0] / 1e6:.1f} MB at first, {samples[len(samples) // 3] / 1e6:.1f} at a third, "
+            f"{samples[-1] / 1e6:.1f} at last, at most {max(samples) / 1e6:.1f}; "
+            f"growth over the last two thirds {100 * growth(samples):+.2f} % (bar {100 * _GROWTH_BAR:g} %)"
+        )
+    for moment, worst in report.after_kill_s.items():
+        print(f"  {len(worst)} kills in {moment}: all ended within {max(worst):.2f} s (bar {_END_BAR_S:g} s)")
+    if report.recovery_s:
+        middle, most = statistics.median(report.recovery_s), max(report.recovery_s)
+        print(
+            f"  served again {middle:.2f} s after a kill (median), {most:.2f} s at most; "
+            f"a request behind one waited {report.longest_wait_s:.2f} s at most for its end, {report.refused} were refused"
+        )
+    return {**figures, "after_kill_s": report.after_kill_s, "recovery_s": report.recovery_s}
+
+
+def main() -> None:
+    """Run and report; the exit code is 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    port, report = free_port(), Report()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(_CACHE)
+        for name in ("CONFIG", "DATA", "CACHE", "LOG"):
+            os.environ[f"LOCALLLM_{name}_DIR"] = str(Path(folder) / name.lower())
+        model = str(arguments.model or smollm2())
+        command = [
+            sys.executable,
+            "-m",
+            "localllm",
+            "serve",
+            model,
+            "--port",
+            str(port),
+            "--context",
+            "8192",
+            "--quiet",
+        ]
+        server = Server("localllm", command, port)
+        server.start()
+        assert server.process is not None
+        try:
+            asyncio.run(run(port, server.process.pid, arguments.requests, arguments.kills, arguments.seed, report))
+        finally:
+            server.stop()
+            # Cut short, it still says what it saw.
+            figures = tell(report)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    grown = [growth(s) for s in report.rss_bytes.values() if len(s) >= 6]
+    slow = [s for worst in report.after_kill_s.values() for s in worst if s > _END_BAR_S]
+    down = float("inf") in report.recovery_s
+    if report.bad() or report.left_running or slow or down or any(g > _GROWTH_BAR for g in grown):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

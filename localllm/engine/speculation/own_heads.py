@@ -1,0 +1,83 @@
+"""The model's own draft heads (MTP) as a drafter: they live in the backend, beside the sequences they draft for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from localllm.engine.job import Job
+from localllm.engine.sampling import Distribution
+from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend
+
+_SMOOTHING = 0.2
+_PROBES = 3
+
+
+class OwnHeads:
+    """Drafts for several jobs at once, in the sequences the engine already has. Belongs to the engine's thread."""
+
+    def __init__(self, backend: DraftingBackend, clock: Callable[[], float] = time.monotonic) -> None:
+        self.backend = backend
+        self._clock = clock
+        self._eog = frozenset(backend.info.eog_tokens)
+        self.token_s = 0.0
+
+    @property
+    def most(self) -> int:
+        """Longest draft the heads write."""
+        return self.backend.capabilities.drafts
+
+    def ready(self, job: Job) -> bool:
+        """True where the model has read all but the newest token: the heads follow it on their own."""
+        return job.sequence is not None and job.n_kv == len(job.tokens) - 1
+
+    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+        """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the heads' best guesses,
+        drawn from nothing."""
+        jobs = [(job, length) for job, length in wanted if length > 0]
+        asked = [(job.sequence, job.tokens[-1], length) for job, length in jobs if job.sequence is not None]
+        assert len(asked) == len(jobs), "a decoding job without a sequence"
+        started = self._clock()
+        try:
+            drafts = self.backend.draft(asked)
+        except BackendFailure:
+            return {}
+        # A head that stops because it is unsure has computed one token more than it gives.
+        steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
+        if steps:
+            seconds = (self._clock() - started) / steps
+            self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+        return {job.id: (self._to_the_end(draft), None) for (job, _), draft in zip(jobs, drafts, strict=True)}
+
+    def _to_the_end(self, draft: list[int]) -> list[int]:
+        """Nothing follows a token that ends the answer."""
+        end = next((i for i, token in enumerate(draft) if token in self._eog), len(draft))
+        return draft[: end + 1]
+
+    def probe(self) -> None:
+        """Measure one drafted token on a sequence of its own (seconds into `token_s`)."""
+        try:
+            sequence = self.backend.new_sequence()
+        except BackendFailure:
+            return
+        token = self.backend.info.bos_token or 0
+        try:
+            self.backend.step([Chunk(sequence, [token])]).argmax(0)
+            for _ in range(_PROBES):
+                started = self._clock()
+                self.backend.draft([(sequence, token, 1)])
+                seconds = self._clock() - started
+                self.token_s = min(self.token_s or seconds, seconds)
+        finally:
+            self.backend.drop(sequence)
+
+    def forget(self, job: Job) -> None:
+        """The heads hold nothing of a job but what its sequence is."""
+
+    def tick(self, *, busy: bool) -> bool:
+        """The heads keep no house."""
+        return False
+
+    def close(self) -> None:
+        """They end with the backend."""

@@ -1,0 +1,275 @@
+"""Drafting with the model's own heads, through the engine: the answers are those without, whatever was accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, run, settle
+from engine.test_exactness import NEAR_TIE, isolated
+from localllm.cli.launch import prepare
+from localllm.cli.main import run as localllm
+from localllm.engine.client import WorkerClient
+from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Finish, Request, Sampling
+from localllm.engine.speculation.own_heads import OwnHeads
+from localllm.errors import UnsupportedError
+from localllm.planner import memory
+from localllm.settings import Settings
+from localllm_backends.contract import Backend, DraftingBackend, LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_catalog import gguf
+from localllm_catalog.from_gguf import model_from_gguf
+from models import tiny_mtp
+from support.scripted_backend import ScriptedBackend
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that are right about every third time."""
+    return tiny_mtp.write_mtp(tmp_path_factory.mktemp("mtp") / "mtp.gguf", likeness=0.35)
+
+
+def drafting(
+    path: Path, *, free: bool = True, cache_bytes: int = 2**28, disk: Path | None = None, n_rewind: int = 0
+) -> Engine:
+    """An engine with draft heads, which drafts whenever they have any chance if `free`."""
+    backend = llamacpp.load(
+        LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=64, n_threads=1, n_rewind=n_rewind, mtp=True)
+    )
+    settings = EngineSettings(
+        draft="mtp",
+        make_constraint=GrammarCompiler(backend),
+        cache_bytes=cache_bytes,
+        disk_dir=str(disk) if disk else None,
+        headroom_bytes=0,
+    )
+    engine = Engine(backend, settings)
+    settle(engine)
+    if free:
+        engine.speculator.cost.set({1: 1.0, 32: 1.01})
+        engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        writer = engine.speculator._writers["mtp"]
+        assert isinstance(writer, OwnHeads)
+        assert writer.token_s > 0, "measured while idle"
+        # Time stands still: a drafted token costs next to nothing.
+        writer._clock = lambda: 0.0
+        writer.token_s = 1e-9
+    return engine
+
+
+def plain(path: Path) -> Backend:
+    return llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_seq_max=2, n_batch=64, n_threads=1))
+
+
+def same(alone: Backend, prompt: list[int], got: list[int]) -> bool:
+    """True if the answer is the isolated run's; False if it parts from it at a near-tie; else it fails."""
+    tokens, gaps = isolated(alone, prompt, len(got))
+    if got == tokens:
+        return True
+    at = next(i for i, (a, b) in enumerate(zip(got, tokens, strict=True)) if a != b)
+    assert gaps[at] <= NEAR_TIE, f"differs at {at}, where the choice was clear ({gaps[at]:.3f})"
+    return False
+
+
+def words(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(3, 250) for _ in range(n)]
+
+
+SHAPES: dict[str, tuple[Callable[..., Path], int]] = {
+    "full": (tiny_mtp.write_mtp, 0),
+    "sliding": (tiny_mtp.write_sliding_mtp, 0),
+    "recurrent": (tiny_mtp.write_hybrid_mtp, 4),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("together", [1, 3])
+def test_answers_are_those_without_heads(shape: str, together: int, tmp_path: Path) -> None:
+    write, n_rewind = SHAPES[shape]
+    path = write(tmp_path / "m.gguf", likeness=0.35)
+    engine, alone, rng = drafting(path, n_rewind=n_rewind), plain(path), random.Random(together)
+    prompts = {f"p{i}": words(rng, rng.randrange(4, 120)) for i in range(9)}
+    requests = [Request(k, p, 40, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
+    got: dict[str, list[int]] = {}
+    steps = engine.metrics.steps
+    for start in range(0, len(requests), together):
+        got |= run(engine, *requests[start : start + together]).tokens
+    assert sum(same(alone, prompts[k], got[k]) for k in prompts) >= len(prompts) - 1
+    snapshot = engine.snapshot()
+    assert snapshot["accepted_mtp_tokens"] > 20
+    assert snapshot["drafted_mtp_tokens"] > snapshot["accepted_mtp_tokens"], "some were rejected"
+    assert engine.metrics.steps - steps < len(prompts) * 40 / together
+    engine.close()
+    alone.close()
+
+
+def test_cancelled_forked_cached_and_stored_conversations_change_nothing(path: Path, tmp_path: Path) -> None:
+    alone, rng = plain(path), random.Random(7)
+    histories = [words(rng, 70) for _ in range(2)]
+    parted = answers = drafted = 0
+    # The second engine finds the first one's prefixes on disk, with what the heads had read of them.
+    for _ in range(2):
+        engine = drafting(path, cache_bytes=400_000, disk=tmp_path)
+        for mix in range(6):
+            asked: dict[str, list[int]] = {}
+            outcome = Outcome()
+            for i in range(rng.randint(1, 4)):
+                key, history = f"m{mix}r{i}", rng.choice(histories)
+                asked[key] = [*history[: rng.choice([30, 70, 200])], *words(rng, 5)]
+                outcome.take(engine.submit(Request(key, asked[key], 24, GREEDY, ignore_eos=True), asked[key]))
+            cancelled = rng.choice(list(asked)) if len(asked) > 2 else None
+            steps = 0
+            while engine.has_work:
+                outcome.take(engine.step())
+                steps += 1
+                if steps == 4 and cancelled is not None:
+                    outcome.take(engine.cancel(cancelled))
+            settle(engine)
+            for key, prompt in asked.items():
+                if key != cancelled:
+                    parted += not same(alone, prompt, outcome.tokens[key])
+                    answers += 1
+                    histories.append([*prompt, *outcome.tokens[key]])
+        snapshot = engine.snapshot()
+        drafted += int(snapshot["accepted_mtp_tokens"])
+        assert engine.metrics.cached_tokens > 100, "prefixes were shared"
+        restored = snapshot["restored_tokens"]
+        engine.close()
+    assert drafted > 50
+    assert int(restored) > 0
+    assert parted <= answers // 20
+    alone.close()
+
+
+def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
+    engine, without = drafting(path), drafting(path)
+    without.speculator.off_because = "switched off"
+    prompt = words(random.Random(3), 40)
+    grammar = ("regex", "[a-z0-9 ]{1,40}")
+    for key, more in {"greedy": GREEDY, "sampled": Sampling(temperature=0.8, seed=11)}.items():
+        for rule in (None, grammar):
+            request = Request(key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False)
+            # The heads' guesses are drawn from nothing, so the same uniforms choose the same tokens.
+            assert run(engine, request).tokens == run(without, request).tokens
+    assert engine.snapshot()["drafted_mtp_tokens"] > 0
+    assert without.snapshot()["drafted_mtp_tokens"] == 0
+    engine.close()
+    without.close()
+
+
+def test_heads_that_are_always_wrong_are_soon_left_alone(tmp_path: Path) -> None:
+    engine = drafting(tiny_mtp.write_mtp(tmp_path / "random.gguf"), free=False)
+    engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
+    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    run(engine, Request("a", words(random.Random(9), 30), 400, GREEDY, ignore_eos=True))
+    drafted = engine.snapshot()["drafted_mtp_tokens"]
+    # Tried at the beginning and then after 48, 96, 192 … tokens, two tokens at a time.
+    assert 0 < int(drafted) <= 40
+    engine.close()
+
+
+class Unsure(ScriptedBackend):
+    """Heads that never dare a guess."""
+
+    def __init__(self) -> None:
+        super().__init__(n_ctx=1024)
+        object.__setattr__(self.capabilities, "drafts", 4)
+        self.asked = 0
+
+    def draft(self, wanted: list[tuple[int, int, int]]) -> list[list[int]]:
+        self.asked += 1
+        return [[] for _ in wanted]
+
+
+def test_heads_that_are_never_sure_count_as_wrong() -> None:
+    backend = Unsure()
+    assert isinstance(backend, DraftingBackend)
+    engine = Engine(backend, EngineSettings(draft="mtp"))
+    settle(engine)
+    engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
+    engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    before = backend.asked
+    run(engine, Request("a", "say it", 400, GREEDY, ignore_eos=True))
+    assert 0 < backend.asked - before <= 20
+    assert engine.snapshot()["drafted_mtp_tokens"] == 0
+
+
+def test_heads_draft_only_when_they_are_asked_for(path: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_seq_max=4, mtp=True))
+    engine = Engine(backend, EngineSettings(draft="auto"))
+    settle(engine)
+    engine.speculator.cost.set({1: 1.0, 32: 1.01})
+    run(engine, Request("a", words(random.Random(1), 30), 40, GREEDY, ignore_eos=True))
+    assert engine.snapshot()["drafted_mtp_tokens"] == 0
+    engine.close()
+
+
+def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
+    launch, usual = prepare(str(path), Settings({"draft": "mtp", "context": 1024})), prepare(str(path), Settings())
+    assert launch.options.spec.mtp
+    assert not usual.options.spec.mtp
+    assert launch.plan is not None
+    assert usual.plan is not None
+    assert launch.plan.memory.draft_bytes > 0
+    assert usual.plan.memory.draft_bytes == 0
+
+    async def ask() -> Finish:
+        client = await WorkerClient.start(launch.options)
+        try:
+            # While it is idle a worker measures what drafting costs; a first answer waits for nothing.
+            async for event in client.submit(Request("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)):
+                if isinstance(event, Finish):
+                    return event
+        finally:
+            await client.close()
+        raise AssertionError("no end")
+
+    assert asyncio.run(ask()).usage.completion_tokens == 30
+
+
+def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) -> None:
+    path = tiny_mtp.write_hybrid_mtp(tmp_path / "m.gguf")
+    launch, usual = prepare(str(path), Settings({"draft": "mtp"})), prepare(str(path), Settings())
+    rewind = launch.options.spec.n_rewind
+    assert rewind > 0
+    assert usual.options.spec.n_rewind == 0
+    assert launch.plan is not None
+    assert usual.plan is not None
+    assert launch.plan.memory.recurrent_bytes == usual.plan.memory.recurrent_bytes * (1 + rewind)
+
+
+def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
+    model = model_from_gguf(gguf.read(path))
+    (variant,) = model.variants
+    shape = {"n_ctx": 4096, "slots": 4, "n_ubatch": 64}
+    planned = memory.own_heads_bytes(model, variant, **shape)
+    reports = []
+    for mtp in (False, True):
+        backend = llamacpp.load(LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, n_outputs=4, mtp=mtp))
+        reports.append(backend.memory())
+        backend.close()
+    off, on = reports
+    # llama.cpp counts the heads' weights in both; its spare sequence is one more than the slots.
+    real = variant.mtp_bytes + on.total_bytes - off.total_bytes
+    assert real * 0.9 <= planned <= real * 1.25 + 2**20
+    kv = memory.kv_bytes(model, 4096) // 2
+    assert kv <= on.kv_bytes - off.kv_bytes <= kv * 1.1
+
+
+def test_a_model_without_heads_is_refused_before_anything_is_loaded(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnsupportedError, match="has no draft heads"):
+        prepare(str(tiny_model), Settings({"draft": "mtp"}))
+    with pytest.raises(SystemExit) as ended:
+        localllm(["serve", str(tiny_model), "--draft", "mtp"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "has no draft heads" in said
+    assert "use --draft auto" in said
