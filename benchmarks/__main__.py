@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-_PLUMBING = {"__init__", "__main__", "ratio", "models", "sse"}
+_PLUMBING = {"__init__", "__main__", "ratio", "models", "seen", "soak_mix", "sse"}
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ class WorkerClient:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._closing = False
+        self.finished = 0
         self.died: asyncio.Event = asyncio.Event()
         process.on_message, process.on_end = self._deliver, self._after_end
         if process.ended:
@@ -101,6 +102,7 @@ class WorkerClient:
             while not ended:
                 event = await queue.get()
                 ended = isinstance(event, Finish | Failure)
+                self.finished += isinstance(event, Finish)
                 yield event
         finally:
             self._streams.pop(request.id, None)
@@ -161,7 +163,11 @@ class WorkerClient:
                     queue.put_nowait(event_from_json(data))
         elif "re" in message:
             future = self._replies.pop(message["re"], None)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                return
+            if "error" in message:
+                future.set_exception(errors.BackendError(message["error"]))
+            else:
                 future.set_result(message["value"])
 
     def _death(self, request_id: str) -> Failure:

@@ -86,9 +86,7 @@ class GrammarCompiler:
             elif kind == "lark":
                 compiled = LLMatcher.grammar_from_lark(source)
             elif kind == "gbnf":
-                from llguidance.gbnf_to_lark import any_to_lark
-
-                compiled = LLMatcher.grammar_from_lark(any_to_lark(source))
+                compiled = LLMatcher.grammar_from_lark(_lark_of(source))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
         except ValueError as e:
@@ -135,6 +133,17 @@ class MatcherConstraint:
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
+
+
+def _lark_of(gbnf: str) -> str:
+    """The same grammar in Lark's notation (one that is in it already comes back as it is)."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(gbnf)
+    except Exception as e:  # it raises a bare Exception, an IndexError or a RecursionError, as the mistake has it
+        raise ValueError(_first_line(str(e))) from e
+    return lark
 
 
 def _first_line(text: str) -> str:

@@ -23,7 +23,7 @@ from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefi
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from localllm.engine.residency import Residency, Source, plain_block
-from localllm.engine.sampling import Constraint, Row, Sampler, log_softmax
+from localllm.engine.sampling import Constraint, Row, Sampler, best_ids, log_softmax
 from localllm.engine.scheduler import ChunkSizer, Grant, Limits, Want, admission_order, plan_step
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
@@ -441,7 +441,7 @@ class Engine:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
 
         n = job.request.logprobs or 0
-        top: list[int] = np.argsort(-values)[:n].tolist() if n else []
+        top: list[int] = best_ids(row, n).tolist() if n else []
         alternatives = tuple((text(t), t, float(values[t])) for t in top)
         return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.memory_guard import Available, check_before_load
-from localllm.errors import BusyError
+from localllm.errors import BusyError, WorkerDiedError
 
 # A model that crashes at once must not be reloaded in a tight loop.
 _BACKOFF_S = (0.0, 0.5, 2.0, 8.0, 30.0)
+# One that answered something, or lived this long, crashed by accident: it is loaded again at once.
 _HEALTHY_AFTER_S = 60.0
 # Nobody is kept waiting longer than this for the end of a pause.
 _PATIENCE_S = 2.5
@@ -70,6 +71,9 @@ class Supervisor:
             self.load_progress = 0.0
             try:
                 self._client = await WorkerClient.start(self.options, self._report)
+            except WorkerDiedError:
+                self._count_crash(healthy=False)
+                raise
             finally:
                 self.load_progress = None
             self.loads += 1
@@ -86,7 +90,9 @@ class Supervisor:
     async def _after_crash(self, client: WorkerClient) -> None:
         await client.close()
         self._client = None
-        healthy = time.monotonic() - self._started_s > _HEALTHY_AFTER_S
+        self._count_crash(healthy=client.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S)
+
+    def _count_crash(self, *, healthy: bool) -> None:
         self._crashes = 0 if healthy else self._crashes + 1
         pause_s = _BACKOFF_S[min(self._crashes, len(_BACKOFF_S)) - 1] if self._crashes else 0.0
         self._not_before_s = time.monotonic() + pause_s

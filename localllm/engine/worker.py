@@ -128,12 +128,20 @@ class Worker:
 
     def _read(self) -> None:
         for line in self._source:
+            message: dict[str, Any] = {}
             try:
-                self._receive(json.loads(line))
+                message = json.loads(line)
+                self._receive(message)
             except Exception as e:
-                # A message that can't be read is answered, never dropped.
-                self._write({"bad": f"{type(e).__name__}: {e}"})
+                self._refuse(message, f"{type(e).__name__}: {e}")
         self._inbox.put({"op": "close"})
+
+    def _refuse(self, message: dict[str, Any], why: str) -> None:
+        """A message that can't be understood is answered, never dropped: somebody waits for it."""
+        if "n" in message:
+            self._write({"re": message["n"], "error": why})
+        elif "request" in message:
+            self._send([Failure(str(message["request"].get("id", "")), "invalid_request", why)])
 
     def _receive(self, message: dict[str, Any]) -> None:
         assert self._engine is not None

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 from localllm import __version__
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import names
+from localllm.library.redirects import RedirectRule
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -133,13 +134,16 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     such repository, Unreachable when it can't be asked now, DownloadError for other refusals and unusable answers.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import get_session
 
     patience = patience or Patience.from_environment()
     api = HfApi(endpoint=endpoint(), library_name="localllm", library_version=__version__)
+    rule = RedirectRule(endpoint())
     failures = 0
     while True:
         try:
-            info = api.model_info(repo, revision=revision or None, files_metadata=True, timeout=patience.connect_s)
+            with rule.over(get_session()):
+                info = api.model_info(repo, revision=revision or None, files_metadata=True, timeout=patience.connect_s)
             return _checked(repo, info)
         except DownloadError:
             raise

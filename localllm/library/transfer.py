@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
 from localllm.errors import DownloadError
 from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RepoFile, retry_after
+from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
 if TYPE_CHECKING:
@@ -231,15 +231,14 @@ class Fetch:
 def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
     """An HTTP client that follows the hub's redirects. Proxies and certificates come from the environment.
 
-    The token stays with the hub's host (httpx drops Authorization elsewhere), and an https hub never leads to http.
+    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may lead: redirects.py.
     """
     import httpx
 
-    secure = urlsplit(endpoint).scheme == "https"
+    rule = RedirectRule(endpoint)
 
     def check(request: httpx.Request) -> None:
-        if secure and request.url.scheme != "https":
-            raise DownloadError(f"{urlsplit(endpoint).hostname} leads to an unencrypted address, which is refused")
+        rule.check(str(request.url))
 
     timeout = httpx.Timeout(patience.read_s, connect=patience.connect_s)
     sent = {**headers, "Accept-Encoding": "identity"}

@@ -12,6 +12,7 @@ import pytest
 
 from localllm.conversation.tools.lazy import _json
 from localllm.engine.constraint import GrammarCompiler, _Vocabulary
+from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -60,3 +61,11 @@ def test_a_schema_ends_though_the_model_prefers_space(backend: Backend, kind: st
         pieces.append(backend.token_bytes(best))
     text = b"".join(pieces).decode()
     assert set(json.loads(text)) == {"a"}, text
+
+
+@pytest.mark.parametrize(
+    "source", ["", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= missing", "root ::= " + "(" * 3_000]
+)
+def test_a_gbnf_that_cant_be_read_is_refused_in_our_words(backend: Backend, source: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"the gbnf can't be (read|enforced): .+"):
+        GrammarCompiler(backend)(("gbnf", source))

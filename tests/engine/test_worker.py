@@ -13,7 +13,7 @@ import pytest
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Failure, Finish, Request, Sampling, Text
 from localllm.engine.supervisor import Supervisor
-from localllm.errors import BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
+from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
 
 PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
@@ -196,5 +196,31 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(smollm2: Pa
             await asyncio.wait_for(supervisor.engine(), 5)
         assert refused.value.retry_after_s is not None
         assert 1 <= refused.value.retry_after_s <= 8
+
+    with_model(smollm2, use)
+
+
+def test_a_question_the_worker_cannot_read_is_answered_all_the_same(smollm2: Path) -> None:
+    """Nobody waits forever for an answer to nonsense, and the worker serves on."""
+
+    async def use(_supervisor: Supervisor, client: WorkerClient) -> None:
+        with pytest.raises(BackendError, match=r"TypeError|AttributeError"):
+            await asyncio.wait_for(client.tokenize(None), 30)  # type: ignore[arg-type]
+        assert await client.detokenize(await client.tokenize("still here")) == "still here"
+
+    with_model(smollm2, use)
+
+
+def test_a_worker_that_answered_is_loaded_again_at_once(smollm2: Path) -> None:
+    """Crash after crash: as long as each life answers something, nobody is refused."""
+
+    async def use(supervisor: Supervisor, client: WorkerClient) -> None:
+        for i in range(6):
+            async for event in client.submit(Request(f"r{i}", PROMPT, 1, GREEDY)):
+                last = event
+            assert isinstance(last, Finish)
+            os.kill(client.pid, signal.SIGKILL)
+            await client.died.wait()
+            client = await supervisor.engine()
 
     with_model(smollm2, use)

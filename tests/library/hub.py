@@ -127,13 +127,15 @@ class Seen:
 class Hub:
     """What the server holds and does. `pause_after` bytes of content it stops, sets `paused`, and waits for `resume`.
 
-    `fill_disk` is called by the fault "disk full" while content is on its way.
+    `fill_disk` is called by the fault "disk full" while content is on its way. `api_location` is where it says the API
+    has moved (to be asked under the same path).
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
     gated: set[str] = field(default_factory=set)
     api_override: dict[str, Any] = field(default_factory=dict)
+    api_location: str = ""
     retry_after: str = "1"
     pause_after: int = 0
     paused: threading.Event = field(default_factory=threading.Event)
@@ -180,7 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
         seen = Seen(kind, self.command, path, self.headers.get("Range", ""), self.headers.get("Authorization", ""))
         hub.seen.append(seen)
         try:
-            if path.startswith("/api/models/"):
+            if kind == "api" and hub.api_location and self.headers["Host"] not in hub.api_location:
+                self._plain(307, b"", headers={"Location": hub.api_location + self.path})
+            elif path.startswith("/api/models/"):
                 self._listing(hub, path.removeprefix("/api/models/"), seen)
             elif path.startswith("/cdn/"):
                 self._cdn(hub, path.removeprefix("/cdn/"), seen)

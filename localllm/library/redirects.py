@@ -1,0 +1,110 @@
+"""Where an answer of the hub may lead us: never from https to http, to another scheme, or into this machine's network.
+
+A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly, that is a request sent
+from behind the user's firewall: to a router's page, a cloud's metadata service (169.254.169.254), a program on loopback
+(OWASP, Server-Side Request Forgery). A hub that was itself configured on such an address may stay among its like.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from localllm.errors import DownloadError
+
+# IPv6 addresses that carry an IPv4 one in their last 32 bits and lead to it: NAT64 (RFC 6052).
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_HINT = "a proxy, hotel network or mirror may be answering for the hub; if HF_ENDPOINT is set, check it"
+
+
+class RedirectRule:
+    """What redirects of the hub at `endpoint` may lead to.
+
+    Names are resolved when a redirect comes, as the connection will resolve them a moment later; a name that changes
+    its address in between gets past this, and then meets a size and a hash that were published before.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        parts = urlsplit(endpoint)
+        self._host = (parts.hostname or "").lower()
+        self._secure = parts.scheme == "https"
+        self._own: frozenset[str] | None = None
+
+    def check(self, url: str) -> None:
+        """Raise DownloadError if `url` (absolute) may not be asked."""
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").lower(), parts.port
+        except ValueError:
+            host, port = "", None
+        if not host:
+            raise DownloadError(f"{self._host} leads to no usable address, which is refused", hint=_HINT)
+        if self._secure and parts.scheme == "http":
+            raise DownloadError(f"{self._host} leads to an unencrypted address, which is refused", hint=_HINT)
+        if parts.scheme not in ("http", "https"):
+            raise DownloadError(f"{self._host} leads to a {parts.scheme[:20]}: address, which is refused", hint=_HINT)
+        if host == self._host:
+            return
+        if self._own is None:
+            self._own = _reaches(self._host, None)
+        inner = _reaches(host, port) - self._own - {"public"}
+        if inner:
+            raise DownloadError(
+                f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused", hint=_HINT
+            )
+
+    def check_location(self, response: Any, *_args: Any, **_options: Any) -> None:
+        """Check where a response of `requests` redirects to, before it is followed."""
+        if response.is_redirect:
+            self.check(urljoin(response.url, response.headers["location"]))
+
+    @contextmanager
+    def over(self, session: Any) -> Iterator[None]:
+        """Hold `session` (huggingface-hub's own client: httpx's or, before 1.0, requests') to this rule for a while."""
+
+        def on_request(request: Any) -> None:
+            self.check(str(request.url))
+
+        hook: Callable[..., None] = on_request
+        if hasattr(session, "event_hooks"):
+            hooks = session.event_hooks["request"]
+        else:
+            hooks, hook = session.hooks["response"], self.check_location
+        hooks.append(hook)
+        try:
+            yield
+        finally:
+            hooks.remove(hook)
+
+
+def _reaches(host: str, port: int | None) -> frozenset[str]:
+    """The kinds of addresses `host` (a name or an address in any spelling) stands for; empty when nobody knows it here
+    (behind a proxy that looks names up itself)."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(address_kind(str(entry[4][0])) for entry in found)
+
+
+def address_kind(address: str) -> str:
+    """public, loopback, link-local, private or reserved: which network an IP address (v4 or v6) lies in."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip in _NAT64:
+            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        elif ip.sixtofour is not None:
+            ip = ip.sixtofour
+    if ip.is_loopback or ip.is_unspecified:  # a connection to 0.0.0.0 or :: reaches this machine
+        return "loopback"
+    if ip.is_link_local:
+        return "link-local"
+    if ip.is_multicast or ip.is_reserved:
+        return "reserved"
+    return "public" if ip.is_global else "private"

@@ -1,0 +1,195 @@
+"""Where a hub's redirect is followed to, and where not: no other scheme, nothing inside our network, and no token."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from library.hub import Hub, running
+from localllm.errors import DownloadError
+from localllm.library import transfer
+from localllm.library.hub import Patience
+from localllm.library.pull import pull
+from localllm.library.redirects import RedirectRule, address_kind
+
+REPO = "tiny-org/Tiny-1B-GGUF"
+FILES = {"Tiny-1B-Q4_K_M.gguf": bytes(20_000)}
+
+# Addresses a hub on loopback has no business with, by the word the refusal names them with.
+ELSEWHERE = [
+    ("http://169.254.169.254", "link-local"),
+    ("http://0xa9fea9fe", "link-local"),
+    ("http://[::ffff:169.254.169.254]", "link-local"),
+    ("http://[fe80::1]", "link-local"),
+    ("http://10.0.0.7", "private"),
+    ("http://192.168.1.1:8080", "private"),
+    ("https://172.16.0.1", "private"),
+    ("http://[fd00::1]", "private"),
+    ("http://[64:ff9b::a00:1]", "private"),
+    ("http://224.0.0.1", "reserved"),
+    ("file://", "file: address"),
+    ("file://localhost", "file: address"),
+    ("ftp://127.0.0.1", "ftp: address"),
+]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts that sockets of this process were connected to."""
+    hosts: list[str] = []
+    real = socket.socket.connect
+
+    def connect(self: socket.socket, address: Any) -> None:
+        hosts.append(str(address[0]))
+        real(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    return hosts
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Host names with the addresses they resolve to, besides the real ones."""
+    known: dict[str, str] = {}
+    real = socket.getaddrinfo
+
+    def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(known.get(host, host), *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known
+
+
+@pytest.mark.parametrize(("there", "word"), ELSEWHERE)
+def test_content_is_never_fetched_from_another_kind_of_network(
+    hub: Hub, cache: Path, patience: Patience, waits: list[float], connected: list[str], there: str, word: str
+) -> None:
+    hub.add(REPO, FILES)
+    hub.cdn = there
+    with pytest.raises(DownloadError, match=word) as e:
+        pull(REPO, patience=patience)
+    assert e.value.hint
+    assert set(connected) == {"127.0.0.1"}
+    assert not waits, "what is refused is not tried again"
+    assert not list(cache.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(("there", "word"), ELSEWHERE)
+def test_the_list_of_files_is_never_asked_of_another_kind_of_network(
+    hub: Hub, patience: Patience, waits: list[float], connected: list[str], there: str, word: str
+) -> None:
+    hub.api_location = there
+    with pytest.raises(DownloadError, match=word):
+        pull(REPO, patience=patience)
+    assert set(connected) == {"127.0.0.1"}
+    assert not waits
+
+
+def test_a_public_hub_leads_nobody_to_loopback(
+    hub: Hub, patience: Patience, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is reached through a proxy, as a public one may be; what it points at listens on this machine."""
+    hub.add(REPO, FILES)
+    names["hub.example"], names["inside.example"] = "93.184.216.34", "127.0.0.1"
+    with running(Hub()) as inside:
+        monkeypatch.setenv("HTTP_PROXY", hub.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost,inside.example")
+        port = inside.url.rpartition(":")[2]
+        for host in ("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "2130706433", "127.1", "inside.example"):
+            hub.cdn = f"http://{host}:{port}"
+            with transfer.new_client({}, patience, "http://hub.example") as client:
+                url = f"http://hub.example/{REPO}/resolve/main/Tiny-1B-Q4_K_M.gguf"
+                with pytest.raises(DownloadError, match="loopback"):
+                    client.get(url)
+        assert [s.kind for s in hub.seen] == ["resolve"] * 7
+        assert not inside.seen
+
+
+def test_every_hop_is_checked(patience: Patience, names: dict[str, str]) -> None:
+    names.update({"hub.example": "93.184.216.34", "cdn.example": "93.184.216.35", "inside.example": "10.1.2.3"})
+    hops = {"hub.example": "https://cdn.example/a", "cdn.example": "https://inside.example/b"}
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        return httpx.Response(302, headers={"Location": hops[request.url.host]})
+
+    with transfer.new_client({}, patience, "https://hub.example") as client:
+        hooks = client.event_hooks
+    through = httpx.Client(transport=httpx.MockTransport(answer), event_hooks=hooks, follow_redirects=True)
+    with through, pytest.raises(DownloadError, match="private"):
+        through.get("https://hub.example/x")
+    assert asked == ["hub.example", "cdn.example"]
+
+
+def test_a_hub_stays_among_the_addresses_it_was_configured_on(names: dict[str, str]) -> None:
+    names.update({"mirror.example": "10.0.0.5", "store.example": "10.0.0.6", "cdn.example": "93.184.216.35"})
+    rule = RedirectRule("https://mirror.example/hub")
+    for url in ("https://mirror.example:8443/x", "https://store.example/x", "https://cdn.example/x"):
+        rule.check(url)
+    for url in ("https://127.0.0.1/x", "https://169.254.169.254/latest/meta-data"):
+        with pytest.raises(DownloadError):
+            rule.check(url)
+
+
+def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> None:
+    RedirectRule("https://hub.invalid").check("https://cdn.invalid/x")
+
+
+@pytest.mark.parametrize("url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(DownloadError, match="no usable address"):
+        RedirectRule("https://hub.example").check(url)
+
+
+def test_the_token_follows_the_list_of_files_to_no_other_host(
+    hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add(REPO, FILES)
+    hub.api_location = hub.cdn
+    assert pull(REPO, patience=patience).path.read_bytes() == FILES["Tiny-1B-Q4_K_M.gguf"]
+    api = [s.authorization for s in hub.seen if s.kind == "api"]
+    assert api == ["Bearer hf_secret", ""]
+    assert {s.authorization for s in hub.contents()} == {""}
+
+
+def test_the_rule_leaves_the_borrowed_client_as_it_was() -> None:
+    with httpx.Client() as client:
+        rule = RedirectRule("https://hub.example")
+        with pytest.raises(DownloadError), rule.over(client):
+            client.get("http://hub.example/")
+        assert client.event_hooks["request"] == []
+
+
+def test_the_client_of_an_older_huggingface_hub_is_held_to_it_too(hub: Hub, connected: list[str]) -> None:
+    requests = pytest.importorskip("requests")
+    hub.add(REPO, FILES)
+    rule = RedirectRule(hub.url)
+    url = f"{hub.url}/{REPO}/resolve/main/Tiny-1B-Q4_K_M.gguf"
+    with requests.Session() as session:
+        session.trust_env = False
+        with rule.over(session):
+            assert session.get(url).content == FILES["Tiny-1B-Q4_K_M.gguf"]
+            hub.cdn = "http://169.254.169.254"
+            with pytest.raises(DownloadError, match="link-local"):
+                session.get(url)
+        assert session.hooks["response"] == []
+    assert "169.254.169.254" not in connected
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("8.8.8.8", "public"), ("2606:4700::1", "public"), ("::ffff:8.8.8.8", "public"), ("127.9.9.9", "loopback"),
+        ("::1", "loopback"), ("::", "loopback"), ("0.0.0.0", "loopback"), ("::ffff:127.0.0.1", "loopback"),
+        ("2002:7f00:1::", "loopback"), ("64:ff9b::7f00:1", "loopback"), ("169.254.1.1", "link-local"),
+        ("fe80::1%eth0", "link-local"), ("100.64.0.1", "private"), ("fc00::1", "private"), ("240.0.0.1", "reserved"),
+    ],
+)  # fmt: skip
+def test_the_kinds_of_addresses(address: str, kind: str) -> None:
+    assert address_kind(address) == kind
