@@ -40,6 +40,16 @@ class CallArguments:
 Delta: TypeAlias = Content | Reasoning | CallStart | CallArguments
 
 
+class TurnEnd(str):
+    """A marker to leave out, behind which nothing belongs to the reply."""
+
+    __slots__ = ()
+
+
+Drop: TypeAlias = str | tuple[str, str]
+"""Structure to leave out: one marker, or everything from an opening marker to a closing one."""
+
+
 class CallReader(Protocol):
     """Reads the calls of one format once their opening marker was seen (see conversation.tools)."""
 
@@ -71,17 +81,22 @@ def think_markers(template: str) -> tuple[str, str] | None:
     return next((pair for pair in THINK_MARKERS if pair[1] in template), None)
 
 
+# "<|" at the end of an answer may be an operator of somebody's language; more of a marker is none.
+_BRACKETS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
     """How to read one reply. `thinking` says that the prompt already opened the reasoning. `call_markers` open tool
-    calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out. `parallel` False lets only
-    the first call through."""
+    calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out; a format that has them
+    marks everything, so any marker ends the reasoning and half a marker at the reply's end is not shown. `parallel`
+    False lets only the first call through."""
 
     think: tuple[str, str] | None = None
     thinking: bool = False
     call_markers: Sequence[str] = ()
     new_reader: Callable[[int, str], CallReader] | None = None
-    drops: Sequence[str] = ()
+    drops: Sequence[Drop] = ()
     parallel: bool = True
 
     @property
@@ -104,6 +119,11 @@ class ReplyParser:
         self._thought = format.thinking
         self._held = ""
         self._reader: CallReader | None = None
+        self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
+        self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
+        self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)}
+        self._until: str | None = None  # what is left out lasts to this marker
+        self._over = False
         self._fresh = True  # the current section has shown nothing: its leading newlines are separators
         self.calls = 0
 
@@ -120,7 +140,8 @@ class ReplyParser:
     def feed(self, text: str) -> list[Delta]:
         """Take more text; returns what it makes certain."""
         out: list[Delta] = []
-        self._read(text, out)
+        if not self._over:
+            self._read(text, out)
         return out
 
     def close(self) -> list[Delta]:
@@ -130,6 +151,11 @@ class ReplyParser:
             self._take(self._reader.close(), out)
             self._reader = None
         held, self._held = self._held, ""
+        if self._until is not None:
+            return out
+        if self._drops:
+            half = _partial(held, self._markers())
+            held = held[: len(held) - half] if half > _BRACKETS else held
         self._show(held.rstrip() if self._thought or self.calls else held, out)
         return out
 
@@ -147,6 +173,13 @@ class ReplyParser:
                 continue
             text = self._held + text
             self._held = ""
+            if self._until is not None:
+                at = text.find(self._until)
+                if at < 0:
+                    self._held = text[max(0, len(text) - len(self._until) + 1) :]
+                    return
+                text, self._until = text[at + len(self._until) :], None
+                continue
             markers = self._markers()
             at, marker = _first(text, markers)
             if marker is not None and any(len(m) > len(marker) and m.startswith(text[at:]) for m in markers):
@@ -163,33 +196,37 @@ class ReplyParser:
             self._show(text[:at].rstrip(), out)
             text = text[at + len(marker) :]
             self._enter(marker)
+            if self._over:
+                return
 
     def _markers(self) -> list[str]:
         think = self._format.think
-        if self._thinking:
+        if self._thinking and not self._drops:
             assert think is not None
             return [think[1]]
-        markers = [*self._format.call_markers, *self._format.drops]
-        if think is not None and (not self._thought or self._format.drops):
+        markers = [*self._format.call_markers, *self._drops]
+        if think is not None and (not self._thought or self._drops):
             markers.append(think[0])
         return markers
 
     def _enter(self, marker: str) -> None:
         think = self._format.think
-        if self._thinking:
-            self._thinking = False
-            self._fresh = True
-        elif think is not None and marker == think[0]:
+        was, self._thinking = self._thinking, False
+        if think is not None and marker == think[0]:
             self._thinking = self._thought = True
             self._fresh = True
-        elif marker in self._format.drops:
+        elif marker in self._drops:
+            self._fresh = True
+            self._until = self._ranges.get(marker)
+            self._over = marker in self._ends
+        elif was and think is not None and marker == think[1]:
             self._fresh = True
         else:
             assert self._format.new_reader is not None
             self._reader = self._format.new_reader(self.calls, marker)
 
     def _show(self, text: str, out: list[Delta]) -> None:
-        if self._fresh and (self._thinking or self._thought or self.calls or self._format.drops):
+        if self._fresh and (self._thinking or self._thought or self.calls or self._drops):
             text = text.lstrip()
         if not text:
             return

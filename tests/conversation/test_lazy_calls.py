@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import ToolFormat
-from localllm.conversation.tools.lazy import _SPACE, Start, either, starts_of
+from localllm.conversation.tools.lark import SPACE
+from localllm.conversation.tools.lazy import Start, either, starts_of
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -43,15 +45,40 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-CASES = [(f, starts) for f in FORMATS if (starts := starts_of(f, "", TOOLS))]
+# FunctionGemma's notation has no values within values.
+FLAT = json.loads(json.dumps(TOOLS))
+del FLAT[0]["function"]["parameters"]["properties"]["where"]
+# What tells a format's spellings apart stands in the template.
+SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json")}
+
+
+def offered(style: ToolFormat) -> list[dict[str, Any]]:
+    return FLAT if style.name == "function_gemma" else TOOLS
+
+
+CASES = [
+    pytest.param(f, template, starts_of(f, template, offered(f)), id=f"{f.name} {template}".strip())
+    for f in FORMATS
+    for template in SPELLINGS.get(f.name, ("",))
+]
 MARKER = 258
+CONTROL = (
+    "[MARK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<start_function_call>", "<escape>",
+)  # fmt: skip
 
 
 class _Bytes:
     eos_token_id = 257
     bos_token_id = 256
-    special_token_ids = (256, 257, MARKER)
-    tokens = (*(bytes([i]) for i in range(256)), b"\xff<s>", b"\xff</s>", b"\xff[MARK]")
+    special_token_ids = tuple(range(256, MARKER + len(CONTROL)))
+    tokens = (
+        *(bytes([i]) for i in range(256)),
+        b"\xff<s>",
+        b"\xff</s>",
+        *(b"\xff" + name.encode() for name in CONTROL),
+    )
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
@@ -60,10 +87,22 @@ class _Bytes:
 TOKENIZER = LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), eos_token=[257])
 
 
+def ids_of(text: str) -> list[int]:
+    """`text` with its control tokens as such."""
+    ids: list[int] = []
+    for piece in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text):
+        ids += [MARKER + CONTROL.index(piece)] if piece in CONTROL else list(piece.encode())
+    return ids
+
+
+def text_of(ids: list[int]) -> str:
+    return b"".join(_Bytes.tokens[i].removeprefix(b"\xff") for i in ids).decode()
+
+
 def matcher(grammar: tuple[str, str]) -> LLMatcher:
     kind, source = grammar
     if kind == "json_schema":
-        compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _SPACE})
+        compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": SPACE})
     else:
         compiled = LLMatcher.grammar_from_lark(source)
     found = LLMatcher(TOKENIZER, compiled, log_level=0)
@@ -79,26 +118,32 @@ def walk(grammar: tuple[str, str], rng: random.Random) -> str:
     while not state.is_stopped() and len(said) < 4000:
         if state.is_accepting() and rng.random() < 0.7:
             break
-        out = [w for w in ways_out if state.validate_tokens(list(w)) == len(w)]
+        out = [list(w) for w in ways_out if state.validate_tokens(list(w)) == len(w)]
+        out += [[t] for t in range(MARKER, MARKER + len(CONTROL)) if state.validate_tokens([t])]
         if out and rng.random() < 0.5:
-            step = list(rng.choice(out))
+            step = rng.choice(out)
         else:
             allowed = [t for t in [*range(97, 123), *range(32, 97), 10, 123, 125] if state.validate_tokens([t])]
-            assert allowed, bytes(said)
-            step = [rng.choice(allowed)]
+            assert allowed or out, text_of(said)
+            step = [rng.choice(allowed)] if allowed else rng.choice(out)
         assert state.consume_tokens(step)
         said += step
-    assert state.is_accepting(), bytes(said)
-    return bytes(said).decode()
+    assert state.is_accepting(), text_of(said)
+    return text_of(said)
 
 
-def read(style: ToolFormat, text: str) -> list[tuple[str, Any]]:
+def read(style: ToolFormat, pieces: list[str]) -> list[tuple[str, Any]]:
     """The calls in a reply; fails where anything of it is shown as text."""
     reader = style.reader
-    parser = ReplyFormat(call_markers=style.markers, new_reader=lambda n, m: reader(n, m, TOOLS)).parser()
+    parser = ReplyFormat(
+        think=style.think,
+        call_markers=style.markers,
+        new_reader=lambda n, m: reader(n, m, TOOLS),
+        drops=style.drops,
+    ).parser()
     calls: list[list[str]] = []
-    for delta in [*parser.feed(text), *parser.close()]:
-        assert not isinstance(delta, Content), delta
+    for delta in [d for piece in pieces for d in parser.feed(piece)] + parser.close():
+        assert not isinstance(delta, Content | Reasoning), delta
         if isinstance(delta, CallStart):
             calls.append([delta.name, ""])
         elif isinstance(delta, CallArguments):
@@ -121,45 +166,97 @@ def check(name: str, arguments: Any) -> None:
     assert all(isinstance(w, bool) for w in where)
 
 
-@pytest.mark.parametrize(("style", "starts"), CASES, ids=lambda v: getattr(v, "name", ""))
-def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(style: ToolFormat, starts: dict[str, Start]) -> None:
+@pytest.mark.parametrize(("style", "template", "starts"), CASES)
+def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
+    style: ToolFormat, template: str, starts: dict[str, Start]
+) -> None:
     seen = set()
+    before = ""
+    assert starts
     for opening, start in starts.items():
         for seed in range(15):
             text = opening + start.lead + walk(start.grammar, random.Random(seed)) + start.closing
-            calls = read(style, text)
-            assert calls, text
+            within = bool(before) and not any(m in opening for m in style.markers)
+            reply = before + text if within else text  # an opening of further calls stands behind a call
+            calls = read(style, [reply])
+            assert len(calls) > within, reply
             for call in calls:
                 check(*call)
                 seen.add(call[0])
+            before = before or text
     assert seen == {"get_weather", "stop"}
 
 
-@pytest.mark.parametrize(("style", "starts"), CASES, ids=lambda v: getattr(v, "name", ""))
-def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, starts: dict[str, Start]) -> None:
+@pytest.mark.parametrize(("style", "template", "starts"), CASES)
+def test_a_held_call_is_the_same_however_its_stream_is_cut(
+    style: ToolFormat, template: str, starts: dict[str, Start]
+) -> None:
+    opening, start = next(iter(starts.items()))
+    for seed in range(3):
+        text = opening + start.lead + walk(start.grammar, random.Random(seed)) + start.closing
+        whole = read(style, [text])
+        assert read(style, list(text)) == whole
+        for i in range(1, len(text)):
+            assert read(style, [text[:i], text[i:]]) == whole, text[i:]
+
+
+@pytest.mark.parametrize(("style", "template", "starts"), CASES)
+def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, starts: dict[str, Start]) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     opening, start = next(iter(starts.items()))
-    kinds: list[int | None] = [None] if style.name == "llama3" else [None, MARKER]
+    named = "<" in opening and style.control and style.name not in ("llama3", "phi")
+    kinds: list[int | None] = [None] if style.name == "llama3" or named else [None, MARKER]
     for marker_id in kinds:
-        lark = either(style, "", TOOLS, json.dumps(answer), marker_id)
+        lark = either(style, template, offered(style), json.dumps(answer), marker_id)
+        if style.name == "mistral" and template:
+            assert lark is None
+            continue
         assert lark is not None
         state = matcher(("lark", lark))
-        assert state.validate_tokens(list(b'{"ok": true')) == 11
-        assert state.validate_tokens(list(b'{"ok": 1')) < 8
+        final = ids_of("<|channel|>final<|message|>") if style.name == "harmony" else []
+        if final:
+            thought = ids_of("<|channel|>analysis<|message|>So <|end|><|start|>assistant")
+            assert state.validate_tokens(thought + final) == len(thought + final)
+        assert state.validate_tokens([*final, *b'{"ok": true']) == len(final) + 11
+        assert state.validate_tokens([*final, *b'{"ok": 1']) < len(final) + 8
         assert state.validate_tokens(list(b"Hello")) == 0
-        head = [marker_id] if marker_id is not None else list(opening.encode())
-        text = [*head, *(start.lead + walk(start.grammar, random.Random(1))).encode()]
+        head = [marker_id] if marker_id is not None else ids_of(opening) if named else list(opening.encode())
+        text = [*head, *ids_of(start.lead + walk(start.grammar, random.Random(1)))]
         if style.name == "llama3":
             text += b"}"
         assert state.validate_tokens(text) == len(text)
 
 
-def test_formats_no_grammar_here_describes_are_left_to_the_reader() -> None:
-    described = {f.name for f, _ in CASES}
-    assert described == {"hermes", "llama3", "mistral", "phi", "qwen_coder", "glm", "minimax"}
+@pytest.mark.parametrize(("style", "template", "starts"), CASES)
+def test_a_grammar_refuses_what_the_tool_would_refuse(
+    style: ToolFormat, template: str, starts: dict[str, Start]
+) -> None:
+    """A call the grammar allows, and the same with a unit that the schema doesn't know."""
+    for start in starts.values():
+        if "unit" not in start.grammar[1]:
+            continue  # the opening of the other tool
+        said = next(s for seed in range(200) if (s := walk(start.grammar, random.Random(seed))).count("unit") == 1)
+        wrong = re.sub(r"(unit\W+(?:escape|arg_value|/arg_key|[<>\s])*\W*)[CF]", r"\1K", said)
+        assert wrong != said
+        state = matcher(start.grammar)
+        assert state.validate_tokens(ids_of(said)) == len(ids_of(said))
+        assert state.validate_tokens(ids_of(wrong)) < len(ids_of(wrong)), wrong
+
+
+def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
+    by_name = {f.name: f for f in FORMATS}
     for style in FORMATS:
-        if style.name not in described:
-            assert either(style, "", TOOLS, "{}", None) is None
+        assert starts_of(style, "", offered(style))
         assert starts_of(style, "", []) == {}
-    mistral = next(f for f in FORMATS if f.name == "mistral")
-    assert starts_of(mistral, "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", TOOLS) == {}
+    # Nested values in FunctionGemma, and names that its notation or Python's has no room for.
+    assert starts_of(by_name["function_gemma"], "", TOOLS) == {}
+    odd = [{"type": "function", "function": {"name": "a(b", "parameters": {}}}]
+    for name in ("lfm", "function_gemma"):
+        assert starts_of(by_name[name], "", odd) == {}
+        assert either(by_name[name], "", odd, "{}", None) is None
+
+
+def test_parameters_named_like_words_of_python_are_read() -> None:
+    style = next(f for f in FORMATS if f.name == "lfm")
+    reply = '<|tool_call_start|>[go-to(from="a\\/b", class=[true, null], to="\\ud83d\\ude00")]<|tool_call_end|>'
+    assert read(style, [reply]) == [("go-to", {"from": "a/b", "class": [True, None], "to": "😀"})]

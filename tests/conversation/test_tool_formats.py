@@ -123,12 +123,17 @@ def _kimi(calls: Calls) -> str:
 
 
 def _harmony(calls: Calls) -> str:
-    parts = [f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}<|call|>" for n, a in calls]
-    return "<|start|>assistant".join(parts)
+    parts = [f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}" for n, a in calls]
+    return "<|end|><|start|>assistant".join(parts) + "<|call|>"
 
 
 def _python(calls: Calls) -> str:
     shown = [f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls]
+    return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
+
+
+def _python_with_json(calls: Calls) -> str:
+    shown = [f"{n}({', '.join(f'{k}={json.dumps(v)}' for k, v in a.items())})" for n, a in calls]
     return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
 
 
@@ -163,6 +168,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "glm": ("glm", lambda cs: "\n".join(_glm(n, a) for n, a in cs)),
     "minimax": ("minimax", _minimax),
     "lfm": ("lfm", _python),
+    "lfm, values as JSON": ("lfm", _python_with_json),
     "function_gemma": ("function_gemma", lambda cs: "".join(_gemma(n, a) for n, a in cs)),
 }
 # FunctionGemma's notation has no nested values.
@@ -222,17 +228,6 @@ def test_reasoning_and_words_before_the_call_are_kept(writer: str) -> None:
     for pieces in _cuts(reply):
         text, thought, found = _read(_format(name), pieces)
         assert (text, thought, len(found)) == ("Let me look.", "Weather, so a tool.", 1)
-
-
-def test_harmony_channels_become_reasoning_answer_and_call() -> None:
-    reply = (
-        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>'
-    )
-    for pieces in _cuts(reply):
-        assert _read(_format("harmony"), pieces) == ("Looking.", "Think.", [["f", '{"n": 1}']])
-    for pieces in _cuts("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."):
-        assert _read(_format("harmony"), pieces) == ("Yes.", "Hm.", [])
 
 
 MALFORMED = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
+from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta, Drop
 
 Tool: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = tuple[str, str]
@@ -38,7 +38,7 @@ class ToolFormat:
     control: bool = False
     opening: str | None = None
     arguments_key: str = "arguments"
-    drops: tuple[str, ...] = ()
+    drops: tuple[Drop, ...] = ()
     think: tuple[str, str] | None = None
 
 

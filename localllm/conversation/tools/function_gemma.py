@@ -1,4 +1,7 @@
-"""FunctionGemma: `<start_function_call>call:f{city:<escape>Paris<escape>,days:2}<end_function_call>`."""
+"""FunctionGemma: `<start_function_call>call:f{city:<escape>Paris<escape>,days:2}<end_function_call>`.
+
+Values within values are not read, so tools that have them get no grammar (see lazy.py).
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,65 @@
-"""gpt-oss: channels. `analysis` is reasoning, `final` the answer, `commentary to=functions.name` a call."""
+"""gpt-oss: channels. `analysis` is reasoning, `final` the answer, `commentary to=functions.name` a call.
+
+A message is a header up to <|message|> and what it says up to <|end|>, <|call|> or <|return|>; the last two end the
+turn. Headers are control tokens and a few words, so nothing of one is ever shown, not even of one that was cut off.
+"""
+
+from __future__ import annotations
 
 import re
 
-from localllm.conversation.tools.base import JsonReader, ToolFormat
+from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
+from localllm.conversation.tools.base import JsonEnd, ToolFormat
 
-_HEAD = re.compile(r"([\w.-]+)(?:(?!<\|message\|>)[^{])*<\|message\|>\s*(?=\{)")
+_MESSAGE = "<|message|>"
+_NAME = re.compile(r"\s*([\w.-]+)")
+_OVER = ("<|call|>", "<|end|>", "<|return|>")
+
+
+class _Reader:
+    """One call: its header, then its arguments. A message that is no JSON object is shown as what it says."""
+
+    def __init__(self, first: int) -> None:
+        self._index = first
+        self._held = ""
+        self._scan: JsonEnd | None = None
+        self.rest: str | None = None
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text."""
+        out: list[Delta] = []
+        if self._scan is None:
+            self._held += text
+            text = self._begin(out)
+        if self._scan is not None and text:
+            at = self._scan.feed(text)
+            out.append(CallArguments(self._index, text if at < 0 else text[:at]))
+            if at >= 0:
+                self.rest = text[at:]
+        return out
+
+    def close(self) -> list[Delta]:
+        """The reply ended: half a header says nothing."""
+        return []
+
+    def _begin(self, out: list[Delta]) -> str:
+        """What of the arguments is there, once the header is complete and they are an object's."""
+        header, found, said = self._held.partition(_MESSAGE)
+        said = said.lstrip()
+        name = _NAME.match(header)
+        if not found or (name is not None and any(over.startswith(said) and over != said for over in _OVER)):
+            return ""
+        if name is not None and said.startswith(_OVER):
+            out += [CallStart(self._index, name[1]), CallArguments(self._index, "{}")]
+            self.rest = said
+        elif name is not None and said.startswith("{"):
+            out.append(CallStart(self._index, name[1]))
+            self._scan = JsonEnd()
+            return said
+        else:
+            self.rest = said
+        return ""
+
 
 FORMAT = ToolFormat(
     name="harmony",
@@ -14,15 +69,17 @@ FORMAT = ToolFormat(
         "<|channel|>analysis to=functions.",
         "<|start|>assistant to=functions.",
     ),
-    reader=lambda first, marker, tools: JsonReader(first, marker, _HEAD, end=None),
+    reader=lambda first, marker, tools: _Reader(first),
     control=True,
     drops=(
         "<|start|>assistant",
-        "<|channel|>final<|message|>",
-        "<|channel|>commentary<|message|>",
+        # The header of any other message, and what somebody else is made to say.
+        ("<|channel|>", _MESSAGE),
+        ("<|start|>assistant to=", _MESSAGE),
+        ("<|start|>", "<|end|>"),
         "<|end|>",
-        "<|return|>",
-        "<|call|>",
+        TurnEnd("<|return|>"),
+        TurnEnd("<|call|>"),
     ),
     think=("<|channel|>analysis<|message|>", "<|end|>"),
 )

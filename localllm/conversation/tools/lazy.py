@@ -7,16 +7,27 @@ its words, and the rest of the call is generated under the grammar. So an answer
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from localllm.conversation.tools.base import Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.lark import (
+    Grammar,
+    Named,
+    any_value,
+    is_text,
+    json_calls,
+    listed_calls,
+    parameters,
+    spelled,
+    tagged_calls,
+    text,
+    words_of,
+)
+from localllm.conversation.tools.lark import json_value as _json
 from localllm.conversation.tools.prompt import any_call, as_object
-
-Grammar = tuple[str, str]
-# As the engine has it for a schema alone (localllm/engine/constraint.py).
-_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +42,8 @@ class Start:
 
 
 def starts_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[str, Start]:
-    """Openings of calls in `style` and what may follow them; {} for formats whose calls no grammar here describes
-    (they are read as the model writes them)."""
+    """Openings of calls in `style` and what may follow them, the first of a reply before those of further calls; {} for
+    calls that no grammar here describes (they are read as the model writes them)."""
     make = _STYLES.get(style.name)
     return make(template, [parameters_of(t) for t in tools]) if make is not None and tools else {}
 
@@ -40,24 +51,32 @@ def starts_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[s
 def either(style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None) -> str | None:
     """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None where the format's
     calls can't be described. `marker_id`: the opening marker's token, where it is one."""
+    answer = _json(json.loads(schema))
     if style.name == "llama3":
         call = _json(any_call([parameters_of(t) for t in tools], style.arguments_key))
-        return f"start: answer | call\nanswer: {_json(json.loads(schema))}\ncall: {call}\n"
+        return f"start: answer | call\nanswer: {answer}\ncall: {call}\n"
     starts = starts_of(style, template, tools)
     if not starts:
         return None
     marker, start = next(iter(starts.items()))
-    opening = f"<[{marker_id}]>" if marker_id is not None else _text(marker)
+    if marker not in style.markers:
+        return None  # Mistral's newer spelling: one opening per function, with a control token that has no name here
+    opening = f"<[{marker_id}]>" if marker_id is not None else text(marker)
+    lead = text(start.lead) if start.lead else ""
+    if style.name in _NAMED_TOKENS:
+        opening, lead = spelled(marker), spelled(start.lead)
     kind, source = start.grammar
     body, rules = (
         (_json(json.loads(source)), "") if kind == "json_schema" else ("body", source.replace("start:", "body:", 1))
     )
-    lead = f"{_text(start.lead)} " if start.lead else ""
     # A closing marker may be a control token, which text can't spell: the reader does without it at the reply's end.
-    return f"start: answer | call\nanswer: {_json(json.loads(schema))}\ncall: {opening} {lead}{body}\n{rules}"
-
-
-Named = Sequence[tuple[str, Mapping[str, Any]]]
+    call = f"call_: {opening} {lead} {body}\n{rules}"
+    if style.name == "harmony":
+        # Nothing stands outside a channel, and a thought may come first.
+        thought = f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ {spelled('<|end|><|start|>assistant')}"
+        final = spelled("<|channel|>final<|message|>")
+        return f"start: thought? (answer | call_)\nthought: {thought}\nanswer: {final} {answer}\n{call}"
+    return f"start: answer | call_\nanswer: {answer}\n{call}"
 
 
 def _hermes(template: str, tools: Named) -> dict[str, Start]:
@@ -68,15 +87,26 @@ def _hermes(template: str, tools: Named) -> dict[str, Start]:
     }
 
 
-def _list_after(marker: str) -> Callable[[str, Named], dict[str, Start]]:
-    def starts(template: str, tools: Named) -> dict[str, Start]:
-        if "[ARGS]" in template:
-            return {}  # a newer spelling, whose inner marker is a control token
-        call = any_call(tools, "arguments")
-        schema = {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "$defs": call["$defs"]}
-        return {marker: Start("", ("json_schema", json.dumps(schema)))}
+def _phi(template: str, tools: Named) -> dict[str, Start]:
+    return {"<|tool_call|>": Start("", _list(tools))}
 
+
+def _mistral(template: str, tools: Named) -> dict[str, Start]:
+    if "[ARGS]" not in template:
+        return {"[TOOL_CALLS]": Start("", _list(tools))}
+    starts: dict[str, Start] = {}
+    for name, schema in tools:
+        grammar = "json_schema", json.dumps(as_object(schema))
+        starts[f"[TOOL_CALLS]{name}[ARGS]"] = Start("", grammar, again=True)
+        # An id is for the model alone: clients get one of ours.
+        starts[f"[TOOL_CALLS]{name}[CALL_ID]"] = Start("000000000[ARGS]", grammar, again=True)
     return starts
+
+
+def _list(tools: Named) -> Grammar:
+    call = any_call(tools, "arguments")
+    schema = {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "$defs": call["$defs"]}
+    return "json_schema", json.dumps(schema)
 
 
 def _llama3(template: str, tools: Named) -> dict[str, Start]:
@@ -88,7 +118,7 @@ def _llama3(template: str, tools: Named) -> dict[str, Start]:
 
 
 def _qwen_coder(template: str, tools: Named) -> dict[str, Start]:
-    lark = _functions(
+    lark = tagged_calls(
         tools,
         head=lambda name: f"<function={name}>\n",
         before=lambda key: f"<parameter={key}>\n",
@@ -99,7 +129,7 @@ def _qwen_coder(template: str, tools: Named) -> dict[str, Start]:
 
 
 def _glm(template: str, tools: Named) -> dict[str, Start]:
-    lark = _functions(
+    lark = tagged_calls(
         tools,
         head=lambda name: f"{name}\n",
         before=lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
@@ -110,7 +140,7 @@ def _glm(template: str, tools: Named) -> dict[str, Start]:
 
 
 def _minimax(template: str, tools: Named) -> dict[str, Start]:
-    lark = _functions(
+    lark = tagged_calls(
         tools,
         head=lambda name: f'<invoke name="{name}">\n',
         before=lambda key: f'<parameter name="{key}">',
@@ -121,63 +151,102 @@ def _minimax(template: str, tools: Named) -> dict[str, Start]:
     return {"<minimax:tool_call>": Start("\n", lark, "</minimax:tool_call>")}
 
 
-def _functions(
-    tools: Named,
-    *,
-    head: Callable[[str], str],
-    before: Callable[[str], str],
-    after: str,
-    end: str,
-    repeat: bool = False,
-) -> Grammar:
-    """A Lark grammar of calls whose parameters stand between tags, in the schema's order: text parameters up to the
-    closing tag, all others as JSON."""
-    rules: list[str] = []
-    for f, (name, schema) in enumerate(tools):
-        properties = schema.get("properties")
-        required = schema.get("required")
-        wanted = set(required) if isinstance(required, list) else set()
-        parts = [_text(head(name))]
-        for p, (key, described) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
-            parts.append(f"f{f}_p{p}" + ("" if key in wanted else "?"))
-            rules.append(f"f{f}_p{p}: {_text(before(key))} {_value(described, schema, after)}")
-        rules.append(f"f{f}: {' '.join(parts)}{' ' + _text(end) if end else ''}")
-    names = " | ".join(f"f{f}" for f in range(len(tools)))
-    many = "+" if repeat else ""
-    free = f"free[suffix={_text(after)}]: /(?s:.*)/"
-    return "lark", "\n".join([f"start: ({names}){many}", *rules, free]) + "\n"
+def _harmony(template: str, tools: Named) -> dict[str, Start]:
+    inside = json_calls(tools, lambda name: spelled(f"{name} <|constrain|>json<|message|>"))
+    outside = json_calls(tools, lambda name: spelled(f"{name}<|channel|>commentary <|constrain|>json<|message|>"))
+    # <|call|> ends the turn: no other call comes behind it.
+    return {
+        "<|channel|>commentary to=functions.": Start("", inside, "<|call|>"),
+        "<|channel|>analysis to=functions.": Start("", inside, "<|call|>"),
+        "<|start|>assistant to=functions.": Start("", outside, "<|call|>"),
+    }
 
 
-def _value(described: Any, schema: Mapping[str, Any], after: str) -> str:
-    if not isinstance(described, Mapping):
-        return "free"
-    options = described.get("enum")
-    if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
-        return f"({' | '.join(_text(o) for o in options)}) {_text(after)}"
-    kind = described.get("type")
-    if kind is None and not {"anyOf", "oneOf", "$ref", "const"} & set(described):
-        return "free"
-    if kind == "string" or (isinstance(kind, list) and "string" in kind):
-        return "free"
-    definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-    return f"{_json({**definitions, **described})} {_text(after)}"
+def _kimi(template: str, tools: Named) -> dict[str, Start]:
+    lark = json_calls(tools, lambda name: f"{text(f'functions.{name}:')} /[0-9]{{1,3}}/ <|tool_call_argument_begin|>")
+    first, more = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+    return {
+        first: Start(more, lark, "<|tool_call_end|>", again=True),
+        more: Start("", lark, "<|tool_call_end|>", again=True),
+    }
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': _SPACE}, **schema})}"
+def _deepseek(template: str, tools: Named) -> dict[str, Start]:
+    first, more, end = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    if "```json" in template:  # V3 and R1
+        lead, end = "function<｜tool▁sep｜>", f"\n```{end}"
+        lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
+    else:
+        lead = ""
+        lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
+    return {
+        first: Start(more + lead, lark, end, again=True),
+        more: Start(lead, lark, end, again=True),
+    }
 
 
-def _text(text: str) -> str:
-    """A Lark string; its escapes are JSON's."""
-    return json.dumps(text, ensure_ascii=False)
+def _lfm(template: str, tools: Named) -> dict[str, Start]:
+    if not all(re.fullmatch(r"[^\s()\[\]=,\"']+", word) for word in _words(tools)):
+        return {}  # such a name can't be written in a call of Python's
+    lark = listed_calls(
+        tools,
+        head=lambda name: f"{name}(",
+        between=", ",
+        end=")",
+        pair=lambda key, described, schema: f"{text(key + '=')} {any_value(described, schema)}",
+        start='"[" call (", " call)* "]"',
+    )
+    return {"<|tool_call_start|>": Start("", lark, "<|tool_call_end|>")}
+
+
+# What stands in FunctionGemma's notation without quotes.
+_BARE = frozenset({"integer", "number", "boolean", "null"})
+
+
+def _function_gemma(template: str, tools: Named) -> dict[str, Start]:
+    flat = all(_flat(described) for _, schema in tools for _, described, _ in parameters(schema))
+    if not flat or not all(re.fullmatch(r"[\w.-]+", word) for word in _words(tools)):
+        return {}  # the notation, as its reader knows it, has no such names and no values within values
+    lark = listed_calls(
+        tools,
+        head=lambda name: f"call:{name}{{",
+        between=",",
+        end="}",
+        pair=lambda key, described, schema: f"{text(key + ':')} {_escaped(described)}",
+    )
+    return {"<start_function_call>": Start("", lark, "<end_function_call>", again=True)}
+
+
+def _flat(described: Any) -> bool:
+    kind = described.get("type") if isinstance(described, Mapping) else None
+    return words_of(described) is not None or is_text(described) or (isinstance(kind, str) and kind in _BARE)
+
+
+def _escaped(described: Any) -> str:
+    words = words_of(described)
+    if words is not None:
+        return f"<escape> ({' | '.join(map(text, words))}) <escape>"
+    return "<escape> /(?s:.*)/ <escape>" if is_text(described) else _json(described)
+
+
+def _words(tools: Named) -> list[str]:
+    """Every name a call is written with."""
+    return [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
 
 
 _STYLES: Mapping[str, Callable[[str, Named], dict[str, Start]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
-    "mistral": _list_after("[TOOL_CALLS]"),
-    "phi": _list_after("<|tool_call|>"),
+    "mistral": _mistral,
+    "phi": _phi,
     "qwen_coder": _qwen_coder,
     "glm": _glm,
     "minimax": _minimax,
+    "harmony": _harmony,
+    "kimi": _kimi,
+    "deepseek": _deepseek,
+    "lfm": _lfm,
+    "function_gemma": _function_gemma,
 }
+# Formats whose every marker is a control token between < and >, which a grammar asks for by name.
+_NAMED_TOKENS = frozenset({"harmony", "kimi", "deepseek", "lfm", "function_gemma"})

@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, json_calls
 
+_HEAD = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\(")
+_KEY = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\s*=\s*")
+_DECODER = json.JSONDecoder()
+
 
 def _parse(block: str) -> list[Call] | None:
+    try:
+        calls = _json_valued(block.strip())
+    except (ValueError, RecursionError):
+        calls = None
+    return calls if calls is not None else _python(block)
+
+
+def _json_valued(block: str) -> list[Call] | None:
+    """Calls whose values are JSON, as a grammar forces them: names may be words of Python's, and true is no name."""
+    if not (block.startswith("[") and block.endswith("]")):
+        return None
+    calls: list[Call] = []
+    at = 1
+    while (head := _HEAD.match(block, at)) is not None:
+        values: dict[str, object] = {}
+        at = head.end()
+        while (key := _KEY.match(block, at)) is not None:
+            values[key[1]], at = _DECODER.raw_decode(block, key.end())
+        if not block.startswith(")", at):
+            return None
+        at += 1
+        calls.append((head[1], json.dumps(values, ensure_ascii=False)))
+    return calls if calls and block[at:].strip() == "]" else None
+
+
+def _python(block: str) -> list[Call] | None:
     try:
         tree = ast.parse(block.strip(), mode="eval").body
         items = tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree]

@@ -1,4 +1,7 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and since late 2025 `[TOOL_CALLS]name[ARGS]{…}`."""
+"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and since late 2025 `[TOOL_CALLS]name[ARGS]{…}`.
+
+A grammar can't spell the control token [ARGS], so in the second form it takes over behind it: the name is the model's.
+"""
 
 from __future__ import annotations
 
