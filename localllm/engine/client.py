@@ -48,9 +48,7 @@ class WorkerClient:
         self._closing = False
         self.finished = 0
         self.died: asyncio.Event = asyncio.Event()
-        process.on_message, process.on_end = self._deliver, self._after_end
-        if process.ended:
-            self._after_end()
+        process.listen(self._deliver, self._after_end)
 
     @classmethod
     async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:

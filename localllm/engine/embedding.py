@@ -71,7 +71,7 @@ class EmbeddingEngine:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._requests = self._tokens = 0
-        process.on_message, process.on_end = self._hear, self._after_end
+        process.listen(self._hear, self._after_end)
 
     @classmethod
     async def start(cls, options: EmbeddingOptions) -> EmbeddingEngine:

@@ -18,15 +18,15 @@ Hear = Callable[[dict[str, Any]], None]
 
 
 class JsonProcess(asyncio.SubprocessProtocol):
-    """A running child. `on_message` is called with each message, `on_end` once, after the last one, when the process
-    has ended and its output is read to the end; whoever uses it sets both."""
+    """A running child. What it says before somebody listens is kept."""
 
     def __init__(self) -> None:
         self._first: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_message: Hear = self._hear_first
-        self.on_end: Callable[[], None] = self._no_first
-        self.on_progress: Hear = lambda _: None
+        self._on_message: Hear = self._hear_first
+        self._on_end: Callable[[], None] = self._no_first
+        self._on_progress: Hear = lambda _: None
+        self._unheard: list[dict[str, Any]] = []
         self._pieces: list[bytes] = []
         self._open = {"output", "process"}
         self._process: asyncio.SubprocessTransport | None = None
@@ -62,7 +62,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             if log is not None:
                 log.close()
         if on_progress is not None:
-            process.on_progress = on_progress
+            process._on_progress = on_progress
         try:
             process.send(order)
             message = await process._first
@@ -101,6 +101,16 @@ class JsonProcess(asyncio.SubprocessProtocol):
         """Until it has ended."""
         await asyncio.shield(self._ended)
 
+    def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
+        """From now on `on_message` is called with each message, and `on_end` once, after the last one, when the process
+        has ended and its output is read to the end; at once, for what has come already."""
+        unheard, self._unheard = self._unheard, []
+        for message in unheard:
+            on_message(message)
+        self._on_message, self._on_end = on_message, on_end
+        if self.ended:
+            on_end()
+
     def send(self, message: Mapping[str, Any]) -> bool:
         """Queue a message for it; False when it can't hear any more."""
         assert self._stdin is not None
@@ -121,9 +131,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
     def _hear_first(self, message: dict[str, Any]) -> None:
-        if "ready" not in message and "fatal" not in message:
-            self.on_progress(message)
-        elif not self._first.done():
+        if self._first.done():
+            self._unheard.append(message)
+        elif "ready" not in message and "fatal" not in message:
+            self._on_progress(message)
+        else:
             self._first.set_result(message)
 
     def _no_first(self) -> None:
@@ -148,7 +160,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._pieces = [last] if last else []
         try:
             for line in lines:
-                self.on_message(json.loads(line))
+                self._on_message(json.loads(line))
         except ValueError:
             # What it says can't be trusted any more.
             self.kill()
@@ -168,7 +180,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._ended.set_result(None)
             assert self._process is not None
             self._process.close()
-            self.on_end()
+            self._on_end()
 
 
 def said(code: int | None) -> str:

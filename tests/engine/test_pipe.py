@@ -23,7 +23,7 @@ def _child(program: str) -> tuple[str, str, str]:
 async def _ended(process: JsonProcess) -> list[dict[str, Any]]:
     """What it says until its end."""
     heard: list[dict[str, Any]] = []
-    process.on_message = heard.append
+    process.listen(heard.append, lambda: None)
     await process.wait()
     return heard
 
@@ -34,7 +34,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
     async def talk() -> None:
         process, ready = await JsonProcess.start(_child(_ECHO), {"n": 0}, loads="it")
         heard: list[dict[str, Any]] = []
-        process.on_message = heard.append
+        process.listen(heard.append, lambda: None)
         sent = [{"n": 0}] + [{"n": i, "text": "é" * size} for i, size in enumerate([1, 3_000_000, 0, 70_000, 5], 1)]
         for message in sent[1:]:
             assert process.send(message)
@@ -54,8 +54,7 @@ def test_the_end_comes_once_after_the_last_message() -> None:
     async def talk() -> None:
         process, _ = await JsonProcess.start(_child(program), {"n": 0}, loads="it")
         order: list[str] = []
-        process.on_message = lambda message: order.append(str(message["n"]))
-        process.on_end = lambda: order.append("end")
+        process.listen(lambda message: order.append(str(message["n"])), lambda: order.append("end"))
         await process.wait()
         assert order == [*map(str, range(5000)), "end"]
 
@@ -79,7 +78,7 @@ def test_half_a_line_before_death_is_no_message() -> None:
 
     async def talk() -> None:
         process, _ = await JsonProcess.start(_child(program), {}, loads="it")
-        assert await _ended(process) in ([], [{"n": 1}])  # the first may have been read before we listened
+        assert await _ended(process) == [{"n": 1}]
         assert process.returncode == -6
 
     asyncio.run(talk())
@@ -121,3 +120,16 @@ def test_giving_up_while_it_loads_ends_the_process() -> None:
         assert not psutil.pid_exists(process[0])
 
     asyncio.run(asyncio.wait_for(talk(), 60))
+
+
+def test_what_is_said_before_anybody_listens_is_kept() -> None:
+    program = 'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": 2}\', flush=True)'
+
+    async def talk() -> None:
+        process, _ = await JsonProcess.start(_child(program), {}, loads="it")
+        await process.wait()
+        heard: list[Any] = []
+        process.listen(heard.append, lambda: heard.append("end"))
+        assert heard == [{"n": 1}, {"n": 2}, "end"]
+
+    asyncio.run(talk())
