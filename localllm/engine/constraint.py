@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -32,6 +33,8 @@ _NO_WORD = "\x02"
 # Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
 # window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
 _SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their names.
+_TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
 
 
 class _Vocabulary:
@@ -68,10 +71,10 @@ class GrammarCompiler:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._tokenizer: Any = None
+        self._named: dict[str, int] = {}
 
     def __call__(self, grammar: tuple[str, str]) -> Constraint:
         """Raises UnsupportedError, saying what can't be enforced."""
-        import llguidance
         from llguidance import LLMatcher
 
         kind, source = grammar
@@ -84,23 +87,47 @@ class GrammarCompiler:
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
             elif kind == "lark":
-                compiled = LLMatcher.grammar_from_lark(source)
+                compiled = LLMatcher.grammar_from_lark(self._with_tokens(source))
             elif kind == "gbnf":
                 compiled = LLMatcher.grammar_from_lark(_lark_of(source))
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
         except ValueError as e:
             raise UnsupportedError(f"the {kind} can't be read: {e}") from e
-        if self._tokenizer is None:
-            wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._backend))
-            eog = list(self._backend.info.eog_tokens)
-            self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eog)
-        matcher = LLMatcher(self._tokenizer, compiled, log_level=0)
+        matcher = LLMatcher(self._prepared(), compiled, log_level=0)
         if matcher.is_error():
             raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
         if kind == "json_schema":
             _check_words(schema)
         return MatcherConstraint(matcher, self._backend.info.n_vocab)
+
+    def _prepared(self) -> Any:
+        """llguidance's tokenizer; fills `_named` as well."""
+        import llguidance
+
+        if self._tokenizer is None:
+            vocabulary = _Vocabulary(self._backend)
+            eog = list(self._backend.info.eog_tokens)
+            self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eog)
+            self._named = {
+                spelling.decode("utf-8", "replace"): token
+                for token, spelling in enumerate(vocabulary.tokens)
+                if spelling.startswith(b"<") and spelling.endswith(b">")
+            }
+        return self._tokenizer
+
+    def _with_tokens(self, lark: str) -> str:
+        """`lark` with names of tokens that are no control tokens here as their ids: llguidance knows only the others
+        by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>, <|message|>, <|start|> and <|constrain|>."""
+        if "<" not in lark:
+            return lark
+        self._prepared()
+
+        def by_id(found: re.Match[str]) -> str:
+            token = self._named.get(found[1]) if found[1] else None
+            return found[0] if token is None else f"<[{token}]>"
+
+        return _TOKEN_NAME.sub(by_id, lark)
 
 
 class MatcherConstraint:

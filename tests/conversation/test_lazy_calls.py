@@ -45,19 +45,12 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-# FunctionGemma's notation has no values within values.
-FLAT = json.loads(json.dumps(TOOLS))
-del FLAT[0]["function"]["parameters"]["properties"]["where"]
 # What tells a format's spellings apart stands in the template.
 SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json")}
 
 
-def offered(style: ToolFormat) -> list[dict[str, Any]]:
-    return FLAT if style.name == "function_gemma" else TOOLS
-
-
 CASES = [
-    pytest.param(f, template, starts_of(f, template, offered(f)), id=f"{f.name} {template}".strip())
+    pytest.param(f, template, starts_of(f, template, TOOLS), id=f"{f.name} {template}".strip())
     for f in FORMATS
     for template in SPELLINGS.get(f.name, ("",))
 ]
@@ -66,6 +59,7 @@ CONTROL = (
     "[MARK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|tool_call_start|>",
     "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<start_function_call>", "<escape>",
+    "<|tool_call>", '<|"|>',
 )  # fmt: skip
 
 
@@ -207,7 +201,7 @@ def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, start
     named = "<" in opening and style.control and style.name not in ("llama3", "phi")
     kinds: list[int | None] = [None] if style.name == "llama3" or named else [None, MARKER]
     for marker_id in kinds:
-        lark = either(style, template, offered(style), json.dumps(answer), marker_id)
+        lark = either(style, template, TOOLS, json.dumps(answer), marker_id)
         if style.name == "mistral" and template:
             assert lark is None
             continue
@@ -246,12 +240,11 @@ def test_a_grammar_refuses_what_the_tool_would_refuse(
 def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
     by_name = {f.name: f for f in FORMATS}
     for style in FORMATS:
-        assert starts_of(style, "", offered(style))
+        assert starts_of(style, "", TOOLS)
         assert starts_of(style, "", []) == {}
-    # Nested values in FunctionGemma, and names that its notation or Python's has no room for.
-    assert starts_of(by_name["function_gemma"], "", TOOLS) == {}
+    # Names that Python's notation or Gemma's has no room for.
     odd = [{"type": "function", "function": {"name": "a(b", "parameters": {}}}]
-    for name in ("lfm", "function_gemma"):
+    for name in ("lfm", "function_gemma", "gemma4"):
         assert starts_of(by_name[name], "", odd) == {}
         assert either(by_name[name], "", odd, "{}", None) is None
 

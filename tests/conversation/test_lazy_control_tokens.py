@@ -29,6 +29,7 @@ MARKERS = {
     ),
     "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
 }  # fmt: skip
 FIRST = 400
 TOOLS = [

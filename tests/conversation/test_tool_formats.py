@@ -137,9 +137,23 @@ def _python_with_json(calls: Calls) -> str:
     return f"<|tool_call_start|>[{', '.join(shown)}]<|tool_call_end|>"
 
 
+def _gemma_value(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_gemma_value(v, quote)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_gemma_value(v, quote) for v in value) + "]"
+    return _json(value)
+
+
 def _gemma(name: str, args: dict[str, Any]) -> str:
-    shown = ",".join(f"{k}:<escape>{v}<escape>" if isinstance(v, str) else f"{k}:{_json(v)}" for k, v in args.items())
-    return f"<start_function_call>call:{name}{{{shown}}}<end_function_call>"
+    return f"<start_function_call>call:{name}{_gemma_value(args, '<escape>')}<end_function_call>"
+
+
+def _gemma4(name: str, args: dict[str, Any]) -> str:
+    quote = '<|"|>'
+    return f"<|tool_call>call:{name}{_gemma_value(args, quote)}<tool_call|>"
 
 
 WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
@@ -170,9 +184,8 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "lfm": ("lfm", _python),
     "lfm, values as JSON": ("lfm", _python_with_json),
     "function_gemma": ("function_gemma", lambda cs: "".join(_gemma(n, a) for n, a in cs)),
+    "gemma4": ("gemma4", lambda cs: "".join(_gemma4(n, a) for n, a in cs)),
 }
-# FunctionGemma's notation has no nested values.
-FLAT = {"function_gemma"}
 
 
 def _format(name: str) -> ReplyFormat:
@@ -212,8 +225,6 @@ def _cuts(text: str) -> list[list[str]]:
 def test_every_case_in_every_format_however_it_is_cut(writer: str, case: int) -> None:
     calls = CASES[case]
     name, write = WRITERS[writer]
-    if name in FLAT and any(isinstance(v, (list, dict)) for _, a in calls for v in a.values()):
-        calls = [(n, {k: v for k, v in a.items() if not isinstance(v, (list, dict))}) for n, a in calls]
     reply = write(calls)
     for pieces in _cuts(reply):
         text, thought, found = _read(_format(name), pieces)
@@ -221,13 +232,23 @@ def test_every_case_in_every_format_however_it_is_cut(writer: str, case: int) ->
         assert (text, thought) == ("", "")
 
 
-@pytest.mark.parametrize("writer", [w for w in WRITERS if not w.startswith(("llama3", "harmony"))])
+@pytest.mark.parametrize("writer", [w for w in WRITERS if not w.startswith(("llama3", "harmony", "gemma4"))])
 def test_reasoning_and_words_before_the_call_are_kept(writer: str) -> None:
     name, write = WRITERS[writer]
     reply = "<think>\nWeather, so a tool.\n</think>\n\nLet me look.\n\n" + write(CASES[2])
     for pieces in _cuts(reply):
         text, thought, found = _read(_format(name), pieces)
         assert (text, thought, len(found)) == ("Let me look.", "Weather, so a tool.", 1)
+
+
+def test_gemma_4_thinks_in_a_channel_and_waits_for_results() -> None:
+    reply = '<|channel>thought\nWeather.\n<channel|>Let me look.<|tool_call>call:f{text:<|"|>a, b<|"|>}<tool_call|>'
+    for pieces in _cuts(reply + "<|tool_response>"):
+        text, thought, calls = _read(_format("gemma4"), pieces)
+        assert (text, thought) == ("Let me look.", "Weather.")
+        assert [(n, json.loads(a)) for n, a in calls] == [("f", {"text": "a, b"})]
+    for pieces in _cuts("<|channel>thought\n<channel|>Yes."):
+        assert _read(_format("gemma4"), pieces) == ("Yes.", "", [])
 
 
 MALFORMED = {
@@ -241,7 +262,15 @@ MALFORMED = {
     "glm": ["<tool_call>not a call, words</tool_call>"],
     "minimax": ["<minimax:tool_call>what</minimax:tool_call>"],
     "lfm": ["<|tool_call_start|>[f(1 +]<|tool_call_end|>", "<|tool_call_start|>[f(x)]<|tool_call_end|>"],
-    "function_gemma": ["<start_function_call>call f<end_function_call>"],
+    "function_gemma": [
+        "<start_function_call>call f<end_function_call>",
+        "<start_function_call>call:f{a:[1}<end_function_call>",
+        "<start_function_call>call:f{a:<escape>b}<end_function_call>",
+        "<start_function_call>call:f{a}<end_function_call>",
+        "<start_function_call>call:f{a:1} b<end_function_call>",
+        "<start_function_call>call:f" + "{a:" * 2000 + "<end_function_call>",
+    ],
+    "gemma4": ["<|tool_call>f(1)<tool_call|>", "<|tool_call>call:f{a:<tool_call|>"],
 }
 
 
@@ -274,6 +303,8 @@ def test_only_the_first_call_passes_where_one_is_allowed() -> None:
         ("<tool_call>{name}<arg_key>", "glm"),
         ("<|channel|>analysis", "harmony"),
         ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call>call:", "gemma4"),
+        ("<|tool_call|>", "phi"),
         ("Environment: ipython", "llama3"),
         ("no tools at all", "hermes"),
     ],
@@ -297,3 +328,22 @@ def test_the_end_of_a_json_value_is_found_however_it_is_cut(value: str) -> None:
         if at < 0:
             at = cut + scan.feed(text[cut:])
         assert at == len(value)
+
+
+HALF = {
+    "hermes": '<tool_call>{"name": "f", "arguments": "{\\"items\\": [\\"\\\\ud83d\\"]}"}</tool_call>',
+    "qwen_coder": '<tool_call><function=f><parameter=items>["\\ud83d"]</parameter></function></tool_call>',
+    "glm": '<tool_call>f\n<arg_key>items</arg_key><arg_value>["\\ud83d"]</arg_value></tool_call>',
+    "minimax": '<minimax:tool_call><invoke name="f"><parameter name="items">["\\ud83d"]</parameter></invoke>'
+    "</minimax:tool_call>",
+    "lfm": '<|tool_call_start|>[f(items=["\\ud83d"])]<|tool_call_end|>',
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_of_a_surrogate_pair_can_be_sent_on(name: str) -> None:
+    text, _, calls = _read(_format(name), [HALF[name]])
+    assert text == ""
+    assert [n for n, _ in calls] == ["f"]
+    calls[0][1].encode()
+    assert json.loads(calls[0][1]) == {"items": ["\ud83d"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.conversation.tools import (
     deepseek,
     function_gemma,
+    gemma4,
     glm,
     harmony,
     hermes,
@@ -29,6 +30,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     glm.FORMAT,
     lfm.FORMAT,
     function_gemma.FORMAT,
+    gemma4.FORMAT,
     mistral.FORMAT,
     phi.FORMAT,
     hermes.FORMAT,

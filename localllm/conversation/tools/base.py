@@ -228,8 +228,18 @@ def json_calls(block: str) -> list[Call] | None:
                 return None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        found.append((name, json.dumps(arguments, ensure_ascii=False)))
+        found.append((name, as_json(arguments)))
     return found or None
+
+
+def as_json(value: object) -> str:
+    """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate pair."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:

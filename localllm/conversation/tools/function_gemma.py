@@ -1,48 +1,101 @@
-"""FunctionGemma: `<start_function_call>call:f{city:<escape>Paris<escape>,days:2}<end_function_call>`.
-
-Values within values are not read, so tools that have them get no grammar (see lazy.py).
-"""
+"""FunctionGemma: `<start_function_call>call:f{city:<escape>Paris<escape>,days:[1,2]}<end_function_call>`."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
-from localllm.conversation.tools.base import BlockReader, Call, ToolFormat
+from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, as_json
 
-_CALL = re.compile(r"\s*call:([\w.-]+)\s*\{(.*)\}\s*\Z", re.DOTALL)
-_PAIR = re.compile(r"\s*([\w.-]+)\s*:\s*(?:<escape>(.*?)<escape>|([^,{}\[\]<]+))\s*(?:,|\Z)", re.DOTALL)
+_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
+_BARE = re.compile(r"[^,:{}\[\]<]+")
+_SPACE = re.compile(r"\s*")
 
 
-def _parse(block: str) -> list[Call] | None:
-    match = _CALL.match(block)
-    if match is None:
-        return None
-    name, body = match.groups()
-    values: dict[str, object] = {}
-    at = 0
-    while at < len(body):
-        pair = _PAIR.match(body, at)
-        if pair is None:
+def calls_in(quote: str) -> Callable[[str], list[Call] | None]:
+    """A parser of one call's block in Gemma's notation: JSON without quotes around keys, and `quote` around texts."""
+
+    def parse(block: str) -> list[Call] | None:
+        match = _CALL.match(block)
+        if match is None:
             return None
-        key, text, bare = pair.groups()
-        values[key] = text if text is not None else _bare(bare.strip())
-        at = pair.end()
-    return [(name, json.dumps(values, ensure_ascii=False))]
+        try:
+            values, at = _value(block, match.end(), quote)
+        except (ValueError, RecursionError):
+            return None
+        if block[at:].strip():
+            return None
+        return [(match[1], as_json(values))]
+
+    return parse
 
 
-def _bare(text: str) -> object:
+def _value(block: str, at: int, quote: str) -> tuple[object, int]:
+    """The value at `at` and where it ends. Raises ValueError where there is none."""
+    at = _behind_space(block, at)
+    if block.startswith(quote, at):
+        end = block.index(quote, at + len(quote))
+        return block[at + len(quote) : end], end + len(quote)
+    if block.startswith("{", at):
+        members: dict[str, object] = {}
+        at = _behind_space(block, at + 1)
+        while not block.startswith("}", at):
+            key, at = _key(block, at, quote)
+            members[key], at = _value(block, at, quote)
+            at = _behind_comma(block, at, "}")
+        return members, at + 1
+    if block.startswith("[", at):
+        items: list[object] = []
+        at = _behind_space(block, at + 1)
+        while not block.startswith("]", at):
+            item, at = _value(block, at, quote)
+            items.append(item)
+            at = _behind_comma(block, at, "]")
+        return items, at + 1
+    bare = _BARE.match(block, at)
+    if bare is None:
+        raise ValueError
+    text = bare[0].strip()
     try:
-        value: object = json.loads(text)
+        return json.loads(text), bare.end()
     except ValueError:
-        return text
-    return value
+        return text, bare.end()
+
+
+def _key(block: str, at: int, quote: str) -> tuple[str, int]:
+    if block.startswith(quote, at):
+        end = block.index(quote, at + len(quote))
+        key, at = block[at + len(quote) : end], end + len(quote)
+    else:
+        bare = _BARE.match(block, at)
+        if bare is None:
+            raise ValueError
+        key, at = bare[0].strip(), bare.end()
+    at = _behind_space(block, at)
+    if not block.startswith(":", at):
+        raise ValueError
+    return key, at + 1
+
+
+def _behind_comma(block: str, at: int, close: str) -> int:
+    at = _behind_space(block, at)
+    if block.startswith(",", at):
+        return _behind_space(block, at + 1)
+    if not block.startswith(close, at):
+        raise ValueError
+    return at
+
+
+def _behind_space(block: str, at: int) -> int:
+    match = _SPACE.match(block, at)
+    return match.end() if match is not None else at
 
 
 FORMAT = ToolFormat(
     name="function_gemma",
     signs=("<start_function_call>",),
     markers=("<start_function_call>",),
-    reader=lambda first, marker, tools: BlockReader(first, marker, "<end_function_call>", _parse),
+    reader=lambda first, marker, tools: BlockReader(first, marker, "<end_function_call>", calls_in("<escape>")),
     control=True,
 )

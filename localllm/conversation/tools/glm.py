@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, typed
+from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
 
 _CALL = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\s*\Z", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
@@ -19,7 +18,7 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
         return None
     name, pairs = match.groups()
     values = {k.strip(): typed(v.strip("\n"), k.strip(), name, tools) for k, v in _PAIR.findall(pairs)}
-    return [(name, json.dumps(values, ensure_ascii=False))]
+    return [(name, as_json(values))]
 
 
 FORMAT = ToolFormat(

@@ -78,6 +78,9 @@ FORMAT = ToolFormat(
         ("<|start|>assistant to=", _MESSAGE),
         ("<|start|>", "<|end|>"),
         "<|end|>",
+        # Out of place: no header is open.
+        _MESSAGE,
+        "<|constrain|>",
         TurnEnd("<|return|>"),
         TurnEnd("<|call|>"),
     ),

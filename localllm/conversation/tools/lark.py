@@ -16,8 +16,15 @@ Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 
 # As the engine has it for a schema alone (localllm/engine/constraint.py).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# Control tokens as llguidance's Lark writes them: by their names, without quotes.
+# Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
+# Words of a schema that say something about the arguments as a whole.
+_BEYOND = frozenset(
+    {
+        "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
+        "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
+    }
+)  # fmt: skip
 
 
 def text(said: str) -> str:
@@ -105,9 +112,22 @@ def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     return [(k, v, k in wanted) for k, v in (properties.items() if isinstance(properties, Mapping) else ())]
 
 
+def names_all(schema: Mapping[str, Any]) -> bool:
+    """True when the arguments are no more than `parameters`: none must be there that it does not describe, nor do they
+    depend on one another, and a schema that describes none wants none."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if _BEYOND & set(schema) or not isinstance(required, list):
+        return False
+    if not isinstance(properties, Mapping):
+        return not required and (not schema or schema.get("additionalProperties") is False)
+    return set(required) <= set(properties)
+
+
 def words_of(described: Any) -> list[str] | None:
-    """The texts an enumeration of texts allows; None for any other schema."""
-    options = described.get("enum") if isinstance(described, Mapping) else None
+    """The texts an enumeration of texts (or a constant one) allows; None for any other schema."""
+    if not isinstance(described, Mapping):
+        return None
+    options = [described["const"]] if "const" in described else described.get("enum")
     return options if isinstance(options, list) and options and all(isinstance(o, str) for o in options) else None
 
 

@@ -10,21 +10,20 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from localllm.conversation.tools.base import Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.gemma_notation import gemma_calls
 from localllm.conversation.tools.lark import (
     Grammar,
     Named,
     any_value,
-    is_text,
     json_calls,
     listed_calls,
+    names_all,
     parameters,
     spelled,
     tagged_calls,
     text,
-    words_of,
 )
 from localllm.conversation.tools.lark import json_value as _json
 from localllm.conversation.tools.prompt import any_call, as_object
@@ -45,7 +44,12 @@ def starts_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[s
     """Openings of calls in `style` and what may follow them, the first of a reply before those of further calls; {} for
     calls that no grammar here describes (they are read as the model writes them)."""
     make = _STYLES.get(style.name)
-    return make(template, [parameters_of(t) for t in tools]) if make is not None and tools else {}
+    named = [parameters_of(t) for t in tools]
+    if make is None or not named:
+        return {}
+    if style.name in _ONE_BY_ONE and not all(names_all(schema) for _, schema in named):
+        return {}  # the grammar would keep from the model what it must say
+    return make(template, named)
 
 
 def either(style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None) -> str | None:
@@ -199,34 +203,14 @@ def _lfm(template: str, tools: Named) -> dict[str, Start]:
     return {"<|tool_call_start|>": Start("", lark, "<|tool_call_end|>")}
 
 
-# What stands in FunctionGemma's notation without quotes.
-_BARE = frozenset({"integer", "number", "boolean", "null"})
-
-
 def _function_gemma(template: str, tools: Named) -> dict[str, Start]:
-    flat = all(_flat(described) for _, schema in tools for _, described, _ in parameters(schema))
-    if not flat or not all(re.fullmatch(r"[\w.-]+", word) for word in _words(tools)):
-        return {}  # the notation, as its reader knows it, has no such names and no values within values
-    lark = listed_calls(
-        tools,
-        head=lambda name: f"call:{name}{{",
-        between=",",
-        end="}",
-        pair=lambda key, described, schema: f"{text(key + ':')} {_escaped(described)}",
-    )
-    return {"<start_function_call>": Start("", lark, "<end_function_call>", again=True)}
+    lark = gemma_calls(tools, "<escape>")
+    return {"<start_function_call>": Start("", lark, "<end_function_call>", again=True)} if lark else {}
 
 
-def _flat(described: Any) -> bool:
-    kind = described.get("type") if isinstance(described, Mapping) else None
-    return words_of(described) is not None or is_text(described) or (isinstance(kind, str) and kind in _BARE)
-
-
-def _escaped(described: Any) -> str:
-    words = words_of(described)
-    if words is not None:
-        return f"<escape> ({' | '.join(map(text, words))}) <escape>"
-    return "<escape> /(?s:.*)/ <escape>" if is_text(described) else _json(described)
+def _gemma4(template: str, tools: Named) -> dict[str, Start]:
+    lark = gemma_calls(tools, '<|"|>')
+    return {"<|tool_call>": Start("", lark, "<tool_call|>", again=True)} if lark else {}
 
 
 def _words(tools: Named) -> list[str]:
@@ -247,6 +231,9 @@ _STYLES: Mapping[str, Callable[[str, Named], dict[str, Start]]] = {
     "deepseek": _deepseek,
     "lfm": _lfm,
     "function_gemma": _function_gemma,
+    "gemma4": _gemma4,
 }
+# Formats that write parameters one by one, not as one JSON object.
+_ONE_BY_ONE = frozenset({"qwen_coder", "glm", "minimax", "lfm", "function_gemma", "gemma4"})
 # Formats whose every marker is a control token between < and >, which a grammar asks for by name.
-_NAMED_TOKENS = frozenset({"harmony", "kimi", "deepseek", "lfm", "function_gemma"})
+_NAMED_TOKENS = frozenset({"harmony", "kimi", "deepseek", "lfm", "function_gemma", "gemma4"})

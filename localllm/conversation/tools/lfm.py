@@ -6,7 +6,7 @@ import ast
 import json
 import re
 
-from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, json_calls
+from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, as_json, json_calls
 
 _HEAD = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\(")
 _KEY = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\s*=\s*")
@@ -35,7 +35,7 @@ def _json_valued(block: str) -> list[Call] | None:
         if not block.startswith(")", at):
             return None
         at += 1
-        calls.append((head[1], json.dumps(values, ensure_ascii=False)))
+        calls.append((head[1], as_json(values)))
     return calls if calls and block[at:].strip() == "]" else None
 
 
@@ -52,7 +52,7 @@ def _python(block: str) -> list[Call] | None:
             if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
                 return json_calls(block)
             values = {str(k.arg): ast.literal_eval(k.value) for k in item.keywords}
-            calls.append((prefix + ast.unparse(item.func), json.dumps(values, ensure_ascii=False)))
+            calls.append((prefix + ast.unparse(item.func), as_json(values)))
         return calls or None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return json_calls(block)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, typed
+from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
 
 _INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
 _PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)(?:</parameter>|\Z)', re.DOTALL)
@@ -17,7 +16,7 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     calls: list[Call] = []
     for name, body in _INVOKE.findall(block):
         values = {k: typed(v.strip("\n"), k, name, tools) for k, v in _PARAMETER.findall(body)}
-        calls.append((name, json.dumps(values, ensure_ascii=False)))
+        calls.append((name, as_json(values)))
     return calls or None
 
 

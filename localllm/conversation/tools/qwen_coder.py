@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, typed
+from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
 
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
@@ -22,7 +21,7 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
             key: typed(value.removeprefix("\n").removesuffix("\n"), key, name, tools)
             for key, value in _PARAMETER.findall(body)
         }
-        calls.append((name, json.dumps(values, ensure_ascii=False)))
+        calls.append((name, as_json(values)))
     return calls or None
 
 

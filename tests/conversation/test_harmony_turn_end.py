@@ -1,0 +1,64 @@
+"""Harmony on a real vocabulary: llama.cpp makes the tokens of its headers plain ones, and ends the turn at two others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
+from localllm.conversation.tools import harmony
+from localllm.conversation.tools.lazy import either, starts_of
+from localllm.engine.constraint import GrammarCompiler
+from localllm_backends.contract import Backend, LoadSpec
+from localllm_backends.llamacpp import backend_type
+
+# The tiny vocabulary has <|end|> already, as its end of text.
+MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
+CHANNEL, MESSAGE, START, CONSTRAIN, CALL, RETURN = range(FIRST, FIRST + len(MARKERS))
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    path = tmp_path_factory.mktemp("harmony") / "harmony.gguf"
+    write_model(path, MARKERS)
+    loaded = backend_type.load(LoadSpec(path=str(path), n_ctx=256, n_seq_max=1))
+    yield loaded
+    loaded.close()
+
+
+def test_call_and_return_end_generation_and_a_header_does_not(backend: Backend) -> None:
+    ends = {m for i, m in enumerate(MARKERS) if FIRST + i in backend.info.eog_tokens}
+    assert ends == {"<|call|>", "<|return|>"}
+    for i, marker in enumerate(MARKERS):
+        assert backend.tokenize(marker, special=True)[-1] == FIRST + i
+        assert backend.token_bytes(FIRST + i, special=True) == marker.encode()
+
+
+def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
+    assert not backend.is_control(MESSAGE)  # or else this tests less than it means to
+    start = next(iter(starts_of(harmony.FORMAT, "", TOOLS).values()))
+    constraint = GrammarCompiler(backend)(start.grammar)
+    text = backend.tokenize("\x02", special=False)
+
+    def spelled(said: str) -> list[int]:
+        return backend.tokenize("\x02" + said, special=False)[len(text) :]
+
+    call = [*spelled("g "), CONSTRAIN, *spelled("json"), MESSAGE, *spelled('{"n": 2, "unit": "C"}')]
+    assert constraint.acceptable(call) == len(call)
+    for token in call:
+        row = np.zeros(backend.info.n_vocab, dtype=np.float32)
+        constraint.apply(row)
+        assert row[token] == 0
+        constraint.accept(token)
+    assert constraint.finished
+
+
+def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
+    lark = either(harmony.FORMAT, "", TOOLS, '{"type": "integer"}', None)
+    assert lark is not None
+    constraint = GrammarCompiler(backend)(("lark", lark))
+    row = np.zeros(backend.info.n_vocab, dtype=np.float32)
+    constraint.apply(row)
+    assert np.flatnonzero(row == 0).tolist() == [CHANNEL]
