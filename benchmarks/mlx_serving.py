@@ -17,11 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, write
+from benchmarks.seen import Messages, Seen
 from benchmarks.serving import SYSTEM, Server, unique, user
 from benchmarks.sse import Answer, free_port, stream, wait_ready
 
@@ -174,28 +176,19 @@ class OverHttp:
 
     def thrash(self, s: Server) -> None:
         """Three chats with one system prompt, three growing turns each, in turn; tokens prefilled that were known."""
-        words = _Words(self._model)
+        seen = Seen(_prompts(self._model))
         system = {"role": "system", "content": f"{self._tables.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []
-        twice = 0
         for turn in range(3):
             for messages in chats:
-                prompt = words.prompt(messages)
-                new = words.new_tokens(prompt)
-                answer = ask(s, messages, 24)
-                details = answer.usage.get("prompt_tokens_details") or {}
-                cached = int(details.get("cached_tokens", 0)) if isinstance(details, dict) else 0
-                # The last token of a prompt is always computed: its logits are needed.
-                twice += max(0, len(prompt) - cached - max(new, 1))
-                if ttfts or turn:
-                    ttfts.append(answer.ttft_s)
-                else:
-                    first = answer.ttft_s
-                    ttfts.append(0.0)
+                answer = seen.ask(messages, partial(ask, s, messages, 24))
+                ttfts.append(answer.ttft_s)
                 messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
-        self._tables.put("thrash: tokens prefilled twice", "tokens", s.name, twice)
-        self._tables.put("thrash: mean TTFT after the first ÷ first", "×", s.name, sum(ttfts) / len(ttfts[1:]) / first)
+        self._tables.put("thrash: tokens prefilled twice", "tokens", s.name, seen.twice)
+        self._tables.put(
+            "thrash: mean TTFT after the first ÷ first", "×", s.name, sum(ttfts[1:]) / len(ttfts[1:]) / ttfts[0]
+        )
 
     def restart(self, s: Server) -> None:
         """The same long prompt after a clean restart."""
@@ -209,29 +202,18 @@ class OverHttp:
         self._tables.put("restart: TTFT ÷ cold", "×", s.name, again.ttft_s / cold.ttft_s)
 
 
-class _Words:
-    """Prompts as the model's template makes them, and how much of each nobody has seen."""
+def _prompts(model: Path) -> Callable[[Messages], list[int]]:
+    """Tokens of messages as the checkpoint's template makes them."""
+    from mlx_lm.utils import load_tokenizer
 
-    def __init__(self, model: Path) -> None:
-        from mlx_lm.utils import load_tokenizer
+    tokenizer: Any = load_tokenizer(model)
 
-        self._tokenizer: Any = load_tokenizer(model)
-        self._seen: list[list[int]] = []
+    def tokens(messages: Messages) -> list[int]:
+        asked = messages[-1]["role"] != "assistant"
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens a server makes of `messages`."""
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def new_tokens(self, prompt: list[int]) -> int:
-        """Tokens of `prompt` after its longest beginning that an earlier prompt had; remembers it."""
-        known = max((_common(prompt, other) for other in self._seen), default=0)
-        self._seen.append(prompt)
-        return len(prompt) - known
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return tokens
 
 
 @contextlib.contextmanager

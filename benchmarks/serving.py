@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -171,12 +172,12 @@ class Scenarios:
         ttfts: list[float] = []
         for turn in range(4):
             for i, messages in enumerate(chats):
-                answer = seen.ask(messages, lambda m=messages: chat(s, m, 24))
+                answer = seen.ask(messages, partial(chat, s, messages, 24))
                 if (turn, i) != (0, 0):
                     ttfts.append(answer.ttft_s)
                 messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
                 title = user("Write a title of three words for a chat.")
-                seen.ask(title, lambda t=title: chat(s, t, 6))
+                seen.ask(title, partial(chat, s, title, 6))
         self.put("thrash: tokens prefilled twice", "tokens", s, seen.twice)
         self.put("thrash: mean TTFT after the first", "ms", s, 1000 * sum(ttfts) / len(ttfts))
 
