@@ -158,7 +158,7 @@ class OverHttp:
         thread = threading.Thread(target=first)
         thread.start()
         going.wait(120)
-        second = ask(s, user(unique(900, self._tables.fresh())), 4)
+        second = ask(s, user(unique(610, self._tables.fresh())), 4)
         thread.join()
         gaps = sorted(answers[0].gaps_s)
         self._tables.put("stall: largest gap ÷ normal gap", "×", s.name, gaps[-1] / gaps[len(gaps) // 2])

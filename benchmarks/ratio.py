@@ -29,13 +29,20 @@ class Comparison:
         """Median of `name` over median of `to`."""
         return self.median(name) / self.median(to) if self.median(to) else float("nan")
 
+    def paired(self, name: str, to: str) -> float:
+        """Median of the rounds' own ratios: what changes from round to round (the text, the neighbours) cancels out."""
+        rounds = zip(self.values[name], self.values[to], strict=False)
+        return statistics.median(a / b if b else float("nan") for a, b in rounds)
+
     def report(self, to: str) -> dict[str, object]:
         """Print one line per name, with its ratio to `to`, and return the figures."""
         print(f"\n{self.title}")
         for name, values in self.values.items():
             spread = f"[{min(values):.4g}–{max(values):.4g}]"
-            print(f"  {name:28} {self.median(name):10.4g} {self.unit:8} {spread:22} × {self.ratio(name, to):.3f}")
-        return {"title": self.title, "unit": self.unit, "medians": {n: self.median(n) for n in self.values}, "to": to}
+            ratios = f"× {self.ratio(name, to):.3f}, round by round {self.paired(name, to):.3f}"
+            print(f"  {name:28} {self.median(name):10.4g} {self.unit:8} {spread:22} {ratios}", flush=True)
+        medians, paired = ({n: of(n) for n in self.values} for of in (self.median, lambda n: self.paired(n, to)))
+        return {"title": self.title, "unit": self.unit, "medians": medians, "paired": paired, "to": to}
 
 
 def interleave(rounds: int, *runs: Callable[[], None]) -> None:

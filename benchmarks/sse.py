@@ -56,11 +56,13 @@ def stream(
     on_token: Callable[[int], None] | None = None,
     stop_after: int | None = None,
 ) -> Answer:
-    """POST /v1/chat/completions with stream=true and read it to the end, or leave after `stop_after` tokens."""
+    """POST /v1/chat/completions (/v1/completions for a body with a `prompt`) with stream=true and read it to the end, or
+    leave after `stop_after` tokens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     started = time.perf_counter()
     payload = json.dumps({"model": "", **body, "stream": True, "stream_options": {"include_usage": True}})
-    connection.request("POST", "/v1/chat/completions", payload, {"content-type": "application/json"})
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    connection.request("POST", path, payload, {"content-type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"{response.status}: {response.read()[:500]!r}")
@@ -71,7 +73,9 @@ def stream(
         chunk = json.loads(line[6:])
         if chunk.get("usage"):
             answer.usage = chunk["usage"]
-        if not chunk["choices"] or not (text := chunk["choices"][0]["delta"].get("content")):
+        choice = chunk["choices"][0] if chunk["choices"] else {}
+        text = choice.get("text") or choice.get("delta", {}).get("content")
+        if not text:
             continue
         now = time.perf_counter()
         if n:

@@ -12,7 +12,7 @@ from localllm.conversation import tools as tool_formats
 from localllm.conversation.reply import ReplyFormat, think_markers
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
-from localllm.conversation.tools.lazy import Start, either, starts_of
+from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
 from localllm.conversation.tools.prompt import Choice, forced, with_instruction
 from localllm.errors import RequestError, UnsupportedError
 from localllm_backends.contract import ModelInfo
@@ -127,6 +127,9 @@ def _build(
             new_reader=lambda first, marker: reader(first, marker, tools),
             parallel=parallel,
         )
+    elif grammar is not None and grammar[0] == "json_schema":
+        shaped = answer_alone(style, grammar[1])
+        grammar = ("lark", shaped) if shaped is not None else grammar
     control = style.control and (bool(tools) or style.think is not None)
     return Prompt(text, reply, grammar, prefix, calls, control, tuple(ignored))
 

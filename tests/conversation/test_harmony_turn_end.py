@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
+from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import harmony
 from localllm.conversation.tools.lazy import either, starts_of
 from localllm.engine.constraint import GrammarCompiler
+from localllm.server import prompting
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -62,3 +65,22 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
     row = np.zeros(backend.info.n_vocab, dtype=np.float32)
     constraint.apply(row)
     assert np.flatnonzero(row == 0).tolist() == [CHANNEL]
+
+
+def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(backend: Backend) -> None:
+    # As gpt-oss's template does: it knows tools, and the reply begins before any channel.
+    template = ChatTemplate("{% if tools %}<|channel|>{% endif %}<|start|>assistant<|message|>")
+    built = asyncio.run(prompting.build(template, [], grammar=("json_schema", '{"type": "integer"}')))
+    assert built.grammar is not None
+
+    def ids(text: str) -> list[int]:
+        """Without the space that this vocabulary puts before a text."""
+        return backend.tokenize("\x02" + text, special=True)[len(backend.tokenize("\x02", special=False)) :]
+
+    final = [CHANNEL, *ids("final"), MESSAGE, *ids("42")]
+    thought = [CHANNEL, *ids("analysis"), MESSAGE, *ids("So: "), *ids("<|end|>"), START, *ids("assistant")]
+    for answer in (final, thought + final):
+        constraint = GrammarCompiler(backend)(built.grammar)
+        assert constraint.acceptable(answer) == len(answer)
+    bare = GrammarCompiler(backend)(built.grammar)
+    assert bare.acceptable(ids("42")) == 0

@@ -76,11 +76,20 @@ def either(style: ToolFormat, template: str, tools: Sequence[Tool], schema: str,
     # A closing marker may be a control token, which text can't spell: the reader does without it at the reply's end.
     call = f"call_: {opening} {lead} {body}\n{rules}"
     if style.name == "harmony":
-        # Nothing stands outside a channel, and a thought may come first.
-        thought = f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ {spelled('<|end|><|start|>assistant')}"
-        final = spelled("<|channel|>final<|message|>")
-        return f"start: thought? (answer | call_)\nthought: {thought}\nanswer: {final} {answer}\n{call}"
+        return _in_channels("(answer | call_)", answer) + call
     return f"start: answer | call_\nanswer: {answer}\n{call}"
+
+
+def answer_alone(style: ToolFormat, schema: str) -> str | None:
+    """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema says it all."""
+    return _in_channels("answer", _json(json.loads(schema))) if style.name == "harmony" else None
+
+
+def _in_channels(choices: str, answer: str) -> str:
+    """Harmony: nothing stands outside a channel, and a thought may come first."""
+    thought = f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ {spelled('<|end|><|start|>assistant')}"
+    final = spelled("<|channel|>final<|message|>")
+    return f"start: thought? {choices}\nthought: {thought}\nanswer: {final} {answer}\n"
 
 
 def _hermes(template: str, tools: Named) -> dict[str, Start]:
