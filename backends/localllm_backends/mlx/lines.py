@@ -209,12 +209,17 @@ class Batch:
 
     # --- who is in it --------------------------------------------------------------------------------------------
 
+    def is_of(self, lines: Seq[Line]) -> bool:
+        """Does it hold exactly `lines`, in any order?"""
+        here = [line for line in self.lines if line.batch is self]
+        return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
+
     def become(self, lines: Seq[Line]) -> None:
         """Hold exactly `lines`. Rows that leave get buffers of their own; a layer at a time, so that no
         more than one layer is ever held twice."""
-        here = [line for line in self.lines if line.batch is self]
-        if len(here) == len(self.lines) == len(lines) and set(here) == set(lines):
+        if self.is_of(lines):
             return
+        here = [line for line in self.lines if line.batch is self]
         staying = [line for line in here if line in lines]
         for line in here:
             if line not in staying:

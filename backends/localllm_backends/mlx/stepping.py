@@ -176,8 +176,11 @@ class Stepper:
 
     def _look_ahead(self, lines: list[Line], pieces: list[Any]) -> None:
         """Start the next decode step with the best tokens of this one, before anybody has seen them: building its
-        graph then costs no time. If something else is asked for, positions are set back and it is forgotten."""
+        graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A batch
+        that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
         if self.free() < len(lines) or any(line.replay for line in lines):
+            return
+        if len(lines) > 1 and not self.batch.is_of(lines):
             return
         best = {id(line): (piece[0].best, piece[1]) for line, piece in zip(lines, pieces, strict=True)}
         state: list[list[Any]] = []
@@ -191,7 +194,6 @@ class Stepper:
             held = line.leaves
         else:
             batch = self.batch
-            batch.become(lines)
             state = batch.snapshot()
             batch.make_room(1)
             logits = self.model(_gathered([best[id(line)] for line in batch.lines])[:, None], cache=batch.caches)[:, -1]
