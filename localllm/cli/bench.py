@@ -129,6 +129,7 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
 
     from localllm.cli import measurements
     from localllm.device.detect import detect
+    from localllm.library.resolve import load_catalog
     from localllm.planner.speed import Measured
     from localllm.planner.verify import compare
 
@@ -147,8 +148,11 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
         plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,
         record.prompt_tokens, record.date,
     )  # fmt: skip
+    # What other models taught about this machine counts; this model's own runs would only be compared with themselves.
+    known = [o for o in measurements.load() if o.model != record.model]
+    others = measurements.for_planner(known, device.name, load_catalog().by_id)
     result = compare(
-        device, run, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
+        device, run, others, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
     )
     measurements.keep(record)
     return {

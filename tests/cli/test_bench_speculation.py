@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from localllm.cli import bench, bench_speculation
+from localllm.cli import bench, bench_speculation, measurements
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec
@@ -85,3 +86,23 @@ def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
     assert edit["accepted_draft_tokens"] > 0
     for row in (prose, edit):
         assert row["gain"] == row["auto_tok_s"] / row["off_tok_s"] > 0
+
+
+def test_the_prediction_knows_what_another_model_taught(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
+    for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
+        monkeypatch.setattr(bench, name, value)
+
+    def measured() -> dict[str, Any]:
+        result = CliRunner().invoke(app, [str(smollm2), "--context", "1024", "--json"])
+        assert result.exit_code == 0, result.output
+        figures: dict[str, Any] = json.loads(result.stdout)
+        return figures
+
+    assert "measured here" not in measured()["basis"]
+    (own,) = measurements.load()
+    assert "measured here" not in measured()["basis"]  # its own earlier run is no prediction of the same
+    measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
+    assert "measured here: gemma-3-270m-it" in measured()["basis"]
