@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
 from benchmarks.serving import Server
 from benchmarks.sse import free_port
 
@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LOCALLLM_CACHE_DIR"] = cache
         port = free_port()
-        command = [sys.executable, "-m", "localllm", "serve", str(smollm2()), "--port", str(port), "--quiet"]
+        command = serve_command(smollm2(), port, "--quiet")
         server = Server("localllm", command, port)
         server.start()
         try:

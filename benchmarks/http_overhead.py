@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 
 from benchmarks.engine_overhead import Bare
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
 from benchmarks.ratio import Comparison, interleave
 from benchmarks.serving import Server, chat, user
 from benchmarks.sse import free_port
@@ -25,7 +24,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LOCALLLM_CACHE_DIR"] = cache
         port = free_port()
-        command = [sys.executable, "-m", "localllm", "serve", str(smollm2()), "--port", str(port), "--quiet"]
+        command = serve_command(smollm2(), port, "--quiet")
         server = Server("localllm over HTTP", command, port)
         server.start()
         bare, table = Bare(smollm2()), Comparison("decode, 128 tokens", "tok/s")

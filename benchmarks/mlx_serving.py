@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
 from benchmarks.ratio import Comparison, write
 from benchmarks.seen import Messages, Seen
 from benchmarks.serving import SYSTEM, Server, unique, user
@@ -264,10 +264,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["LOCALLLM_CACHE_DIR"] = cache
             ports = free_port(), free_port()
-            python = sys.executable
-            ours = [python, "-m", "localllm", "serve", str(model), "--port", str(ports[0]), "--context", "16384"]
-            theirs = [python, "-m", "mlx_lm.server", "--model", str(model), "--port", str(ports[1])]
-            servers = [Server(THEIRS, theirs, ports[1]), Server(OURS, [*ours, "--parallel", "8", "--quiet"], ports[0])]
+            ours = serve_command(model, ports[0], "--context", "16384", "--parallel", "8", "--quiet")
+            theirs = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(ports[1])]
+            servers = [Server(THEIRS, theirs, ports[1]), Server(OURS, ours, ports[0])]
             scenarios = OverHttp(tables, model)
             with running(servers):
                 for i in rounds:

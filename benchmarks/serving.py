@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
 from benchmarks.ratio import Comparison, write
 from benchmarks.seen import Messages, Seen, llama_server_tokens
 from benchmarks.speculation import prompt
@@ -265,22 +265,7 @@ def main() -> None:
     ports = free_port(), free_port()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["LOCALLLM_CACHE_DIR"] = cache
-        ours = Server(
-            "localllm",
-            [
-                sys.executable,
-                "-m",
-                "localllm",
-                "serve",
-                model,
-                "--port",
-                str(ports[0]),
-                "--context",
-                "16384",
-                "--quiet",
-            ],
-            ports[0],
-        )
+        ours = Server("localllm", serve_command(model, ports[0], "--context", "16384", "--quiet"), ports[0])
         peer = Server(
             "llama-server",
             [

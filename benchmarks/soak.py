@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.models import smollm2
+from benchmarks.models import serve_command, smollm2
 from benchmarks.serving import Server
 from benchmarks.soak_mix import Ask, Ended, Events, draw, flowing, send, unique
 from benchmarks.sse import free_port
@@ -238,18 +238,7 @@ def main() -> None:
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             os.environ[f"LOCALLLM_{name}_DIR"] = str(Path(folder) / name.lower())
         model = str(arguments.model or smollm2())
-        command = [
-            sys.executable,
-            "-m",
-            "localllm",
-            "serve",
-            model,
-            "--port",
-            str(port),
-            "--context",
-            "8192",
-            "--quiet",
-        ]
+        command = serve_command(model, port, "--context", "8192", "--quiet")
         server = Server("localllm", command, port)
         server.start()
         assert server.process is not None
