@@ -94,6 +94,7 @@ class Capabilities:
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     `drafts`: longest draft (tokens) the model's own heads write, see `DraftingBackend`; 0 = it has none, or they are
     not loaded.
+    `asides`: prompts can be read beside the steps, see `AsideBackend`.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -103,6 +104,7 @@ class Capabilities:
     exact_batching: bool
     kv_types: tuple[KvType, ...]
     drafts: int = 0
+    asides: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,38 @@ class DraftingBackend(Backend, Protocol):
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """The heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess): what
         may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
+        ...
+
+
+class Aside(Protocol):
+    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, `join` until all
+    are appended, `close`. The sequence they belong to stays as it is until `join`, and must not be stepped before."""
+
+    def run(self, seconds: float) -> int:
+        """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
+        ...
+
+    def join(self) -> int:
+        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.
+        Raises NoCellsError (nothing appended) where there is no room."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and free what it took. What was appended stays."""
+        ...
+
+
+@runtime_checkable
+class AsideBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.asides` is True: it can pause in the middle of a sweep, so that a long prompt is
+    read in pieces of time instead of tokens."""
+
+    def aside_bytes(self, n_tokens: int) -> int:
+        """Memory an aside takes whose sequence will hold `n_tokens`."""
+        ...
+
+    def aside(self, sequence: SequenceId, tokens: Seq[int]) -> Aside:
+        """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
         ...
 
 

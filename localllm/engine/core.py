@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
+from localllm.engine.admission import checkpoints, miss_reason, prefix_in_progress
+from localllm.engine.asides import Asides
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
 from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes, return_to_system
@@ -24,7 +24,7 @@ from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from localllm.engine.residency import Residency, Source, plain_block
 from localllm.engine.sampling import Constraint, Row, Sampler, best_ids, log_softmax
-from localllm.engine.scheduler import ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
@@ -33,8 +33,6 @@ from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsEr
 # Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
 _ANSWER_RESERVE_TOKENS = 128
 _PREFILL_EVENT_S = 0.25
-# A prefix somebody is prefilling right now is waited for when it saves at least this much.
-_WORTH_WAITING_TOKENS = 16
 
 MakeConstraint = Callable[[tuple[str, str]], Constraint]
 
@@ -44,7 +42,8 @@ class EngineSettings:
     """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
     under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand). `headroom_bytes` of the system's
     memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes` of it are what loading takes
-    (0: unknown), which whoever loads has checked."""
+    (0: unknown), which whoever loads has checked. `aside_tokens`: prompts with more than that to read are read aside
+    while others decode, where the backend can (0: never)."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
@@ -53,6 +52,7 @@ class EngineSettings:
     draft: str = "off"
     headroom_bytes: int | None = None
     planned_bytes: int = 0
+    aside_tokens: int = 512
     make_constraint: MakeConstraint | None = None
 
 
@@ -82,6 +82,7 @@ class Engine:
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._sizer = ChunkSizer(info.n_batch)
+        self._asides = Asides(self.backend, self.settings.aside_tokens)
         self._events: list[Event] = []
         self._eog = frozenset(info.eog_tokens)
         self._progress_s: dict[str, float] = {}
@@ -167,7 +168,10 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, plan, run one sweep, advance. Returns what happened."""
         self._mind_memory()
+        if self._disk is not None:
+            self._disk.working(True)
         self._admit()
+        self._read_aside()
         self.speculator.propose(list(self._running.values()))
         grants = self._plan()
         if grants:
@@ -192,10 +196,14 @@ class Engine:
     def idle(self) -> bool:
         """Housekeeping between requests; True while there is more of it."""
         self._mind_memory()
+        if self._disk is not None:
+            self._disk.working(False)
         return self.residency.tick(busy=False) or self.speculator.tick(busy=False)
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
+        if self._asides.job is not None:
+            self._asides.forget(self._asides.job)
         while self.residency.tick(busy=True):
             pass
         if self._disk is not None:
@@ -260,7 +268,8 @@ class Engine:
                 return
 
     def _try_admit(self, job: Job, source: Source, now: float) -> bool:
-        if self._prefix_in_progress(job, source):
+        rewinds = self.backend.capabilities.rewind == "any"
+        if rewinds and prefix_in_progress(job, source, self._running.values()):
             return False
         tokens = as_tokens(job.tokens)
         left = job.max_tokens - job.n_generated
@@ -282,52 +291,16 @@ class Engine:
         self._running[job.id] = job
         if not job.admissions:
             job.cached = job.n_kv
-            job.miss = self._miss_reason(job, source)
+            job.miss = miss_reason(job, source, self.backend.is_control)
             job.queued_s = now - job.submitted_s
             self.metrics.prompt_tokens += job.n_prompt
             self.metrics.cached_tokens += job.n_kv
         job.admissions += 1
         job.admitted_s = now
         if self.residency.cache.whole:
-            job.checkpoints = self._checkpoints(job)
+            job.checkpoints = checkpoints(job, self.backend.is_control)
         self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
         return True
-
-    def _prefix_in_progress(self, job: Job, source: Source) -> bool:
-        """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
-        if self.backend.capabilities.rewind != "any":
-            return False
-        prompt = job.tokens
-        for other in self._running.values():
-            if not other.prefilling:
-                continue
-            ahead = min(len(other.tokens), len(prompt) - 1)
-            shared = 0
-            if other.tokens[:ahead] == prompt[:ahead]:
-                shared = ahead
-            elif ahead > source.length:
-                a, b = np.asarray(other.tokens[:ahead]), np.asarray(prompt[:ahead])
-                shared = int(np.argmax(a != b))
-            if other.n_kv < shared and shared - source.length >= _WORTH_WAITING_TOKENS:
-                return True
-        return False
-
-    def _miss_reason(self, job: Job, source: Source) -> str:
-        most = job.n_prompt - 1
-        if job.n_kv >= most:
-            return ""
-        if source.known >= most or source.known > job.n_kv + 16:
-            return f"{source.known - job.n_kv} known tokens were evicted"
-        if source.known == 0:
-            return "nothing like it was seen before"
-        turns = sum(1 for t in job.tokens[: source.known] if self.backend.is_control(t))
-        return f"diverged from what is cached at token {source.known} (after {turns} control tokens)"
-
-    def _checkpoints(self, job: Job) -> list[int]:
-        """Where to store the state of a model that can't go back: before the last two turns of the prompt."""
-        control = [i for i in range(job.n_prompt - 1, -1, -1) if self.backend.is_control(job.tokens[i])]
-        same = [i for i in control if job.tokens[i] == job.tokens[control[0]]][:2] if control else []
-        return sorted(i for i in same if i > job.n_kv)
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -341,9 +314,23 @@ class Engine:
                 waited_s=now - job.submitted_s,
             )
             for job in self._running.values()
+            if not self._asides.keeps_out(job)
         ]
         info = self.backend.info
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
+
+    def _read_aside(self) -> None:
+        """A slice of time for the long prompt that is read beside the streams."""
+        job = self._asides.job
+        if job is not None:
+            streams = any(not j.prefilling for j in self._running.values())
+            started = self.clock()
+            read = self._asides.run(self._sizer.slice_s if streams else LONE_STEP_S, self._running.values())
+            self.metrics.aside(read, self.clock() - started)
+            if job is self._asides.job:
+                self._progress(job, self._asides.n_kv)
+                return
+        self._asides.begin(self._running.values(), self.guard.spare_bytes)
 
     def _chunk(self, grant: Grant) -> Chunk:
         job = self._running[grant.key]
@@ -371,10 +358,13 @@ class Engine:
         assert job.sequence is not None
         if job.n_kv in job.checkpoints:
             self.residency.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
+        self._progress(job, job.n_kv)
+
+    def _progress(self, job: Job, n_kv: int) -> None:
         now = self.clock()
         if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
             self._progress_s[job.id] = now
-            self._events.append(Prefill(job.id, min(job.n_kv, job.n_prompt), job.n_prompt, job.cached))
+            self._events.append(Prefill(job.id, min(n_kv, job.n_prompt), job.n_prompt, job.cached))
 
     def _accept(self, job: Job, result: StepResult, index: int) -> None:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
@@ -461,6 +451,7 @@ class Engine:
         self._running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
+        self._asides.forget(job)
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
@@ -480,6 +471,7 @@ class Engine:
         if len(self._running) > 1:
             youngest = max(self._running.values(), key=lambda j: j.submitted_s)
             assert youngest.sequence is not None
+            self._asides.forget(youngest)
             self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
             youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
             self.speculator.forget(youngest)
@@ -496,6 +488,7 @@ class Engine:
         for job in list(self._running.values()):
             self._running.pop(job.id)
             self.speculator.forget(job)
+            self._asides.forget(job)
             if job.sequence is not None:
                 self.backend.drop(job.sequence)
             self._events.append(Failure(job.id, "backend_error", message))

@@ -1,9 +1,10 @@
 """Prefixes on disk: exported KV that survives a restart, a crash and a change of model.
 
 One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
-counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes; the
-engine never waits for it. The directory is bounded: least recently used files go first. A block without the blocks
-before it can't be reached, so using or writing one touches all it hangs on: children are always removed first.
+counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes, in the
+pauses between requests if there are any; the engine never waits for it. The directory is bounded: least recently used
+files go first. A block without the blocks before it can't be reached, so using or writing one touches all it hangs on:
+children are always removed first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ _LENGTHS = struct.Struct("<IQQ")
 _DIGEST_BYTES = 32
 # Blocks waiting to be written hold their memory: rather skip one than let them pile up behind a slow disk.
 _MAX_PENDING_BYTES = 512 * 2**20
+# Hashing and writing takes a core from whoever computes (45 MB: 5 % of a warm turn on two cores). So it waits until
+# nothing is computed and for this long nothing new has come, but no longer than its patience, nor with much in hand.
+_PAUSE_S = 0.05
+_PATIENCE_S = 3.0
+_MAX_WAITING_BYTES = 128 * 2**20
 _FIRST_GUESS_BYTES_S = 5e8
 _MAX_HEADER_BYTES = 2**16
 # Coarser than any current file system's time stamps (NTFS: 100 ns).
@@ -82,7 +88,10 @@ class DiskTier:
     written_bytes: int = 0
     read_blocks: int = 0
     bad_blocks: int = 0
-    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens] | None] = field(default_factory=queue.SimpleQueue)
+    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, float] | None] = field(default_factory=queue.SimpleQueue)
+    _working: threading.Event = field(default_factory=threading.Event)
+    _quiet: threading.Event = field(default_factory=threading.Event)
+    _closing: bool = False
     _pending_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -108,8 +117,7 @@ class DiskTier:
         for tokens, block in found:
             block.parent = self._parent(tokens, block.start)
             entered += cache.insert(tokens, block)
-        self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
-        self._thread.start()
+        self._start()
         return entered
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, stop: int) -> DiskBlock:
@@ -124,7 +132,7 @@ class DiskTier:
             if block.queued:
                 self._pending_bytes += len(data)
         if block.queued:
-            self._jobs.put((block, tokens.copy()))
+            self._jobs.put((block, tokens.copy(), time.monotonic()))
         return block
 
     def _parent(self, tokens: Tokens, start: int) -> DiskBlock | None:
@@ -159,24 +167,39 @@ class DiskTier:
         _touch(block)
         return body[parts[2] :]
 
+    def working(self, busy: bool) -> None:
+        """Told by the engine before each step (True) and between requests (False): when to write."""
+        if busy == self._quiet.is_set():
+            (self._quiet.clear if busy else self._working.clear)()
+            (self._working.set if busy else self._quiet.set)()
+
     def flush(self) -> None:
         """Wait until everything queued so far is written."""
         self.close()
-        self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
-        self._thread.start()
+        self._start()
 
     def close(self) -> None:
         """Write what is queued, then stop the thread."""
         if self._thread is not None:
+            self._closing = True
             self._jobs.put(None)
+            self._quiet.set()
             self._thread.join()
             self._thread = None
+
+    def _start(self) -> None:
+        self._closing = False
+        self._working.clear()
+        self._quiet.set()
+        self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
+        self._thread.start()
 
     # --- the writer's thread -------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            block, tokens = job
+            block, tokens, queued_s = job
+            self._wait_for_a_pause(queued_s + _PATIENCE_S)
             data = block.data
             try:
                 if block.parent is not None:
@@ -193,6 +216,13 @@ class DiskTier:
             finally:
                 with self._lock:
                     self._pending_bytes -= len(data) if data is not None else 0
+
+    def _wait_for_a_pause(self, until_s: float) -> None:
+        while not self._closing and self._pending_bytes <= _MAX_WAITING_BYTES:
+            if not self._quiet.wait(max(0.0, until_s - time.monotonic())):
+                return
+            if self._closing or not self._working.wait(_PAUSE_S):
+                return
 
     def _write(self, path: Path, tokens: Tokens, block: DiskBlock, data: bytes) -> None:
         header = json.dumps({"identity": self.identity, "start": block.start, "stop": block.stop}).encode()

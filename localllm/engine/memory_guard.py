@@ -112,6 +112,11 @@ class MemoryGuard:
         """What must be given back to have the headroom free again."""
         return 0 if self.available_bytes is None else max(0, self.headroom_bytes - self.available_bytes)
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """What can be taken above the headroom, as last seen; None while nobody knows."""
+        return None if self.available_bytes is None else max(0, self.available_bytes - self.headroom_bytes)
+
     def why(self) -> str:
         """The state in one sentence, for an error."""
         return (

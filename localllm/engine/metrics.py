@@ -26,6 +26,8 @@ class Metrics:
     decode_tok_s: float = 0.0
     prefill_tok_s: float = 0.0
     longest_step_s: float = 0.0
+    aside_tokens: int = 0
+    longest_slice_s: float = 0.0
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float, first: int) -> None:
         """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled` tokens, that took
@@ -43,6 +45,13 @@ class Metrics:
             self.decode_tok_s = _blend(self.decode_tok_s, emitted / seconds)
         elif prefilled and not decoded:
             self.prefill_tok_s = _blend(self.prefill_tok_s, prefilled / seconds)
+
+    def aside(self, prefilled: int, seconds: float) -> None:
+        """Count a slice of `seconds` of a prompt that is read beside the steps, in which `prefilled` tokens were done."""
+        self.prefilled_tokens += prefilled
+        self.aside_tokens += prefilled
+        self.busy_s += seconds
+        self.longest_slice_s = max(self.longest_slice_s, seconds)
 
     def snapshot(self, now_s: float) -> dict[str, float | int | str]:
         """Everything as plain values, with the mean batch occupancy."""
@@ -62,6 +71,8 @@ class Metrics:
             "decode_tok_s": self.decode_tok_s,
             "prefill_tok_s": self.prefill_tok_s,
             "longest_step_s": self.longest_step_s,
+            "aside_tokens": self.aside_tokens,
+            "longest_slice_s": self.longest_slice_s,
         }
 
 

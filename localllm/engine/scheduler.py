@@ -2,7 +2,8 @@
 
 A step is one sweep over the weights. Every decoding sequence gets its next token (and its draft); what is left of the
 batch goes to prefill. While somebody is decoding, prefill is cut into chunks small enough that a step takes no longer
-than `STALL_RATIO` plain decode steps: a long prompt never freezes another stream.
+than `STALL_RATIO` plain decode steps: a long prompt never freezes another stream. (Where the backend can pause in the
+middle of a sweep, long prompts get slices of time between the steps instead: asides.py.)
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 STALL_RATIO = 7.0
+# A slice of time ends where it should, a chunk where it was guessed to: the slice may be larger.
+_SLICE_RATIO = 9.0
 _MIN_CHUNK = 16
 # Nobody decodes, but somebody may come or leave: no step takes longer than this, once speed is known. Steps of 128
 # tokens cost 3 to 4 % of prefill speed against 512 on two CPU cores; smaller ones would cost more than they save.
-_LONE_STEP_S = 0.35
+LONE_STEP_S = 0.35
 _LONE_CHUNK = 128
 # A figure that allows smaller chunks is believed sooner than one that allows larger ones: what a token costs grows with
 # the depth it is read at (5 % per chunk, early in a long prompt), and a chunk too large is a stall while one too small
@@ -124,11 +127,16 @@ class ChunkSizer:
         return int(max(_MIN_CHUNK, min(self._n_batch, tokens)))
 
     @property
+    def slice_s(self) -> float:
+        """Seconds of other work that may come between two decode steps."""
+        return (_SLICE_RATIO - 1.0) * self._decode_s if self._decode_s is not None else LONE_STEP_S / _SLICE_RATIO
+
+    @property
     def lone(self) -> int:
         """Prefill tokens allowed in a step that decodes nothing."""
         if self._token_s is None:
             return min(self._n_batch, _LONE_CHUNK)
-        tokens = int(_LONE_STEP_S / max(self._token_s, 1e-9)) // _MIN_CHUNK * _MIN_CHUNK
+        tokens = int(LONE_STEP_S / max(self._token_s, 1e-9)) // _MIN_CHUNK * _MIN_CHUNK
         return min(self._n_batch, max(_LONE_CHUNK, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:

@@ -62,7 +62,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
     alone = llamacpp.load(spec)
     # A few kilobytes of cache force evictions; the disk tier brings some of it back.
-    settings = EngineSettings(cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8)
+    settings = EngineSettings(cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, aside_tokens=40)
     engine = Engine(llamacpp.load(spec), settings)
     rng = random.Random(shape)
     histories = [message(rng) for _ in range(3)]
@@ -101,6 +101,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
             elif not cancel:
                 histories[rng.randrange(3)] = [*prompt, *got][:400]
     assert flips <= ROUTER_FLIPS.get(shape, 0.0) * requests
+    assert (engine.snapshot()["aside_tokens"] == 0) == (not engine.backend.capabilities.asides)
     print(f"{shape}: {ties} near ties, {flips} router flips in {requests} requests")
     engine.close()
     alone.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -24,16 +23,14 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.llamacpp import kv_blocks
+from localllm_backends.llamacpp.aside import MICRO_BATCH, Aside, aside_cells
+from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.cells import CellLedger
-from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, outputs_reserved, token_piece
+from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, has_gpu, outputs_reserved, token_piece
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 
-_BLOB = struct.Struct("<4sIII")
-_BLOB_MAGIC = b"LKV1"
-# With draft heads: their KV lies behind the model's, and its size in bytes at the end.
-_BLOB_MAGIC_MTP = b"LKM1"
-_TAIL = struct.Struct("<Q")
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 
 
@@ -84,7 +81,7 @@ class LlamaCppBackend:
         self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         n_batch = int(llama.llama_n_batch(context))
         self._n_outputs = outputs_reserved(spec, n_batch)
-        self._batch = _Batch(llama, n_batch)
+        self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         n_native = int(llama.llama_n_seq_max(context))
         self._spare: int | None = None if self._n_swa or recurrent else n_native - 1
@@ -99,6 +96,8 @@ class LlamaCppBackend:
             exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
             drafts=heads.longest if heads is not None else 0,
+            # Not run on a GPU: there a step's micro-batch is short anyway.
+            asides=segments and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
         )
         self.info = self._model_info(path, n_batch)
         self._warm_up()
@@ -248,7 +247,9 @@ class LlamaCppBackend:
 
     def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> _Result:
         batch = self._batch
-        batch.fill(chunks, self._ledger)
+        batch.clear()
+        for chunk in chunks:
+            batch.add(chunk.sequence, self._ledger.length(chunk.sequence), chunk.tokens, chunk.outputs)
         code = self._llama.llama_decode(self._context, batch.native)
         if code:
             self._undo(chunks)
@@ -275,6 +276,16 @@ class LlamaCppBackend:
     def _undo(self, chunks: Seq[Chunk]) -> None:
         for chunk in chunks:
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._ledger.length(chunk.sequence), -1)
+
+    def aside_bytes(self, n_tokens: int) -> int:
+        """Memory an aside takes that ends up with `n_tokens`: its own KV, and buffers for its larger micro-batches."""
+        kv = self._sizes.kv_bytes * aside_cells(n_tokens) // self._ledger.capacity
+        return kv + self._sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
+
+    def aside(self, sequence: SequenceId, tokens: Seq[int]) -> Aside:
+        """Start reading `tokens` behind `sequence` in a context of their own."""
+        self._check_owner()
+        return Aside(self._llama, self._model, self._spec, self, sequence, tokens)
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""
@@ -310,29 +321,19 @@ class LlamaCppBackend:
             source = self._spare
             self._llama.llama_memory_seq_cp(self._memory, sequence, source, start, stop)
         try:
-            size = self._llama.llama_state_seq_get_size(self._context, source)
-            data = np.empty(_BLOB.size + size, dtype=np.uint8)
-            target = data[_BLOB.size :].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            written = self._llama.llama_state_seq_get_data(self._context, target, size, source)
+            data = kv_blocks.packed(self._llama, self._context, source, self._magic, start, stop)
         finally:
             if source != sequence:
                 self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
-        if not written:
-            raise BackendFailure("llama.cpp could not export the KV of this sequence")
-        _BLOB.pack_into(data.data, 0, self._magic, start, stop, 0)
-        whole = data[: _BLOB.size + written].tobytes()
         if self._heads is None:
-            return whole
-        more = self._heads.export_range(sequence, start, stop, source)
-        return b"".join([whole, more, _TAIL.pack(len(more))])
+            return data
+        return kv_blocks.with_heads(data, self._heads.export_range(sequence, start, stop, source))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of an exported blob."""
         self._check_owner()
-        if len(data) <= _BLOB.size:
-            raise BackendFailure("this is not an exported KV block: too short")
-        magic, first, last, _ = _BLOB.unpack_from(data, 0)
-        if magic != self._magic or not first <= start < stop <= last:
+        first, last = kv_blocks.span(data, self._magic)
+        if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
         if self._ledger.length(sequence) != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {self._ledger.length(sequence)} held")
@@ -341,16 +342,8 @@ class LlamaCppBackend:
         if self._spare is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
         target = sequence if self._spare is None else self._spare
-        raw = np.frombuffer(data, dtype=np.uint8)[_BLOB.size :]
-        more = None
-        if self._heads is not None:
-            raw, more = _parted(raw)
-        pointer = raw.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        read = self._llama.llama_state_seq_set_data(self._context, pointer, len(raw), target)
-        held = int(self._llama.llama_memory_seq_pos_max(self._memory, target)) + 1
-        if read != len(raw) or held != last:
-            self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
-            raise BackendFailure("llama.cpp refused this KV block: it was written by another model or KV type")
+        raw, more = kv_blocks.parts(data, heads=self._heads is not None)
+        kv_blocks.unpack(self._llama, self._context, target, raw, last)
         if target != sequence:
             self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
             self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
@@ -360,7 +353,7 @@ class LlamaCppBackend:
 
     @property
     def _magic(self) -> bytes:
-        return _BLOB_MAGIC if self._heads is None else _BLOB_MAGIC_MTP
+        return kv_blocks.MAGIC if self._heads is None else kv_blocks.MAGIC_MTP
 
     # --- facts ---------------------------------------------------------------------------------------------------
 
@@ -427,54 +420,3 @@ class LlamaCppBackend:
             fim_tokens={name: token for name, token in fim.items() if token >= 0},
             metadata=metadata,
         )
-
-
-def _parted(raw: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """(the model's KV, its heads') of an exported block without its header."""
-    end = len(raw) - _TAIL.size
-    (size,) = _TAIL.unpack(raw[max(end, 0) :].tobytes()) if end >= 0 else (0,)
-    if not 0 < size < end:
-        raise BackendFailure("this is not an exported KV block: too short")
-    return raw[: end - size], raw[end - size : end]
-
-
-class _Batch:
-    """One llama_batch whose arrays are numpy's: filling it costs microseconds."""
-
-    def __init__(self, llama: Any, capacity: int) -> None:
-        self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._pos: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._n_seq: NDArray[np.int32] = np.ones(capacity, dtype=np.int32)
-        self._seq: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._logits: NDArray[np.int8] = np.zeros(capacity, dtype=np.int8)
-        pointers = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
-        self._seq_pointers: NDArray[np.uint64] = pointers
-        native = llama.llama_batch()
-        i32 = ctypes.POINTER(ctypes.c_int32)
-        native.token = self._token.ctypes.data_as(i32)
-        native.pos = self._pos.ctypes.data_as(i32)
-        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
-        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
-        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        self.native = native
-
-    def fill(self, chunks: Seq[Chunk], ledger: CellLedger) -> None:
-        """Lay the chunks out one after another."""
-        i = 0
-        for chunk in chunks:
-            n = len(chunk.tokens)
-            start = ledger.length(chunk.sequence)
-            if n == 1:
-                self._token[i] = chunk.tokens[0]
-                self._pos[i] = start
-                self._seq[i] = chunk.sequence
-                self._logits[i] = 1 if chunk.outputs else 0
-            else:
-                self._token[i : i + n] = chunk.tokens
-                self._pos[i : i + n] = np.arange(start, start + n, dtype=np.int32)
-                self._seq[i : i + n] = chunk.sequence
-                self._logits[i : i + n] = 0
-                if chunk.outputs:
-                    self._logits[i + n - min(n, chunk.outputs) : i + n] = 1
-            i += n
-        self.native.n_tokens = i

@@ -168,9 +168,9 @@ def served_context(model: Any, spec: LoadSpec) -> int:
     return spec.n_ctx or min(int(start_native().llama_model_n_ctx_train(model)), _DEFAULT_CTX)
 
 
-def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int, mtp: bool = False) -> Any:
+def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int, mtp: bool = False, at_node: Any = None) -> Any:
     """The llama_context for `model`, or with `mtp` the one its draft heads run in; OutOfMemoryError or LoadError with
-    the reason otherwise."""
+    the reason otherwise. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
     params = llama.llama_context_default_params()
     n_batch = spec.n_batch or (_GPU_BATCH if has_gpu() and spec.n_gpu_layers != 0 else _CPU_BATCH)
@@ -199,6 +199,8 @@ def new_context(model: Any, spec: LoadSpec, *, n_seq_max: int, mtp: bool = False
     params.kv_unified = True
     params.swa_full = False
     params.no_perf = True
+    if at_node is not None:
+        params.cb_eval = at_node
     log.mark()
     context = llama.llama_init_from_model(model, params)
     if not context:

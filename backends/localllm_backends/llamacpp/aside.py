@@ -1,0 +1,189 @@
+"""A long prompt read beside the streams: a second context that computes node by node and can be paused at any of them.
+
+llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one wastes them: its
+tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
+micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. Nothing runs
+at the same time: either that thread computes, or the thread that owns the backend does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from localllm_backends.contract import LoadSpec, StepError
+from localllm_backends.llamacpp import kv_blocks
+from localllm_backends.llamacpp.batch import Batch
+from localllm_backends.llamacpp.load import new_context
+from localllm_backends.llamacpp.native_log import log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Seq
+
+    from localllm_backends.llamacpp.backend import LlamaCppBackend
+
+# The size llama.cpp itself reads prompts in; smaller ones only where one node of it takes too long.
+MICRO_BATCH = 512
+_SMALLEST_BATCH = 64
+# A pause is possible after every so many graph nodes. Launching the threads anew costs microseconds, a large matrix
+# product or attention milliseconds: few of them may come together.
+_NODES = 3
+_PIECE_TOKENS = 512
+_LINE, _SPARE = 0, 1
+
+
+class Aside:
+    """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
+
+    def __init__(
+        self, llama: Any, model: Any, spec: LoadSpec, backend: LlamaCppBackend, sequence: int, tokens: Seq[int]
+    ) -> None:
+        self._llama, self._backend, self._sequence = llama, backend, sequence
+        self._tokens = list(tokens)
+        self._prefix = backend.length(sequence)
+        self._carried = self._read = self._joined = 0
+        self._size = MICRO_BATCH
+        self._pace = _Pace()
+        self._failure: Exception | None = None
+        self._leaving = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
+        cells = replace(spec, n_ctx=aside_cells(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
+        self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
+        self._memory = llama.llama_get_memory(self._context)
+
+    def run(self, seconds: float) -> int:
+        """Compute for about `seconds`, more only by one node; returns how many of the tokens are computed so far.
+        StepError when llama.cpp failed."""
+        until = time.perf_counter() + seconds
+        while self._carried < self._prefix:
+            self._carry()
+            if time.perf_counter() >= until:
+                return 0
+        if self._read < len(self._tokens):
+            self._pace.until = until
+            self._pace.longest_wanted_s = seconds
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._compute, name="aside", daemon=True)
+                self._thread.start()
+            self._go.release()
+            self._stopped.acquire()
+        if self._failure is not None:
+            raise self._failure
+        return self._read
+
+    def join(self) -> int:
+        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.
+        NoCellsError (nothing appended) when the backend has no room."""
+        start = self._prefix + self._joined
+        stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
+        if start < stop:
+            self._llama.llama_memory_seq_cp(self._memory, _LINE, _SPARE, start, stop)
+            data = kv_blocks.packed(self._llama, self._context, _SPARE, kv_blocks.MAGIC, start, stop)
+            self._llama.llama_memory_seq_rm(self._memory, _SPARE, -1, -1)
+            self._backend.import_range(self._sequence, data, start, stop)
+            self._joined = stop - self._prefix
+        return len(self._tokens) - self._joined
+
+    def close(self) -> None:
+        """Stop computing and free the context. May be called at any time, once."""
+        self._leaving = True
+        if self._thread is not None:
+            self._go.release()
+            self._thread.join()
+        self._llama.llama_free(self._context)
+
+    def _carry(self) -> None:
+        """Copy one piece of what the sequence holds already."""
+        start, stop = self._carried, min(self._prefix, self._carried + _PIECE_TOKENS)
+        data = self._backend.export_range(self._sequence, start, stop)
+        raw, _ = kv_blocks.parts(data, heads=False)
+        kv_blocks.unpack(self._llama, self._context, _SPARE, raw, stop)
+        self._llama.llama_memory_seq_cp(self._memory, _SPARE, _LINE, start, stop)
+        self._llama.llama_memory_seq_rm(self._memory, _SPARE, -1, -1)
+        self._carried = stop
+
+    # --- the thread that computes ------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        self._go.acquire()
+        batch = Batch(self._llama, MICRO_BATCH)
+        while self._read < len(self._tokens) and not self._leaving:
+            tokens = self._tokens[self._read : self._read + self._size]
+            batch.clear()
+            batch.add(_LINE, self._prefix + self._read, tokens, 0)
+            self._pace.begin()
+            code = self._llama.llama_decode(self._context, batch.native)
+            if self._leaving:
+                break
+            if code:
+                why = "; ".join(log.errors()[-2:]) or "no reason given"
+                self._failure = StepError(f"llama_decode failed with code {code}: {why}")
+                break
+            self._read += len(tokens)
+            if self._pace.too_coarse and self._size > _SMALLEST_BATCH:
+                self._size //= 2
+        self._stopped.release()
+
+    def _at_node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
+        """llama.cpp asks before each node whether to stop after it, and tells when it has."""
+        if ask:
+            return self._pace.stops_here()
+        if self._pace.time_is_up():
+            self._stopped.release()
+            self._go.acquire()
+            self._pace.resume()
+        # False ends the computation where it is.
+        return not self._leaving
+
+
+class _Pace:
+    """When to pause: before a stretch of nodes that would go past `until`, judged by the same stretch last time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.until = 0.0
+        self.longest_wanted_s = 0.0
+        self._nodes = count(1)
+        self._since = 0.0
+        self._before: list[float] = []
+        self._spent: list[float] = []
+
+    def begin(self) -> None:
+        """A new micro-batch starts."""
+        self._before, self._spent = self._spent, []
+        self._nodes = count(1)
+        self._since = self._clock()
+
+    def stops_here(self) -> bool:
+        """Is the node that is asked about the last of a stretch?"""
+        return next(self._nodes) % _NODES == 0
+
+    def time_is_up(self) -> bool:
+        """A stretch is done: should the next one wait?"""
+        now = self._clock()
+        self._spent.append(now - self._since)
+        self._since = now
+        following = len(self._spent)
+        expected = self._before[following] if following < len(self._before) else 0.0
+        return now + expected > self.until
+
+    def resume(self) -> None:
+        """The pause is over; it does not count."""
+        self._since = self._clock()
+
+    @property
+    def too_coarse(self) -> bool:
+        """Did many stretches of the last micro-batch take longer than is wanted? (One may have been disturbed.)"""
+        longest = sorted(self._spent, reverse=True)[: max(1, len(self._spent) // 20)]
+        return bool(longest) and longest[-1] > self.longest_wanted_s
+
+
+def aside_cells(n_tokens: int) -> int:
+    """KV cells of a context that holds `n_tokens`: llama.cpp pads to 256."""
+    return -(-n_tokens // 256) * 256

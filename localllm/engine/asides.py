@@ -1,0 +1,106 @@
+"""Which long prompt is read beside the streams, and for how long at a time.
+
+A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's kernels want many rows
+(llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
+middle of a sweep (`Capabilities.asides`) reads large pieces and still lets every stream have its next token in time:
+the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
+others go the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from localllm.engine.job import Job
+from localllm_backends.contract import Aside, AsideBackend, Backend, BackendFailure
+
+
+@dataclass
+class Asides:
+    """At most one `job` whose prompt is being read aside; prompts with fewer than `least_tokens` to read are not
+    worth the context it takes (0: none is)."""
+
+    backend: Backend
+    least_tokens: int
+    job: Job | None = None
+    _aside: Aside | None = None
+    _start: int = 0
+    _stop: int = 0
+    _read: int = 0
+    _waited: bool = False
+    _refused: set[str] = field(default_factory=set)
+
+    def begin(self, running: Iterable[Job], spare_bytes: int | None) -> None:
+        """Take the longest waiting of the long prompts in hand if somebody else is decoding and `spare_bytes` of memory
+        (None: unknown) are enough."""
+        if self.job is not None or not self.least_tokens or not isinstance(self.backend, AsideBackend):
+            return
+        jobs = list(running)
+        if not self.backend.capabilities.asides or all(j.prefilling for j in jobs):
+            return
+        fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
+        if not fit:
+            return
+        job = min(fit, key=lambda j: j.submitted_s)
+        if spare_bytes is not None and self.backend.aside_bytes(len(job.tokens)) > spare_bytes:
+            return
+        assert job.sequence is not None
+        try:
+            # The last token goes through a step like any other: its logits are wanted.
+            self._aside = self.backend.aside(job.sequence, job.tokens[job.n_kv : -1])
+        except BackendFailure:
+            self._refused.add(job.id)
+            return
+        self.job, self._start, self._stop = job, job.n_kv, len(job.tokens) - 1
+        self._read, self._waited = 0, False
+
+    def _long(self, job: Job) -> bool:
+        """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
+        return job.prefilling and job.pending > self.least_tokens and job.n_kv <= job.pending
+
+    def keeps_out(self, job: Job) -> bool:
+        """True for what must not be in this step: the prompt that is read aside, other long ones (they are next), and
+        short ones too unless this step is theirs."""
+        if self.job is None:
+            return False
+        return job is self.job or (job.prefilling and (not self._waited or self._long(job)))
+
+    def run(self, seconds: float, running: Iterable[Job]) -> int:
+        """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
+        the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
+        None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
+        if self._aside is None or self.job is None:
+            return 0
+        short = any(j.prefilling and j is not self.job and not self._long(j) for j in running)
+        self._waited = short and not self._waited
+        if self._waited:
+            return 0
+        try:
+            before, self._read = self._read, self._aside.run(seconds)
+            if self._read == self._stop - self._start:
+                left = self._aside.join()
+                self.job.n_kv = self._stop - left
+                if not left:
+                    self._end()
+            return self._read - before
+        except BackendFailure:
+            self._refused.add(self.job.id)
+            self._end()
+            return 0
+
+    @property
+    def n_kv(self) -> int:
+        """Tokens of `job` whose KV is computed, wherever it is."""
+        return self._start + self._read
+
+    def forget(self, job: Job) -> None:
+        """The job left the engine's hands: it ended, or is parked."""
+        self._refused.discard(job.id)
+        if job is self.job:
+            self._end()
+
+    def _end(self) -> None:
+        aside, self._aside, self.job = self._aside, None, None
+        if aside is not None:
+            aside.close()

@@ -1,0 +1,179 @@
+"""A prompt read aside is the prompt read in steps, and the backend works on between its slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
+from localllm_backends.contract import Aside, AsideBackend, Backend, LoadSpec, NoCellsError
+from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_backends.llamacpp.aside import _Pace
+from models import tiny_gguf
+
+SHAPES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "llama": (tiny_gguf.write_llama, "f16"),
+    "llama+q8_0": (tiny_gguf.write_llama, "q8_0"),
+    "moe": (tiny_gguf.write_moe, "f16"),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    write, kv = SHAPES[request.param]
+    path = write(tmp_path / "model.gguf")
+    spec = LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, kv_type_k=kv, kv_type_v=kv, n_gpu_layers=0)  # type: ignore[arg-type]
+    return llamacpp.load(spec)
+
+
+def begin(backend: Backend, sequence: int, tokens: list[int]) -> Aside:
+    assert isinstance(backend, AsideBackend)
+    assert backend.capabilities.asides
+    return backend.aside(sequence, tokens)
+
+
+def read(aside: Aside, n_tokens: int, seconds: float = 1.0) -> int:
+    """Run until all is computed; the number of slices it took."""
+    slices = 1
+    while aside.run(seconds) < n_tokens:
+        slices += 1
+    return slices
+
+
+@pytest.mark.parametrize("prefix", [0, 70, 600])
+def test_what_was_read_aside_goes_on_as_if_read_in_steps(backend: Backend, prefix: int) -> None:
+    tokens = line(1300)
+    stepped, apart = backend.new_sequence(), backend.new_sequence()
+    feed(backend, stepped, tokens)
+    if prefix:
+        feed(backend, apart, tokens[:prefix])
+    aside = begin(backend, apart, tokens[prefix:])
+    read(aside, len(tokens) - prefix)
+    pieces = 1
+    while aside.join():
+        pieces += 1
+    assert pieces > 1
+    aside.close()
+    assert backend.length(apart) == len(tokens)
+    # Half the steps' own noise each: only rounding may differ.
+    expected, got = feed(backend, stepped, [7, 8, 9]), feed(backend, apart, [7, 8, 9])
+    if backend.info.kv_type_k == "f16":
+        assert_same(expected, got)
+    else:
+        assert np.abs(expected - got).max() <= 10 * LOGIT_NOISE
+    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.close()
+
+
+def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: Backend) -> None:
+    tokens, story = line(800), line(40, seed=1)
+    alone, beside = backend.new_sequence(), backend.new_sequence()
+    expected = [feed(backend, alone, story[: 10 * i + 10][10 * i :]) for i in range(4)]
+    apart = backend.new_sequence()
+    aside = begin(backend, apart, tokens)
+    got = []
+    for i in range(4):
+        assert aside.run(0.0) < len(tokens), "no time is no more than a few nodes"
+        got.append(feed(backend, beside, story[: 10 * i + 10][10 * i :]))
+    for a, b in zip(expected, got, strict=True):
+        assert_same(a, b)
+    assert read(aside, len(tokens), seconds=0.0) > 10
+    aside.close()
+    assert backend.length(apart) == 0
+    backend.close()
+
+
+@pytest.mark.parametrize("slices", [0, 1, 5])
+def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
+    sequence = backend.new_sequence()
+    feed(backend, sequence, line(20))
+    aside = begin(backend, sequence, line(700, seed=2))
+    for _ in range(slices):
+        aside.run(0.0)
+    aside.close()
+    assert backend.length(sequence) == 20
+    feed(backend, sequence, [5, 6])
+    backend.drop(sequence)
+    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.close()
+
+
+def test_without_room_nothing_is_appended(backend: Backend) -> None:
+    sequence, other = backend.new_sequence(), backend.new_sequence()
+    tokens = line(600)
+    aside = begin(backend, sequence, tokens)
+    read(aside, len(tokens))
+    for _ in range(59):
+        feed(backend, other, line(64))
+    with pytest.raises(NoCellsError):
+        aside.join()
+    aside.close()
+    assert backend.length(sequence) == 0
+    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.close()
+
+
+def test_what_it_takes_is_told_before(smollm2: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, n_gpu_layers=0))
+    per_token = backend.memory().kv_bytes / 4096
+    sizes = [backend.aside_bytes(n) for n in (1, 256, 257, 3000)]  # type: ignore[attr-defined]
+    assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
+    assert sizes[3] - sizes[0] == pytest.approx(per_token * (3072 - 256), rel=0.01)
+    backend.close()
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
+def test_memory_that_is_stored_whole_has_no_asides(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=512))
+    assert not backend.capabilities.asides
+    backend.close()
+
+
+# --- the pace --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stretches(pace: _Pace, clock: Clock, seconds: list[float]) -> list[int]:
+    """Where a micro-batch of these stretches would pause."""
+    pace.begin()
+    pauses = []
+    for i, spent in enumerate(seconds):
+        clock.now += spent
+        if pace.time_is_up():
+            pauses.append(i)
+            pace.until = clock.now + 10
+            pace.resume()
+    return pauses
+
+
+def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
+    clock = Clock()
+    pace = _Pace(clock)
+    pace.until = 10.0
+    # The first time nobody knows, and the pause comes after the long one.
+    assert stretches(pace, clock, [4, 4, 9, 4]) == [2]
+    pace.until = clock.now + 10
+    assert stretches(pace, clock, [4, 4, 9, 4]) == [1, 2]
+
+
+@pytest.mark.parametrize(("stretch_s", "coarse"), [(1.0, False), (3.0, True)])
+def test_micro_batches_shrink_when_many_stretches_are_longer_than_wanted(stretch_s: float, coarse: bool) -> None:
+    clock = Clock()
+    pace = _Pace(clock)
+    pace.until, pace.longest_wanted_s = 1e9, 2.0
+    stretches(pace, clock, [0.1, stretch_s] * 50)
+    assert pace.too_coarse == coarse
+    stretches(pace, clock, [0.1] * 99 + [50.0])
+    assert not pace.too_coarse, "one that was disturbed is no measure"

@@ -1,0 +1,284 @@
+"""Long prompts are read beside the streams: who is, who waits meanwhile, and that every answer stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, run
+from engine.test_exactness import NEAR_TIE, isolated
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Event, Prefill, Request, Text
+from localllm_backends.contract import BackendFailure, LoadSpec, OutOfMemoryError
+from localllm_backends.llamacpp import backend_type as llamacpp
+from models import tiny_gguf
+from support.scripted_backend import ScriptedBackend
+
+MB = 10**6
+
+
+class ScriptedAside:
+    """Reads 10 tokens a slice and joins them 20 at a time, by the scripted backend's own import."""
+
+    def __init__(self, backend: SlicedBackend, sequence: int, tokens: list[int]) -> None:
+        self.backend, self.sequence, self.tokens = backend, sequence, tokens
+        self.read = self.joined = 0
+        self.slices: list[float] = []
+        self.closed = False
+
+    def run(self, seconds: float) -> int:
+        if self.backend.fails_at is not None and self.read >= self.backend.fails_at:
+            raise BackendFailure("the kernel said no")
+        self.slices.append(seconds)
+        self.read = min(len(self.tokens), self.read + 10)
+        return self.read
+
+    def join(self) -> int:
+        part = self.tokens[self.joined : self.joined + 20]
+        scratch = ScriptedBackend(n_ctx=4096)
+        line = scratch.new_sequence()
+        start = self.backend.length(self.sequence)
+        scratch._lines[line] = [0] * start + part
+        data = scratch.export_range(line, start, start + len(part))
+        self.backend.import_range(self.sequence, data, start, start + len(part))
+        self.joined += len(part)
+        return len(self.tokens) - self.joined
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class SlicedBackend(ScriptedBackend):
+    """A scripted backend that can read aside."""
+
+    def __init__(self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048) -> None:
+        super().__init__(n_ctx=n_ctx)
+        from dataclasses import replace
+
+        self.capabilities = replace(self.capabilities, asides=True)
+        self.asides: list[ScriptedAside] = []
+        self.fails_at, self.refuses = fails_at, refuses
+
+    def aside_bytes(self, n_tokens: int) -> int:
+        return n_tokens * MB
+
+    def aside(self, sequence: int, tokens: list[int]) -> ScriptedAside:
+        if self.refuses:
+            raise OutOfMemoryError("no memory for another context")
+        self.asides.append(ScriptedAside(self, sequence, list(tokens)))
+        return self.asides[-1]
+
+
+def engine_of(backend: SlicedBackend, available: int = 10**12) -> Engine:
+    settings = EngineSettings(aside_tokens=50, headroom_bytes=100 * MB)
+    return Engine(backend, settings, available=lambda: available)
+
+
+def words(n: int, seed: int) -> list[int]:
+    return [3 + (i * 7 + seed * 31) % 250 for i in range(n)]
+
+
+def ask(key: str, prompt: list[int], n: int = 8) -> Request:
+    return Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+
+
+def start(engine: Engine, *requests: Request) -> Outcome:
+    """Submit, and step until each has its first token."""
+    outcome = Outcome()
+    for request in requests:
+        outcome.take(engine.submit(request, list(request.prompt)))  # type: ignore[arg-type]
+    while not all(r.id in outcome.tokens for r in requests):
+        outcome.take(engine.step())
+    return outcome
+
+
+def expected(prompt: list[int], n: int) -> list[int]:
+    engine = Engine(ScriptedBackend(n_ctx=2048))
+    return run(engine, ask("alone", prompt, n)).tokens["alone"]
+
+
+def finish(engine: Engine, outcome: Outcome) -> None:
+    while engine.has_work:
+        outcome.take(engine.step())
+        engine.check_integrity()
+
+
+def test_a_long_prompt_beside_a_stream_is_read_aside_and_a_stream_gets_a_token_every_slice() -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 100))
+    outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+    before = len(outcome.tokens["stream"])
+    while "long" not in outcome.tokens:
+        outcome.take(engine.step())
+    (aside,) = backend.asides
+    assert aside.closed
+    assert aside.tokens == words(205, 2)[:-1]
+    # One step made it, and each slice but the last pieces' was followed by a step with the stream's token.
+    assert len(outcome.tokens["stream"]) - before >= len(aside.slices)
+    prefills = [n for step in backend.steps for _, n in step if n > 1]
+    assert sum(prefills) == 5, "nothing else of it was prefilled in steps"
+    finish(engine, outcome)
+    assert outcome.tokens["long"] == expected(words(205, 2), 8)
+    assert outcome.tokens["stream"] == expected(words(5, 1), 100)
+    assert engine.snapshot()["aside_tokens"] == 204
+    assert engine.snapshot()["prefilled_tokens"] == 204 + 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("stream", "tokens"), [(False, 205), (True, 50)], ids=["nobody decodes", "the prompt is not long"]
+)
+def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 30)) if stream else Outcome()
+    outcome.take(engine.submit(ask("other", words(tokens, 2)), words(tokens, 2)))
+    finish(engine, outcome)
+    assert not backend.asides
+    assert outcome.tokens["other"] == expected(words(tokens, 2), 8)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [SlicedBackend(refuses=True), SlicedBackend(fails_at=0), SlicedBackend(fails_at=30)],
+    ids=["refused", "fails at once", "fails later"],
+)
+def test_what_can_not_be_read_aside_is_read_in_steps(backend: SlicedBackend) -> None:
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 60))
+    outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+    finish(engine, outcome)
+    assert len(backend.asides) <= 1, "it is not tried again"
+    assert all(a.closed for a in backend.asides)
+    assert outcome.tokens["long"] == expected(words(205, 2), 8)
+    assert outcome.tokens["stream"] == expected(words(5, 1), 60)
+
+
+def test_without_the_memory_for_it_nothing_is_read_aside() -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend, available=100 * MB + 204 * MB)
+    outcome = start(engine, ask("stream", words(5, 1), 60))
+    outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+    finish(engine, outcome)
+    assert not backend.asides
+    assert outcome.tokens["long"] == expected(words(205, 2), 8)
+
+
+def test_a_short_prompt_does_not_wait_for_the_long_one_nor_starve_it() -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 300))
+    outcome.take(engine.submit(ask("long", words(505, 2)), words(505, 2)))
+    outcome.take(engine.step())
+    outcome.take(engine.step())
+    (aside,) = backend.asides
+    # A new short prompt every step: each gets its answer soon, and the long one gets every second slice.
+    slices = []
+    for i in range(40):
+        outcome.take(engine.submit(ask(f"short{i}", words(9, 3 + i), 1), words(9, 3 + i)))
+        outcome.take(engine.step())
+        slices.append(len(aside.slices))
+    assert 15 <= slices[-1] - slices[0] <= 25
+    assert sum(f"short{i}" in outcome.ends for i in range(40)) >= 30
+    finish(engine, outcome)
+    assert outcome.tokens["long"] == expected(words(505, 2), 8)
+    for i in range(40):
+        assert outcome.tokens[f"short{i}"] == expected(words(9, 3 + i), 1)
+
+
+def test_a_step_holds_a_slice_or_a_chunk_never_both() -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 300))
+    outcome.take(engine.submit(ask("long", words(405, 2)), words(405, 2)))
+    outcome.take(engine.step())
+    (aside,) = backend.asides
+    outcome.take(engine.submit(ask("short", words(45, 3)), words(45, 3)))
+    while "short" not in outcome.tokens:
+        ran, steps = len(aside.slices), len(backend.steps)
+        outcome.take(engine.step())
+        chunk = any(n > 1 for step in backend.steps[steps:] for _, n in step)
+        assert not (chunk and len(aside.slices) > ran)
+    finish(engine, outcome)
+
+
+def test_two_long_prompts_are_read_one_after_the_other() -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 300))
+    for key, seed in (("first", 2), ("second", 3)):
+        outcome.take(engine.submit(ask(key, words(205, seed)), words(205, seed)))
+    finish(engine, outcome)
+    first, second = backend.asides
+    assert (first.tokens, second.tokens) == (words(205, 2)[:-1], words(205, 3)[:-1])
+    assert outcome.tokens["second"] == expected(words(205, 3), 8)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 15, 22, 24])
+def test_one_that_is_cancelled_leaves_nothing_behind(steps: int) -> None:
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 80))
+    outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+    for _ in range(steps):
+        outcome.take(engine.step())
+    outcome.take(engine.cancel("long"))
+    assert all(a.closed for a in backend.asides)
+    finish(engine, outcome)
+    assert outcome.tokens["stream"] == expected(words(5, 1), 80)
+    again = run(engine, ask("again", words(205, 2)))
+    assert again.tokens["again"] == expected(words(205, 2), 8)
+
+
+def test_progress_is_told_while_it_is_read() -> None:
+    backend = SlicedBackend()
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.2
+        return now[0]
+
+    engine = Engine(backend, EngineSettings(aside_tokens=50, headroom_bytes=0), clock=clock)
+    outcome = start(engine, ask("stream", words(5, 1), 100))
+    events: list[Event] = engine.submit(ask("long", words(205, 2)), words(205, 2))
+    while not any(isinstance(e, Text) and e.id == "long" for e in events):
+        events += engine.step()
+    told = [e.done for e in events if isinstance(e, Prefill) and e.id == "long"]
+    assert told == sorted(told)
+    assert len(set(told)) > 5
+    outcome.take(events)
+    finish(engine, outcome)
+
+
+def test_parking_the_one_that_is_read_aside_only_delays_it() -> None:
+    backend = SlicedBackend(n_ctx=400)
+    engine = engine_of(backend)
+    outcome = start(engine, ask("stream", words(5, 1), 380))
+    while len(outcome.tokens["stream"]) < 60:
+        outcome.take(engine.step())
+    outcome.take(engine.submit(ask("long", words(200, 2)), words(200, 2)))
+    finish(engine, outcome)
+    assert outcome.tokens["stream"] == expected(words(5, 1), 380)
+    assert outcome.tokens["long"] == expected(words(200, 2), 8)
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe])
+def test_real_prompts_read_aside_get_the_answers_they_get_alone(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    spec = LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=4096, n_seq_max=4, n_batch=64, n_gpu_layers=0)
+    alone = llamacpp.load(spec)
+    engine = Engine(llamacpp.load(spec), EngineSettings(aside_tokens=50))
+    outcome = start(engine, ask("stream", words(30, 1), 400))
+    prompts = {f"long{i}": words(300 + 250 * i, 5 + i) for i in range(3)}
+    for key, prompt in prompts.items():
+        outcome.take(engine.submit(ask(key, prompt, 12), prompt))
+    finish(engine, outcome)
+    assert engine.snapshot()["aside_tokens"] == sum(len(p) - 1 for p in prompts.values())
+    for key, prompt in prompts.items():
+        tokens, gaps = isolated(alone, prompt, 12)
+        at = next((j for j, (a, b) in enumerate(zip(outcome.tokens[key], tokens, strict=True)) if a != b), None)
+        assert at is None or gaps[at] <= NEAR_TIE or write is tiny_gguf.write_moe
+    engine.close()
+    alone.close()

@@ -1,0 +1,99 @@
+"""Prefixes are written in the pauses of the work, so that writing costs nobody a token, and after a while regardless."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localllm.engine import disk_tier
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.disk_tier import DiskTier
+from localllm.engine.messages import Request
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from support.scripted_backend import ScriptedBackend
+
+TOKENS = as_tokens(np.arange(32, dtype=np.int32))
+
+
+class Told(threading.Event):
+    """An event that says when somebody waits for it, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited.release()
+        return super().wait(timeout)
+
+
+def opened(directory: Path) -> tuple[DiskTier, Told]:
+    """A tier whose engine is working, and the event its writer waits for."""
+    told = Told()
+    tier = DiskTier(directory, "model", 10**9, _quiet=told)
+    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    tier.working(True)
+    return tier, told
+
+
+def written(path: Path, within_s: float = 10.0) -> bool:
+    """Does the file appear?"""
+    until = time.monotonic() + within_s
+    event = threading.Event()
+    while not path.exists() and time.monotonic() < until:
+        event.wait(0.01)
+    return path.exists()
+
+
+def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
+    tier, told = opened(tmp_path)
+    block = tier.make_block(TOKENS, b"kv" * 100, 0, 32)
+    assert told.waited.acquire(timeout=10)
+    assert not block.path.exists()
+    tier.working(False)
+    assert written(block.path)
+    tier.close()
+
+
+def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_PAUSE_S", 10.0)
+    tier, told = opened(tmp_path)
+    block = tier.make_block(TOKENS, b"kv" * 100, 0, 32)
+    for _ in range(3):
+        assert told.waited.acquire(timeout=10)
+        assert not block.path.exists()
+        tier.working(False)
+        tier.working(True)
+    tier.close()
+    assert block.path.exists(), "closing writes what is left"
+
+
+def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.05)
+    tier, _ = opened(tmp_path)
+    assert written(tier.make_block(TOKENS, b"kv" * 100, 0, 32).path)
+    tier.close()
+
+
+def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 100)
+    tier, _ = opened(tmp_path)
+    assert written(tier.make_block(TOKENS, b"kv" * 100, 0, 32).path)
+    tier.close()
+
+
+def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+    monkeypatch.setattr(DiskTier, "working", lambda _self, busy: heard.append(busy))
+    engine = Engine(ScriptedBackend(), EngineSettings(disk_dir=str(tmp_path)))
+    engine.submit(Request("a", [4, 5, 6], max_tokens=3, ignore_eos=True), [4, 5, 6])
+    while engine.has_work:
+        engine.step()
+    assert set(heard) == {True}
+    engine.idle()
+    assert heard[-1] is False
+    engine.close()
