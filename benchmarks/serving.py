@@ -136,7 +136,7 @@ class Scenarios:
         self.streams(s, 8)
 
     def stall(self, s: Server) -> None:
-        """A 3,000-token prompt beside a running stream: the stream's largest gap, and the newcomer's TTFT."""
+        """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the newcomer's TTFT."""
         answers: list[Answer] = []
         going = threading.Event()
         thread = threading.Thread(
@@ -155,10 +155,13 @@ class Scenarios:
         )
         thread.start()
         going.wait(60)
+        begun = time.perf_counter()
         second = chat(s, user(unique(610, self.fresh())), 4)
+        ended = time.perf_counter()
         thread.join()
-        gaps = answers[0].gaps_s
-        self.put("stall: largest gap ÷ gap before", "×", s, max(gaps) / statistics.median(gaps[: _ALONE - 10]))
+        meanwhile = answers[0].gaps_between(begun, ended)
+        before = statistics.median(answers[0].gaps_s[: _ALONE - 10])
+        self.put("stall: largest gap ÷ gap before", "×", s, max(meanwhile) / before)
         self.put("stall: newcomer's TTFT", "s", s, second.ttft_s)
 
     def warm(self, s: Server) -> None:

@@ -12,12 +12,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Answer:
-    """What came back, and when."""
+    """What came back, and when; `first_at_s` by perf_counter."""
 
     text: str = ""
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     usage: dict[str, object] = field(default_factory=dict)
+    first_at_s: float = 0.0
+
+    def gaps_between(self, begun_s: float, ended_s: float) -> list[float]:
+        """The gaps that any part of this time (perf_counter) falls into."""
+        found, at = [], self.first_at_s
+        for gap in self.gaps_s:
+            if at < ended_s and at + gap > begun_s:
+                found.append(gap)
+            at += gap
+        return found
 
     @property
     def decode_tok_s(self) -> float:
@@ -81,7 +91,7 @@ def stream(
         if n:
             answer.gaps_s.append(now - last)
         else:
-            answer.ttft_s = now - started
+            answer.ttft_s, answer.first_at_s = now - started, now
         last, n = now, n + 1
         answer.text += text
         if on_token is not None:

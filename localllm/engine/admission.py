@@ -32,17 +32,17 @@ def prefix_in_progress(job: Job, source: Source, running: Iterable[Job]) -> bool
     return False
 
 
-def miss_reason(job: Job, source: Source, is_control: Callable[[int], bool]) -> str:
+def miss_reason(job: Job, is_control: Callable[[int], bool]) -> str:
     """Why the rest of the prompt had to be computed, in words; "" when all of it was there."""
     most = job.n_prompt - 1
     if job.n_kv >= most:
         return ""
-    if source.known >= most or source.known > job.n_kv + 16:
-        return f"{source.known - job.n_kv} known tokens were evicted"
-    if source.known == 0:
+    if job.known >= most or job.known > job.n_kv + 16:
+        return f"{job.known - job.n_kv} known tokens were evicted"
+    if job.known == 0:
         return "nothing like it was seen before"
-    turns = sum(1 for t in job.tokens[: source.known] if is_control(t))
-    return f"diverged from what is cached at token {source.known} (after {turns} control tokens)"
+    turns = sum(1 for t in job.tokens[: job.known] if is_control(t))
+    return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"
 
 
 def checkpoints(job: Job, is_control: Callable[[int], bool]) -> list[int]:

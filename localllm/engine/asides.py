@@ -57,7 +57,8 @@ class Asides:
 
     def _long(self, job: Job) -> bool:
         """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
-        return job.prefilling and job.pending > self.least_tokens and job.n_kv <= job.pending
+        new = job.prefilling and job.begun
+        return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def keeps_out(self, job: Job) -> bool:
         """True for what must not be in this step: the prompt that is read aside, other long ones (they are next), and
@@ -72,22 +73,23 @@ class Asides:
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
         if self._aside is None or self.job is None:
             return 0
-        short = any(j.prefilling and j is not self.job and not self._long(j) for j in running)
+        short = any(j.prefilling and j.begun and j is not self.job and not self._long(j) for j in running)
         self._waited = short and not self._waited
         if self._waited:
             return 0
         try:
-            before, self._read = self._read, self._aside.run(seconds)
-            if self._read == self._stop - self._start:
-                left = self._aside.join()
-                self.job.n_kv = self._stop - left
-                if not left:
-                    self._end()
-            return self._read - before
+            before, n_tokens = self._read, self._stop - self._start
+            if before < n_tokens:
+                self._read = self._aside.run(seconds)
+                return self._read - before
+            left = self._aside.join()
+            self.job.n_kv = self._stop - left
+            if not left:
+                self._end()
         except BackendFailure:
             self._refused.add(self.job.id)
             self._end()
-            return 0
+        return 0
 
     @property
     def n_kv(self) -> int:

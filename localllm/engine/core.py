@@ -171,6 +171,7 @@ class Engine:
         if self._disk is not None:
             self._disk.working(True)
         self._admit()
+        self._restore()
         self._read_aside()
         self.speculator.propose(list(self._running.values()))
         grants = self._plan()
@@ -284,23 +285,42 @@ class Engine:
             self.residency.make_room(self.backend.info.n_ctx, live=1)
             source = self.residency.lookup(tokens, ())
         try:
-            job.sequence, job.n_kv = self.residency.take(source, tokens)
+            taken = self.residency.take(source, tokens)
         except NoCellsError:
             return False
+        job.sequence, job.n_kv, job.restoring, job.known = taken.sequence, taken.held, taken.rest, source.known
         del self._waiting[job.id]
         self._running[job.id] = job
         if not job.admissions:
-            job.cached = job.n_kv
-            job.miss = miss_reason(job, source, self.backend.is_control)
             job.queued_s = now - job.submitted_s
-            self.metrics.prompt_tokens += job.n_prompt
-            self.metrics.cached_tokens += job.n_kv
-        job.admissions += 1
         job.admitted_s = now
+        return True
+
+    def _restore(self) -> None:
+        """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it."""
+        streams = any(not j.prefilling for j in self._running.values())
+        imported = False
+        for job in self._running.values():
+            if job.begun:
+                continue
+            while job.restoring is not None and not job.restoring.done and not (streams and imported):
+                job.n_kv = job.restoring.step()
+                imported = True
+            if job.restoring is None or job.restoring.done:
+                self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        """All of its prefix that can be had is there: now it prefills."""
+        job.restoring, job.begun = None, True
+        job.admissions += 1
+        if job.admissions == 1:
+            self.metrics.prompt_tokens += job.n_prompt
+            job.cached = job.n_kv
+            job.miss = miss_reason(job, self.backend.is_control)
+            self.metrics.cached_tokens += job.n_kv
         if self.residency.cache.whole:
             job.checkpoints = checkpoints(job, self.backend.is_control)
         self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
-        return True
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -314,7 +334,7 @@ class Engine:
                 waited_s=now - job.submitted_s,
             )
             for job in self._running.values()
-            if not self._asides.keeps_out(job)
+            if job.begun and not self._asides.keeps_out(job)
         ]
         info = self.backend.info
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
@@ -452,6 +472,7 @@ class Engine:
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
         self._asides.forget(job)
+        job.leave()
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
@@ -472,6 +493,7 @@ class Engine:
             youngest = max(self._running.values(), key=lambda j: j.submitted_s)
             assert youngest.sequence is not None
             self._asides.forget(youngest)
+            youngest.leave()
             self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
             youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
             self.speculator.forget(youngest)
@@ -489,6 +511,7 @@ class Engine:
             self._running.pop(job.id)
             self.speculator.forget(job)
             self._asides.forget(job)
+            job.leave()
             if job.sequence is not None:
                 self.backend.drop(job.sequence)
             self._events.append(Failure(job.id, "backend_error", message))
@@ -501,8 +524,9 @@ class Engine:
         rows = sum(g.n_tokens for g in decoding)
         if decoding and not prefilled:
             self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
-        if rows == len(decoding):
-            # What a chunk beside decoding may cost is measured in plain decode steps.
+        if rows == len(decoding) and self._asides.job is None:
+            # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
+            # has left the caches, and they take half as long again.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
         self.metrics.step(
             decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling import Distribution, Sampler
 from localllm.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from localllm.engine.residency import Restoring
 
 
 @dataclass(eq=False)
@@ -15,7 +19,9 @@ class Job:
     """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
 
     `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
-    are plain guesses). `predicted` is the output its client expects, as tokens."""
+    are plain guesses). `predicted` is the output its client expects, as tokens. Admitted,
+    it has `begun` once all of its prefix that can be had is imported (`restoring`), and is in no step before; `known` is
+    how far its prompt followed any known line. `admissions` counts beginnings: a parked job begins again."""
 
     request: Request
     tokens: list[int]
@@ -29,6 +35,9 @@ class Job:
     draft: list[int] = field(default_factory=list)
     draft_from: list[Distribution] | None = None
     predicted: list[int] = field(default_factory=list)
+    restoring: Restoring | None = None
+    begun: bool = False
+    known: int = 0
     checkpoints: list[int] = field(default_factory=list)
     cached: int = 0
     miss: str = ""
@@ -65,6 +74,12 @@ class Job:
         """Tokens that may be prefilled before the next checkpoint must be taken."""
         ahead = [c - self.n_kv for c in self.checkpoints if c > self.n_kv]
         return min([self.pending, *ahead])
+
+    def leave(self) -> None:
+        """It is out of the context, for good or parked: an import that is under way ends."""
+        if self.restoring is not None:
+            self.restoring.close()
+        self.restoring, self.begun = None, False
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -53,9 +53,82 @@ class Source:
     match: Match | None = None
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be imported (None: nothing)."""
+
+    sequence: int
+    held: int
+    rest: Restoring | None = None
+
+    def at_once(self) -> tuple[int, int]:
+        """(sequence, tokens held) after importing all of it."""
+        if self.rest is None:
+            return self.sequence, self.held
+        while not self.rest.done:
+            self.rest.step()
+        return self.sequence, self.rest.held
+
+
 def plain_block(_tokens: Tokens, data: bytes, start: int, stop: int) -> Block:
     """A block that lives in memory only."""
     return MemoryBlock(data, start, stop)
+
+
+class Restoring:
+    """A cached prefix on its way into the empty `sequence`, block by block. Its blocks stay in the cache until it is done
+    or closed. Fails silently: what can't be had is a miss."""
+
+    def __init__(self, residency: Residency, backend: Backend, sequence: int, match: Match, most: int) -> None:
+        self._residency, self._backend, self._sequence, self._match, self._most = (
+            residency,
+            backend,
+            sequence,
+            match,
+            most,
+        )
+        self._parts = list(reversed(match.parts))
+        self.held = 0
+        self.done = False
+        residency.cache.lock(match)
+        if not self._parts:
+            self.close()
+
+    def step(self) -> int:
+        """Import one block; returns the tokens held."""
+        block, start, stop = self._parts.pop()
+        before, stop = self.held, min(stop, self._most)
+        try:
+            if not self._residency.worth_reading(block):
+                self._parts.clear()
+            elif (data := block.read()) is None:
+                self._lose(block)
+            else:
+                self._backend.import_range(self._sequence, data, start, stop)
+                self.held = stop
+        except NoCellsError:
+            # Less room than was promised: what is restored so far is still right.
+            self._parts.clear()
+        except BackendFailure:
+            # A block this build can't read is a miss.
+            self._backend.truncate(self._sequence, self.held)
+            self._lose(block)
+        self._residency.restored_tokens += self.held - before
+        if not self._parts:
+            self.close()
+        return self.held
+
+    def _lose(self, block: Block) -> None:
+        self._parts.clear()
+        self.close()
+        self._residency.lost_blocks += 1
+        self._residency.cache.forget(block)
+
+    def close(self) -> None:
+        """Let go of the blocks; what is held stays."""
+        if not self.done:
+            self.done = True
+            self._residency.cache.unlock(self._match)
 
 
 class Residency:
@@ -104,20 +177,21 @@ class Residency:
 
     # --- taking --------------------------------------------------------------------------------------------------
 
-    def take(self, source: Source, prompt: Tokens) -> tuple[int, int]:
-        """A sequence holding as much of `prompt` as `source` gives: (sequence, tokens held). Falls back to what the
-        cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
+    def take(self, source: Source, prompt: Tokens) -> Taken:
+        """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
+        what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
         if source.kind == "resident" and source.resident is not None:
             taken = self._take_resident(source.resident, source.length)
             if taken is not None:
-                return taken, source.length
+                return Taken(taken, source.length)
         if source.kind == "live" and source.sequence is not None:
             try:
-                return self._backend.fork(source.sequence, source.length), source.length
+                return Taken(self._backend.fork(source.sequence, source.length), source.length)
             except CannotRewindError:
                 pass
         match = source.match or self.cache.match(prompt[:-1])
-        return self._restore(match, len(prompt) - 1)
+        sequence = self._backend.new_sequence()
+        return Taken(sequence, 0, Restoring(self, self._backend, sequence, match, len(prompt) - 1))
 
     def _take_resident(self, resident: Resident, length: int) -> int | None:
         if length < len(resident.tokens) and not resident.done:
@@ -130,36 +204,6 @@ class Residency:
             return None
         self._residents.remove(resident)
         return resident.sequence
-
-    def _restore(self, match: Match, most: int) -> tuple[int, int]:
-        sequence = self._backend.new_sequence()
-        held = 0
-        lost: Block | None = None
-        self.cache.lock(match)
-        try:
-            for block, start, stop in match.parts:
-                if not self.worth_reading(block):
-                    break
-                lost = block
-                data = block.read()
-                if data is None:
-                    break
-                self._backend.import_range(sequence, data, start, min(stop, most))
-                held = min(stop, most)
-                lost = None
-        except NoCellsError:
-            # Less room than was promised: what is restored so far is still right.
-            lost = None
-        except BackendFailure:
-            # A block this build can't read is a miss.
-            self._backend.truncate(sequence, held)
-        finally:
-            self.cache.unlock(match)
-        if lost is not None:
-            self.lost_blocks += 1
-            self.cache.forget(lost)
-        self.restored_tokens += held
-        return sequence, held
 
     # --- giving back ---------------------------------------------------------------------------------------------
 

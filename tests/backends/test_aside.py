@@ -145,9 +145,9 @@ class Clock:
         return self.now
 
 
-def stretches(pace: _Pace, clock: Clock, seconds: list[float]) -> list[int]:
+def stretches(pace: _Pace, clock: Clock, seconds: list[float], n_tokens: int = 100) -> list[int]:
     """Where a micro-batch of these stretches would pause."""
-    pace.begin()
+    pace.begin(n_tokens)
     pauses = []
     for i, spent in enumerate(seconds):
         clock.now += spent
@@ -166,6 +166,26 @@ def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
     assert stretches(pace, clock, [4, 4, 9, 4]) == [2]
     pace.until = clock.now + 10
     assert stretches(pace, clock, [4, 4, 9, 4]) == [1, 2]
+
+
+def test_a_larger_micro_batch_is_expected_to_take_longer() -> None:
+    clock = Clock()
+    pace = _Pace(clock)
+    pace.until = 1e9
+    stretches(pace, clock, [1, 2, 1], n_tokens=50)
+    pace.until = clock.now + 5.5
+    # 2 and then 4 are too much; 1 and then 2 would not have been.
+    assert stretches(pace, clock, [2, 4, 2], n_tokens=100) == [0]
+
+
+def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> None:
+    clock = Clock()
+    pace = _Pace(clock)
+    pace.until = 1e9
+    stretches(pace, clock, [1, 1, 1, 1])
+    pace.until = clock.now + 5.5
+    # Twice as slow: after 4 there is no room for another 2, though there was for another 1.
+    assert stretches(pace, clock, [2, 2, 2, 2]) == [1]
 
 
 @pytest.mark.parametrize(("stretch_s", "coarse"), [(1.0, False), (3.0, True)])

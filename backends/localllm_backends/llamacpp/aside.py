@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     from localllm_backends.llamacpp.backend import LlamaCppBackend
 
-# The size llama.cpp itself reads prompts in; smaller ones only where one node of it takes too long.
+# The size llama.cpp itself reads prompts in. The first is smaller, to learn what its nodes take; later ones are where a
+# node takes too long.
 MICRO_BATCH = 512
+_FIRST_BATCH = 128
 _SMALLEST_BATCH = 64
 # A pause is possible after every so many graph nodes. Launching the threads anew costs microseconds, a large matrix
 # product or attention milliseconds: few of them may come together.
@@ -46,7 +48,7 @@ class Aside:
         self._tokens = list(tokens)
         self._prefix = backend.length(sequence)
         self._carried = self._read = self._joined = 0
-        self._size = MICRO_BATCH
+        self._largest = MICRO_BATCH
         self._pace = _Pace()
         self._failure: Exception | None = None
         self._leaving = False
@@ -113,11 +115,12 @@ class Aside:
     def _compute(self) -> None:
         self._go.acquire()
         batch = Batch(self._llama, MICRO_BATCH)
+        size = _FIRST_BATCH
         while self._read < len(self._tokens) and not self._leaving:
-            tokens = self._tokens[self._read : self._read + self._size]
+            tokens = self._tokens[self._read : self._read + size]
             batch.clear()
             batch.add(_LINE, self._prefix + self._read, tokens, 0)
-            self._pace.begin()
+            self._pace.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
             if self._leaving:
                 break
@@ -126,8 +129,9 @@ class Aside:
                 self._failure = StepError(f"llama_decode failed with code {code}: {why}")
                 break
             self._read += len(tokens)
-            if self._pace.too_coarse and self._size > _SMALLEST_BATCH:
-                self._size //= 2
+            if self._pace.too_coarse:
+                self._largest = max(_SMALLEST_BATCH, size // 2)
+            size = self._largest
         self._stopped.release()
 
     def _at_node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
@@ -153,10 +157,15 @@ class _Pace:
         self._since = 0.0
         self._before: list[float] = []
         self._spent: list[float] = []
+        self._was_s = self._is_s = 0.0
+        self._n_tokens = 0
 
-    def begin(self) -> None:
-        """A new micro-batch starts."""
-        self._before, self._spent = self._spent, []
+    def begin(self, n_tokens: int) -> None:
+        """A new micro-batch of `n_tokens` starts."""
+        scale = n_tokens / self._n_tokens if self._n_tokens else 1.0
+        self._before, self._spent = [s * scale for s in self._spent], []
+        self._n_tokens = n_tokens
+        self._was_s = self._is_s = 0.0
         self._nodes = count(1)
         self._since = self._clock()
 
@@ -170,8 +179,13 @@ class _Pace:
         self._spent.append(now - self._since)
         self._since = now
         following = len(self._spent)
-        expected = self._before[following] if following < len(self._before) else 0.0
-        return now + expected > self.until
+        if following < len(self._before):
+            self._was_s += self._before[following - 1]
+            self._is_s += self._spent[-1]
+            # It is deeper now, and the machine may be slower than it was.
+            slower = max(1.0, self._is_s / self._was_s) if self._was_s > 0 else 1.0
+            now += slower * self._before[following]
+        return now > self.until
 
     def resume(self) -> None:
         """The pause is over; it does not count."""

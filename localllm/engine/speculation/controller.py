@@ -107,8 +107,9 @@ class Candidate:
     token_s: float = 0.0
 
 
-def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float]) -> list[int]:
-    """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds.
+def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float], most_steps: float = math.inf) -> list[int]:
+    """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds. With drafts it may take
+    `most_steps` times as long as without.
 
     A sequence that drafts g tokens with survival s gets 1 + s1 + … + sg tokens from the step; for constant acceptance
     a that is (1 − a^(g+1))/(1 − a). Tokens join in order of their chance to survive, and of all the prefixes of that
@@ -131,6 +132,8 @@ def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float]) -> 
         lengths[i] += 1
         drafting = max(c.token_s * g for c, g in zip(candidates, lengths, strict=True)) if dear else 0.0
         slower = (cost(n + k) + drafting) / plain
+        if slower > most_steps:
+            break
         score = gain - n * math.log(slower)
         if score > best_score and min(expected) >= _FLOOR * slower:
             best, best_score = list(lengths), score

@@ -136,7 +136,7 @@ class DraftModel:
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._residency.needs_cells(source, len(tokens) + reserve)
             self._residency.make_room(need, live=len(self._lines) + 1, keep=source.resident)
-            sequence, held = self._residency.take(source, tokens)
+            sequence, held = self._residency.take(source, tokens).at_once()
             line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
         right = len(line.held)
         # Only what was fed in the last drafts can be wrong.

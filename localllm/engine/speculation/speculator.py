@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -20,6 +21,9 @@ from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingB
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
 _MOST_MODEL_TOKENS = 16
+# A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait for the step too, it
+# takes no longer than this many plain ones.
+_MOST_STEPS_BESIDE_OTHERS = 2.5
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
@@ -165,7 +169,8 @@ class Speculator:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
-        lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds)
+        most_steps = math.inf if len(running) == 1 else _MOST_STEPS_BESIDE_OTHERS
+        lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds, most_steps)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self._writers and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None

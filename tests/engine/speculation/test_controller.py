@@ -150,3 +150,16 @@ def test_acceptance_counts_only_what_was_tried() -> None:
         acceptance.observe(2, 8)
     assert acceptance.rate == pytest.approx(2 / 3, abs=0.07)
     assert acceptance.survival(3) == pytest.approx([acceptance.rate**k for k in (1, 2, 3)])
+
+
+@given(st.floats(1.0, 40.0), st.floats(0.05, 0.9), st.integers(1, 4))
+def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(most: float, row: float, n: int) -> None:
+    def cost(rows: int) -> float:
+        return 1.0 + row * (rows - 1)
+
+    free = choose_lengths([Candidate(powers(0.99, 64))] * n, cost)
+    bound = choose_lengths([Candidate(powers(0.99, 64))] * n, cost, most)
+    assert cost(n + sum(bound)) <= most * cost(n) + 1e-9
+    assert sum(bound) <= sum(free)
+    if cost(n + sum(free)) <= most * cost(n):
+        assert bound == free

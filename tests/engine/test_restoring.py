@@ -1,0 +1,142 @@
+"""A long cached prefix comes back block by block between the steps of others, and whatever interrupts it loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Request
+from localllm.engine.prefix_cache import MemoryBlock
+from support.scripted_backend import ScriptedBackend
+
+LONG = [40 + i % 97 for i in range(2000)]
+
+
+class Noting(ScriptedBackend):
+    """Notes imports and steps in the order they happen; can lose a block on the way."""
+
+    def __init__(self, n_ctx: int = 8192) -> None:
+        super().__init__(n_ctx=n_ctx, n_batch=64)
+        self.story: list[str] = []
+
+    def import_range(self, *a: Any) -> None:
+        self.story.append("import")
+        super().import_range(*a)
+
+    def step(self, chunks: Any) -> Any:
+        self.story.append("step")
+        return super().step(chunks)
+
+
+def ask(key: str, prompt: list[int], n: int = 6) -> Request:
+    return Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+
+
+def cached(n_ctx: int = 8192) -> tuple[Engine, Noting]:
+    """An engine that knows LONG from an earlier request, not as its newest line, with a stream under way."""
+    backend = Noting(n_ctx)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0))
+    run(engine, ask("earlier", LONG))
+    settle(engine)
+    engine.submit(ask("stream", [7, 8, 9], 400), [7, 8, 9])
+    for _ in range(5):
+        engine.step()
+    backend.story.clear()
+    return engine, backend
+
+
+def alone(prompt: list[int], n: int = 6) -> list[int]:
+    return run(Engine(ScriptedBackend(n_ctx=8192, n_batch=64)), ask("a", prompt, n)).tokens["a"]
+
+
+def finish(engine: Engine, outcome: Outcome) -> None:
+    while engine.has_work:
+        outcome.take(engine.step())
+        engine.check_integrity()
+
+
+def test_a_stream_has_its_token_between_two_blocks() -> None:
+    engine, backend = cached()
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    while "again" not in outcome.tokens:
+        outcome.take(engine.step())
+    assert backend.story.count("import") > 2
+    pairs = list(zip(backend.story, backend.story[1:], strict=False))
+    assert ("import", "import") not in pairs
+    finish(engine, outcome)
+    assert outcome.tokens["again"] == alone(prompt)
+    assert outcome.finish("again").usage.cached_tokens >= len(LONG) - 1
+
+
+def test_where_nobody_decodes_it_comes_at_once() -> None:
+    engine, backend = cached()
+    engine.cancel("stream")
+    backend.story.clear()
+    prompt = [*LONG, 5, 6]
+    engine.submit(ask("again", prompt), prompt)
+    engine.step()
+    assert backend.story.count("import") > 2
+    assert backend.story.count("step") == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_one_that_is_cancelled_meanwhile_leaves_the_cache_whole(steps: int) -> None:
+    engine, _ = cached()
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    for _ in range(steps):
+        outcome.take(engine.step())
+    outcome.take(engine.cancel("again"))
+    engine.check_integrity()
+    engine.residency.cache.shrink(10**12)
+    engine.check_integrity()
+    assert engine.residency.cache.held_bytes == 0, "nothing is locked any more"
+    finish(engine, outcome)
+
+
+def test_a_block_that_is_lost_on_the_way_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = cached()
+    reads: list[bool] = []
+
+    def read(self: MemoryBlock) -> bytes | None:
+        reads.append(len(reads) != 1)
+        return self.data if reads[-1] else None
+
+    monkeypatch.setattr(MemoryBlock, "read", read)
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    finish(engine, outcome)
+    assert reads == [True, False], "behind what is lost nothing is of use"
+    assert outcome.tokens["again"] == alone(prompt)
+    assert 500 <= outcome.finish("again").usage.cached_tokens < len(LONG) - 1
+    assert engine.snapshot()["lost_blocks"] == 1
+
+
+def test_a_short_newcomer_is_not_kept_by_a_long_restoration() -> None:
+    engine, _ = cached()
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    outcome.take(engine.submit(ask("short", [11, 12, 13]), [11, 12, 13]))
+    while "short" not in outcome.tokens:
+        outcome.take(engine.step())
+    assert "again" not in outcome.tokens
+    finish(engine, outcome)
+    assert outcome.tokens["short"] == alone([11, 12, 13])
+    assert outcome.tokens["again"] == alone(prompt)
+
+
+def test_where_room_is_short_it_still_ends_right() -> None:
+    engine, _ = cached(n_ctx=2300)
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt, 60), prompt))
+    finish(engine, outcome)
+    assert outcome.tokens["again"] == alone(prompt, 60)
