@@ -18,7 +18,10 @@ KEEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated."""
+    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated.
+
+    `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older record without it).
+    """
 
     machine: str
     model: str
@@ -37,6 +40,8 @@ class Record:
     predicted_memory_bytes: int = 0
     date: str = ""
     file: str = ""
+    short_tok_s: float = 0.0
+    short_depth: int = 0
 
 
 def path() -> Path:
@@ -101,7 +106,17 @@ def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]
         variant = Variant("mlx" if r.backend == "mlx" else "gguf", r.quant, "", (), size)
         found.append(
             Measured(
-                model, variant, r.backend, r.decode_tok_s, r.depth, r.kv_type, r.prefill_tok_s, r.prompt_tokens, r.date
+                model,
+                variant,
+                r.backend,
+                r.decode_tok_s,
+                r.depth,
+                r.kv_type,
+                r.prefill_tok_s,
+                r.prompt_tokens,
+                r.date,
+                r.short_tok_s,
+                r.short_depth,
             )
         )
     return tuple(found)

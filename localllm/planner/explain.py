@@ -81,10 +81,17 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     vendor = families.generation(device.match or device.name)[0]
     terms = speed.decode_terms(plan.model, plan.variant, hardware, bandwidth, vendor=vendor, kv_type=plan.kv_type)
     full = speed.decode_terms(
-        plan.model, plan.variant, hardware, bandwidth, vendor=vendor, kv_type=plan.kv_type, depth=plan.n_ctx
+        plan.model,
+        plan.variant,
+        hardware,
+        bandwidth,
+        vendor=vendor,
+        kv_type=plan.kv_type,
+        depth=plan.n_ctx,
+        n_cpu_cores=device.n_cpu_cores,
     )
     parts, c = terms.streamed, terms.coefficients
-    eta = min(0.98, c["eta"] / c["quant"])
+    eta = speed.weight_share(c, hardware, plan.variant)
     known = facts(plan.model)
     layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     lines = [
@@ -105,11 +112,12 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(
             f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs"
         )
+    work = ", and its arithmetic" if hardware[0] == "cpu" and device.n_cpu_cores else ""
     if abs(terms.graph_factor - 1) > 0.005:
         lines.append(f"  graph        {terms.graph_factor:>12.2f}×   as measured for {plan.model.architecture}")
     lines += [
         f"  empty        {_ms(terms.total_s):>13}   {_span(plan.decode_tok_s, 'tok/s')}",
-        f"  KV read      {_ms(full.kv_s):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full",
+        f"  KV read      {_ms(full.kv_s):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full{work}",
         f"  full         {_ms(full.total_s):>13}   {_span(plan.decode_tok_s_full, 'tok/s')}",
     ]
     return lines

@@ -1,6 +1,7 @@
 """How fast a model answers: decode, prefill, time to first token, loading. A roofline with measured efficiencies.
 
 decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + recurrent layers·c ] + KV read / (f·BW)
+         on a CPU attention is arithmetic on few cores, and takes whichever is longer: that or reading the KV
 prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + weights / (η·BW·micro-batch) + layers·a / micro-batch
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
@@ -10,11 +11,11 @@ routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families
+from localllm.planner import efficiency, families, learned
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm.planner.types import Range
@@ -23,12 +24,29 @@ from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
 ASSUMED_DISK_BYTES_S = 1.5e9
+# One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax on Zen 4 (AVX-512), two
+# cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
+CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
+# llama.cpp lays most formats out anew for the CPU's vectors when it loads them; these it multiplies as they lie, which
+# the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s at one token: Q4_1 23; Q4_0 30, Q4_K 33,
+# Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
+# Zen 5 cores and 1.2 on these.)
+_CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
+_CPU_LAID_OUT_GAIN = 1.1
 _Z = 1.28  # 10th to 90th percentile
+# How far one figure strays from the next on the same machine, and how far a model from what its neighbours' figures
+# say of it (ln). A model's own figure is taken at its word.
+_RUN_NOISE = 0.05
+_OWN_NOISE = 0.01
+_MODEL_SPREAD = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0 speeds = not measured."""
+    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0 speeds = not measured.
+
+    `short_tok_s` at `short_depth`: decode once more with the context nearly empty. What it is faster by is attention's.
+    """
 
     model: Model
     variant: Variant
@@ -39,6 +57,14 @@ class Measured:
     prefill_tok_s: float = 0.0
     prompt_tokens: int = 0
     date: str = ""
+    short_tok_s: float = 0.0
+    short_depth: int = 0
+
+    @property
+    def decoded(self) -> tuple[tuple[int, float], ...]:
+        """(depth, tokens/s) of every decode figure."""
+        figures = ((self.short_depth, self.short_tok_s), (self.depth, self.decode_tok_s))
+        return tuple((depth, rate) for depth, rate in figures if rate > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +114,12 @@ def decode_terms(
     depth: int = 0,
     kv_type: str = "f16",
     n_sequences: int = 1,
+    n_cpu_cores: int = 0,
 ) -> Terms:
-    """The parts of one decode step at `depth` tokens of context. `hardware`: keys from `families.hardware_keys`."""
+    """The parts of one decode step at `depth` tokens of context. `hardware`: keys from `families.hardware_keys`.
+
+    `n_cpu_cores`: of the CPU that computes (0: a GPU does, or unknown: then attention only reads its cache).
+    """
     mlx = variant.format == "mlx"
     keys = (*hardware, *format_keys(model, variant.quant, engine=hardware[0], vendor=vendor, mlx=mlx))
     c = efficiency.coefficients("decode", keys)
@@ -99,20 +129,30 @@ def decode_terms(
     known = facts(model)
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
-    eta = min(0.98, c["eta"] / c["quant"])
+    eta = weight_share(c, hardware, variant)
+    kv_s = kv / (bandwidth * min(0.98, c["kv_mla" if known.has_mla else "kv"]))
+    if hardware[0] == "cpu" and n_cpu_cores > 0:
+        flops = sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in known.groups)
+        kv_s = max(kv_s, n_sequences * flops / (n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
     return Terms(
         weights_s=parts.dense_bytes / (eta * bandwidth),
         routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
         layers_s=known.n_layers * c["layer_s"],
         experts_s=known.n_expert_layers * c["expert_layer_s"],
         recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"],
-        kv_s=kv / (bandwidth * min(0.98, c["kv_mla" if known.has_mla else "kv"])),
+        kv_s=kv_s,
         graph_factor=c["graph"] * (c["moe"] if model.experts is not None else 1.0),
         coefficients=c,
         streamed=parts,
         kv_read_bytes=kv,
         bandwidth_bytes_s=bandwidth,
     )
+
+
+def weight_share(coefficients: Mapping[str, float], hardware: Sequence[str], variant: Variant) -> float:
+    """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
+    gain = _CPU_LAID_OUT_GAIN if hardware[0] == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
+    return min(0.98, gain * coefficients["eta"] / coefficients["quant"])
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
@@ -167,25 +207,30 @@ def decode(
     own figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
     """
     step = _step(device, model, variant, backend, depth, kv_type, n_sequences, device_share)
-    learnt = _correction(device, model, variant, backend, measured)
-    if learnt is not None:
-        seconds = step.memory_s * learnt.memory_factor + step.fixed_s * learnt.fixed_factor
-        return _range(1 / seconds, learnt.spread, learnt.basis)
-    return _range(1 / step.total_s, step.spread, step.basis)
+    here = [m for m in measured if m.backend == backend and m.decoded]
+    if not here:
+        return _range(1 / step.total_s, step.spread, step.basis)
+    seconds, spread, names = _as_measured(device, model, variant, backend, step, here)
+    return _range(1 / seconds, spread, f"measured here: {names}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A decode step in seconds: what scales with memory bandwidth, what does not; and how well that is known."""
+    """A decode step in seconds by cause, and how well that is known."""
 
-    memory_s: float
+    weights_s: float
     fixed_s: float
+    attention_s: float
     spread: float
     basis: str
 
     @property
+    def parts(self) -> learned.Parts:
+        return self.weights_s, self.fixed_s, self.attention_s
+
+    @property
     def total_s(self) -> float:
-        return self.memory_s + self.fixed_s
+        return sum(self.parts)
 
 
 def _step(
@@ -201,72 +246,57 @@ def _step(
     hardware = families.device_keys(device, backend)
     bandwidth, bandwidth_basis = bandwidth_of(device)
 
-    def terms_on(keys: Sequence[str], gbps: float, vendor: str) -> Terms:
-        return decode_terms(
-            model, variant, keys, gbps, vendor=vendor, depth=depth, kv_type=kv_type, n_sequences=n_sequences
-        )
+    def parts_on(keys: Sequence[str], gbps: float, vendor: str) -> learned.Parts:
+        terms = decode_terms(
+            model, variant, keys, gbps, vendor=vendor, depth=depth, kv_type=kv_type, n_sequences=n_sequences,
+            n_cpu_cores=device.n_cpu_cores,
+        )  # fmt: skip
+        return terms.memory_s - terms.kv_s, terms.total_s - terms.memory_s, terms.kv_s
 
-    terms = terms_on(hardware, bandwidth, _vendor(device))
+    weights_s, fixed_s, attention_s = parts_on(hardware, bandwidth, _vendor(device))
     basis, spread = _basis(efficiency.load()["decode"], hardware, model)
     if bandwidth_basis == "assumed":
         basis, spread = f"assumed {bandwidth:.0f} GB/s", 0.5
-    memory_s, fixed_s = terms.memory_s, terms.total_s - terms.memory_s
     if n_sequences > 1:
         tflops, _ = families.nominal_tflops(device)
         prompt = prefill_terms(model, variant, hardware, bandwidth, tflops, vendor=_vendor(device))
-        fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - memory_s)
+        fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - weights_s - attention_s)
     if device_share < 1.0:
         host_gbps = device.host_bandwidth_gbps.value if device.host_bandwidth_gbps else ASSUMED_BANDWIDTH_GBPS
-        host = terms_on(("cpu",), host_gbps, "")
-        memory_s = memory_s * device_share + host.memory_s * (1 - device_share)
-        fixed_s = fixed_s * device_share + (host.total_s - host.memory_s) * (1 - device_share)
+        here = (weights_s, fixed_s, attention_s)
+        host = parts_on(("cpu",), host_gbps, "")
+        weights_s, fixed_s, attention_s = (
+            a * device_share + b * (1 - device_share) for a, b in zip(here, host, strict=True)
+        )
         basis, spread = f"{basis}; host {host_gbps:.0f} GB/s", max(spread, 0.25)
-    return _Step(memory_s, fixed_s, spread, basis)
+    return _Step(weights_s, fixed_s, attention_s, spread, basis)
 
 
 def _same(m: Measured, model: Model, variant: Variant) -> bool:
     return m.model.id == model.id and m.variant.quant == variant.quant
 
 
-@dataclass(frozen=True, slots=True)
-class _Correction:
-    memory_factor: float
-    fixed_factor: float
-    spread: float
-    basis: str
+def _as_measured(
+    device: Device, model: Model, variant: Variant, backend: str, step: _Step, here: Sequence[Measured]
+) -> tuple[float, float, str]:
+    """(seconds, spread, whose figures) of `step` as this machine's own runs say.
 
-
-def _correction(
-    device: Device, model: Model, variant: Variant, backend: str, measured: Sequence[Measured]
-) -> _Correction | None:
-    """What this machine's own runs say about its step times; None where it has none.
-
-    The same variant's figure if there is one, else the geometric mean over the others: what power mode, cooling and
-    build do to one model they do to the next. On a CPU the bandwidth is the unknown (a busy machine measures half of
-    it) and the time per layer is not, so there the run corrects the memory's share alone as long as that explains it.
+    Every run tells what weights, layers and attention cost here (`learned`). What a variant's own figures still leave
+    unexplained is its own: it moves nobody else.
     """
-    here = [m for m in measured if m.backend == backend and m.decode_tok_s > 0]
-    exact = [m for m in here if _same(m, model, variant)]
-    used = exact or here
-    if not used:
-        return None
-    memory_logs, fixed_logs = [], []
-    for m in used:
-        step = _step(device, m.model, m.variant, backend, m.depth, m.kv_type, 1, 1.0)
-        left = 1 / m.decode_tok_s - step.fixed_s
-        if device.accelerator == "cpu" and left > 0.3 / m.decode_tok_s:
-            memory_logs.append(math.log(left / step.memory_s))
-            fixed_logs.append(0.0)
-        else:
-            memory_logs.append(math.log(1 / m.decode_tok_s / step.total_s))
-            fixed_logs.append(memory_logs[-1])
-    names = "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
-    return _Correction(
-        math.exp(sum(memory_logs) / len(used)),
-        math.exp(sum(fixed_logs) / len(used)),
-        0.05 if exact else 0.10,
-        f"measured here: {names}",
-    )
+    seen = []
+    for m in here:
+        same = _same(m, model, variant)
+        for depth, rate in m.decoded:
+            parts = _step(device, m.model, m.variant, backend, depth, m.kv_type, 1, 1.0).parts
+            seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
+    prior = learned.CPU if families.engine_of(device, backend) == "cpu" else learned.ACCELERATOR
+    learnt = learned.learn([o for _, o in seen], prior)
+    seconds, unsure = learnt.seconds(step.parts), learnt.uncertainty(step.parts)
+    own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
+    if own:
+        return seconds * math.exp(sum(own) / len(own)), math.hypot(0.05, unsure), "this model"
+    return seconds, math.hypot(_MODEL_SPREAD, unsure), ", ".join(sorted({m.model.id for m in here})[:3])
 
 
 # --- prefill --------------------------------------------------------------------------------------------------------

@@ -9,13 +9,17 @@ from typing import Any
 from localllm.device.types import Device
 from localllm.planner import speed
 from localllm.planner.speed import Measured
+from localllm.planner.types import Range
 
 SHORTFALL = 0.30
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded); causes if it fell short."""
+    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded); causes if it fell short.
+
+    `decode_short`: with the context nearly empty (None: not measured).
+    """
 
     name: str
     quant: str
@@ -24,6 +28,7 @@ class Comparison:
     basis: str
     memory: tuple[float, float] | None
     causes: tuple[str, ...]
+    decode_short: tuple[float, float] | None = None
 
 
 def compare(
@@ -35,9 +40,13 @@ def compare(
     predicted_memory_bytes: int = 0,
 ) -> Comparison:
     """`run` against what the planner would have said without it (but knowing `others`)."""
-    predicted = speed.decode(
-        device, run.model, run.variant, backend=run.backend, depth=run.depth, kv_type=run.kv_type, measured=others
-    )
+
+    def at(depth: int) -> Range:
+        return speed.decode(
+            device, run.model, run.variant, backend=run.backend, depth=depth, kv_type=run.kv_type, measured=others
+        )
+
+    predicted = at(run.depth)
     bound = speed.decode_bound(device, run.model, run.variant)
     causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
     memory = (float(predicted_memory_bytes), float(memory_bytes)) if memory_bytes and predicted_memory_bytes else None
@@ -49,6 +58,7 @@ def compare(
         predicted.basis,
         memory,
         causes,
+        (at(run.short_depth).value, run.short_tok_s) if run.short_tok_s else None,
     )
 
 
@@ -82,6 +92,9 @@ def to_json(result: Comparison) -> dict[str, Any]:
         "quant": result.quant,
         "backend": result.backend,
         "decode_tok_s": {"predicted": result.decode[0], "measured": result.decode[1], "basis": result.basis},
+        "decode_short_tok_s": None
+        if result.decode_short is None
+        else {"predicted": result.decode_short[0], "measured": result.decode_short[1]},
         "memory_bytes": None
         if result.memory is None
         else {"predicted": int(result.memory[0]), "measured": int(result.memory[1])},

@@ -103,6 +103,8 @@ def test_the_prediction_knows_what_another_model_taught(
 
     assert "measured here" not in measured()["basis"]
     (own,) = measurements.load()
+    assert (own.depth, own.short_depth) == (64 + 8, 16 + 8)
+    assert own.short_tok_s > 0
     assert "measured here" not in measured()["basis"]  # its own earlier run is no prediction of the same
     measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
     assert "measured here: gemma-3-270m-it" in measured()["basis"]
