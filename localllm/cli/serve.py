@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,8 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     import asyncio
     import socket
+
+    from fastapi import FastAPI
 
     from localllm.cli.launch import Launch
     from localllm.server.router import ModelRouter, ServedModel
@@ -54,9 +56,7 @@ def serve(
     import sys
 
     from localllm.cli.launch import prepare_all
-    from localllm.server.app import create_app
     from localllm.server.idle import memory_is_short, unload_idle
-    from localllm.server.run import serve_on
     from localllm.server.settings import ServerSettings
     from localllm.settings import Settings
 
@@ -83,6 +83,7 @@ def serve(
         async def main() -> None:
             _stop_when_terminated()
             say(f"loading {', '.join(launch.name for launch in launches)} …")
+            serving = asyncio.create_task(asyncio.to_thread(_serving, router, server_settings))
             waiting = await router.preload()
             for model in router.list():
                 if model in waiting:
@@ -99,7 +100,8 @@ def serve(
                 asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
             )
             try:
-                await serve_on(create_app(router, settings=server_settings), sock)
+                app, serve_on = await serving
+                await serve_on(app, sock)
             finally:
                 if watch is not None:
                     watch.cancel()
@@ -107,6 +109,23 @@ def serve(
 
         with suppress(asyncio.CancelledError):
             asyncio.run(main())
+
+
+def _serving(router: ModelRouter, settings: ServerSettings) -> tuple[FastAPI, Callable[..., Awaitable[None]]]:
+    """The application and what serves it. Reading that code takes as long as a small model takes to load: this runs
+    meanwhile."""
+    import gc
+
+    # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a pause later.
+    gc.disable()
+    try:
+        from localllm.server.app import create_app
+        from localllm.server.run import serve_on
+
+        return create_app(router, settings=settings), serve_on
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _stop_when_terminated() -> None:
@@ -127,7 +146,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     Raises PortInUseError or UsageError."""
     from pathlib import Path
 
-    from localllm.server.run import bind, bind_unix
+    from localllm.server.sockets import bind, bind_unix
 
     if settings.unix_socket is None:
         sock = bind(settings.host, settings.port)
@@ -204,10 +223,9 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
     from localllm.cli.launch import prepare
     from localllm.cli.progress import loading_note
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.app import create_app
     from localllm.server.router import ModelRouter
-    from localllm.server.run import bind, serve_on
     from localllm.server.settings import ServerSettings
+    from localllm.server.sockets import bind
     from localllm.settings import Settings
 
     settings = Settings({"context": context})
@@ -225,11 +243,14 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
         async def main() -> None:
             supervisor = Supervisor(launch.options, note)
             router = ModelRouter({launch.name: supervisor})
+            serving = asyncio.create_task(asyncio.to_thread(_serving, router, server_settings))
             try:
                 await router.resolve(launch.name).engine()
                 ready.set()
-                await serve_on(create_app(router, settings=server_settings), sock, quiet=True)
+                app, serve_on = await serving
+                await serve_on(app, sock, quiet=True)
             finally:
+                serving.cancel()
                 await router.close()
 
         def run() -> None:
@@ -244,6 +265,7 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
                 failures.append(e)
             finally:
                 loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.run_until_complete(loop.shutdown_default_executor())
                 loop.close()
                 sock.close()
                 ready.set()

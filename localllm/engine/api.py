@@ -3,10 +3,10 @@ tests script their own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from localllm.engine.messages import Event, Request
+from localllm.engine.messages import Event, Failure, Finish, Request
 from localllm_backends.contract import ModelInfo
 
 
@@ -21,6 +21,14 @@ class Engine(Protocol):
         Closing the iterator early (`aclose`, a client that went away) cancels the request within one engine step.
         A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
         a Failure with code `worker_died` within two seconds.
+        """
+        ...
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
+        arrives, and the last one is returned.
+
+        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
         """
         ...
 

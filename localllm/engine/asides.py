@@ -31,24 +31,26 @@ class Asides:
     _waited: bool = False
     _refused: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        able = self.least_tokens > 0 and self.backend.capabilities.asides
+        self._able = self.backend if able and isinstance(self.backend, AsideBackend) else None
+
     def begin(self, running: Iterable[Job], spare_bytes: int | None) -> None:
         """Take the longest waiting of the long prompts in hand if somebody else is decoding and `spare_bytes` of memory
         (None: unknown) are enough."""
-        if self.job is not None or not self.least_tokens or not isinstance(self.backend, AsideBackend):
+        if self.job is not None or self._able is None:
             return
         jobs = list(running)
-        if not self.backend.capabilities.asides or all(j.prefilling for j in jobs):
-            return
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
-        if not fit:
+        if not fit or all(j.prefilling for j in jobs):
             return
         job = min(fit, key=lambda j: j.submitted_s)
-        if spare_bytes is not None and self.backend.aside_bytes(len(job.tokens)) > spare_bytes:
+        if spare_bytes is not None and self._able.aside_bytes(len(job.tokens)) > spare_bytes:
             return
         assert job.sequence is not None
         try:
             # The last token goes through a step like any other: its logits are wanted.
-            self._aside = self.backend.aside(job.sequence, job.tokens[job.n_kv : -1])
+            self._aside = self._able.aside(job.sequence, job.tokens[job.n_kv : -1])
         except BackendFailure:
             self._refused.add(job.id)
             return

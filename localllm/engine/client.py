@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class WorkerClient:
         self._process = process
         self.info = info
         self.memory = memory
-        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._streams: dict[str, Callable[[Event], None]] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
         self._closing = False
@@ -87,24 +88,48 @@ class WorkerClient:
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
+        with self._stream(request, queue.put_nowait):
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, Finish | Failure):
+                    return
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """Call `hear` with the request's events as they arrive; returns its one Finish or Failure. Cancelling this, or
+        an error of `hear` (raised here), cancels the request."""
+        ended: asyncio.Future[Finish | Failure] = asyncio.get_running_loop().create_future()
+
+        def take(event: Event) -> None:
+            if ended.done():
+                return
+            if isinstance(event, Finish | Failure):
+                ended.set_result(event)
+                return
+            try:
+                hear(event)
+            except Exception as e:
+                ended.set_exception(e)
+
+        with self._stream(request, take):
+            return await ended
+
+    @contextmanager
+    def _stream(self, request: Request, take: Callable[[Event], None]) -> Iterator[None]:
+        """Submit `request` and call `take` with its events, in this call already if it can't run. A block that is left
+        before the last of them cancels the request."""
         if request.id in self._streams:
-            yield Failure(request.id, "invalid_request", "a request with this id is running already")
+            take(Failure(request.id, "invalid_request", "a request with this id is running already"))
+            yield
             return
-        self._streams[request.id] = queue
-        ended = False
+        self._streams[request.id] = take
         try:
             if not self._post({"op": "submit", "request": request_to_json(request)}):
-                ended = True
-                yield self._death(request.id)
-                return
-            while not ended:
-                event = await queue.get()
-                ended = isinstance(event, Finish | Failure)
-                self.finished += isinstance(event, Finish)
-                yield event
+                del self._streams[request.id]
+                take(self._death(request.id))
+            yield
         finally:
-            self._streams.pop(request.id, None)
-            if not ended:
+            if self._streams.pop(request.id, None) is not None:
                 self._post({"op": "cancel", "id": request.id})
 
     async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
@@ -147,8 +172,9 @@ class WorkerClient:
 
     def _after_end(self) -> None:
         self.died.set()
-        for request_id, queue in self._streams.items():
-            queue.put_nowait(self._death(request_id))
+        streams, self._streams = self._streams, {}
+        for request_id, take in streams.items():
+            take(self._death(request_id))
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(errors.WorkerDiedError("the engine's process ended"))
@@ -156,9 +182,14 @@ class WorkerClient:
     def _deliver(self, message: dict[str, Any]) -> None:
         if "ev" in message:
             for data in message["ev"]:
-                queue = self._streams.get(data["id"])
-                if queue is not None:
-                    queue.put_nowait(event_from_json(data))
+                take = self._streams.get(data["id"])
+                if take is not None:
+                    event = event_from_json(data)
+                    if type(event) is Finish or type(event) is Failure:
+                        # The request has ended: its id is free, and there is nothing to cancel.
+                        del self._streams[event.id]
+                        self.finished += type(event) is Finish
+                    take(event)
         elif "re" in message:
             future = self._replies.pop(message["re"], None)
             if future is None or future.done():

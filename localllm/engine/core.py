@@ -165,8 +165,9 @@ class Engine:
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Event]:
-        """Admit, plan, run one sweep, advance. Returns what happened."""
+    def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
+        """Admit, plan, run one sweep, advance. Returns what happened, or `tell`s it before the housekeeping that can be
+        done while somebody else reads it, and returns the rest."""
         self._mind_memory()
         if self._disk is not None:
             self._disk.working(True)
@@ -188,7 +189,10 @@ class Engine:
             generated = self.metrics.generated_tokens
             first_outputs = self._advance(grants, result)
             emitted = self.metrics.generated_tokens - generated
-            self._observe(grants, self.clock() - started, first_outputs, emitted)
+            seconds = self.clock() - started
+            if tell is not None:
+                tell(self._drain())
+            self._observe(grants, seconds, first_outputs, emitted)
         self._expire()
         self.residency.tick(busy=self.has_work)
         self.speculator.tick(busy=True)

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -98,7 +98,15 @@ class EmbeddingEngine:
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Refuse: there is no text to be had."""
-        yield Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
+        yield self._refusal(request)
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
+        """Refuse."""
+        return self._refusal(request)
+
+    @staticmethod
+    def _refusal(request: Request) -> Failure:
+        return Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
 
     async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`, with the marks the model wants around it."""

@@ -5,8 +5,12 @@ Every submitted Request ends with exactly one Finish or one Failure, whatever di
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias
+
+# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
+_quote = json.encoder.encode_basestring_ascii
 
 FinishReason = Literal["stop", "length", "cancelled"]
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
@@ -169,9 +173,7 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """An Event as plain JSON values, with its `kind`. Shallow where nothing nests: this runs once per token."""
-    if type(event) is Text and not event.logprobs:
-        return {"kind": "text", "id": event.id, "text": event.text, "tokens": event.tokens}
+    """An Event as plain JSON values, with its `kind`."""
     data: dict[str, Any] = {"kind": event.kind}
     for f in fields(event):
         value = getattr(event, f.name)
@@ -181,6 +183,15 @@ def event_to_json(event: Event) -> dict[str, Any]:
             value = [asdict(v) for v in value]
         data[f.name] = value
     return data
+
+
+def event_text(event: Event) -> str:
+    """The JSON text of `event_to_json(event)`, in ASCII. Text without logprobs is written by hand: this runs once per
+    token, between two steps of the model."""
+    if type(event) is Text and not event.logprobs:
+        tokens = ",".join([str(t) for t in event.tokens])
+        return f'{{"kind":"text","id":{_quote(event.id)},"text":{_quote(event.text)},"tokens":[{tokens}]}}'
+    return json.dumps(event_to_json(event), separators=(",", ":"))
 
 
 def event_from_json(data: dict[str, Any]) -> Event:

@@ -1,6 +1,7 @@
 """A child process that speaks JSON lines: every message reaches a callback straight from the event loop's read.
 
-A StreamReader and a task between them would cost two more turns of the loop for every token.
+A StreamReader and a task between them would cost two more turns of the loop for every token, asyncio's own way from a
+child's output to its protocol one more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, cast
 from localllm import errors
 
 Hear = Callable[[dict[str, Any]], None]
+# What json.loads calls in the end; the way there is longer than a short message.
+_decode = json.JSONDecoder().raw_decode
 
 
 class JsonProcess(asyncio.SubprocessProtocol):
@@ -148,6 +151,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
         """The process runs."""
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
+        output = cast("asyncio.ReadTransport", self._process.get_pipe_transport(1))
+        output.set_protocol(_Output(self, cast("asyncio.Protocol", output.get_protocol())))
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Some of its output: any number of lines, the last perhaps in part."""
@@ -160,7 +165,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._pieces = [last] if last else []
         try:
             for line in lines:
-                self._on_message(json.loads(line))
+                self._on_message(_parsed(line))
         except ValueError:
             # What it says can't be trusted any more.
             self.kill()
@@ -181,6 +186,31 @@ class JsonProcess(asyncio.SubprocessProtocol):
             assert self._process is not None
             self._process.close()
             self._on_end()
+
+
+class _Output(asyncio.Protocol):
+    """Stands between a child's output and the protocol that asyncio gave it: data goes to `child` at once, not in the
+    loop's next turn; the end takes the usual way, behind all data."""
+
+    def __init__(self, child: JsonProcess, usual: asyncio.Protocol) -> None:
+        self._child, self._usual = child, usual
+
+    def data_received(self, data: bytes) -> None:
+        """Some output."""
+        self._child.pipe_data_received(1, data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No more output."""
+        self._usual.connection_lost(exc)
+
+
+def _parsed(line: bytes) -> Any:
+    """The value of one line without space around it; raises ValueError."""
+    text = line.decode()
+    value, end = _decode(text)
+    if end != len(text):
+        raise ValueError("a line holds more than one JSON value")
+    return value
 
 
 def said(code: int | None) -> str:

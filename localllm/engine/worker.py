@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Event, Failure, event_to_json, request_from_json
+from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.errors import LocalLLMError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec
 from localllm_backends.contract import OutOfMemoryError as NativeOutOfMemory
@@ -110,7 +110,7 @@ class Worker:
             except queue.Empty:
                 pass
             if engine.has_work:
-                self._send(engine.step())
+                self._send(engine.step(self._send))
             else:
                 housekeeping = engine.idle()
 
@@ -169,10 +169,13 @@ class Worker:
 
     def _send(self, events: list[Event]) -> None:
         if events:
-            self._write({"ev": [event_to_json(e) for e in events]})
+            self._write_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
     def _write(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self._write_line(json.dumps(message, separators=(",", ":")) + "\n")
+
+    def _write_line(self, line: str) -> None:
+        data = line.encode()
         with self._lock:
             try:
                 self._sink.write(data)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyFormat, ReplyParser
 from localllm.conversation.tools.lazy import Start
@@ -25,7 +24,7 @@ from localllm.engine.messages import (
     TokenLogprob,
     Usage,
 )
-from localllm.errors import BackendError, ContextLengthError, UnsupportedError, by_code
+from localllm.errors import ContextLengthError, UnsupportedError, by_code
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -315,6 +314,7 @@ class _Voice:
 
     def __init__(self, writer: Writer, choice: int, progress: Progress, parser: ReplyParser | None) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
+        self._heard: list[str] | None = None
         self._reasoned = 0
         self._calls: list[str] = []
         self._known: set[str] = set()
@@ -342,31 +342,33 @@ class _Voice:
 
     async def speak(self, engine: Engine, request: Request, heard: list[str] | None = None) -> Finish:
         """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text."""
-        writer, choice, parser, progress = self._writer, self._choice, self._parser, self._progress
-        stream = cast("AsyncGenerator[Event, None]", engine.submit(request))
-        async with aclosing(stream) as events:
-            async for event in events:
-                if type(event) is Text:
-                    if heard is not None:
-                        heard.append(event.text)
-                    if parser is not None:
-                        if parser.thinking:
-                            self._reasoned += len(event.tokens)
-                        self._tell(parser.feed(event.text), event.logprobs)
-                    elif event.text or event.logprobs:
-                        writer.text(choice, event.text, event.logprobs)
-                elif isinstance(event, Prefill):
-                    progress.done, progress.total, progress.cached = event.done, event.total, event.cached
-                elif isinstance(event, Queued):
-                    progress.ahead = event.ahead
-                    if not progress.accepted:
-                        progress.accepted = True
-                        writer.start()
-                elif isinstance(event, Failure):
-                    raise by_code(event.code, event.message, hint=event.hint or None)
-                elif isinstance(event, Finish):
-                    return event
-        raise BackendError("the engine ended the request without saying why")
+        self._heard = heard
+        end = await engine.listen(request, self._event)
+        if isinstance(end, Failure):
+            raise by_code(end.code, end.message, hint=end.hint or None)
+        return end
+
+    def _event(self, event: Event) -> None:
+        """Runs in the loop's read of the engine's pipe: once per token, so with as little as can be."""
+        if type(event) is Text:
+            if self._heard is not None:
+                self._heard.append(event.text)
+            parser = self._parser
+            if parser is not None:
+                if parser.thinking:
+                    self._reasoned += len(event.tokens)
+                self._tell(parser.feed(event.text), event.logprobs)
+            elif event.text or event.logprobs:
+                self._writer.text(self._choice, event.text, event.logprobs)
+        elif isinstance(event, Prefill):
+            progress = self._progress
+            progress.done, progress.total, progress.cached = event.done, event.total, event.cached
+        elif isinstance(event, Queued):
+            progress = self._progress
+            progress.ahead = event.ahead
+            if not progress.accepted:
+                progress.accepted = True
+                self._writer.start()
 
     def finish(self, end: Finish) -> Outcome:
         """The end of the choice."""

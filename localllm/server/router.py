@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.conversation.reply import think_markers
-from localllm.conversation.template import ChatTemplate
 from localllm.engine.api import Engine, Host
 from localllm.engine.messages import Sampling
 from localllm.errors import BusyError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.server.admission import Admission
 from localllm_backends.contract import ModelInfo
+
+if TYPE_CHECKING:
+    from localllm.conversation.template import ChatTemplate
 
 # Suffixes clients add to a name without meaning another model.
 _TAGS = (":latest",)
@@ -94,6 +96,9 @@ class ServedModel:
 
     def template(self, info: ModelInfo) -> ChatTemplate:
         """The model's chat template, compiled once."""
+        # Templates need Jinja: it is read while the first model loads, not before.
+        from localllm.conversation.template import ChatTemplate
+
         source = info.chat_template or ""
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)

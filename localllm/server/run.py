@@ -1,80 +1,24 @@
-"""Listens: takes the port before anything loads, runs uvicorn, and stops cleanly."""
+"""Runs uvicorn on a listening socket and stops it cleanly."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import socket
-import stat
-from pathlib import Path
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.errors import LocalLLMError, PortInUseError, UsageError
-from localllm.server.security import App
+from localllm.errors import LocalLLMError
+from localllm.server.security import App, Receive, Scope, Send
+from localllm.server.sockets import bind
+from localllm.server.streaming import OWN_SEND
 
 _GRACE_S = 5
 _HEADER_TIMEOUT_S = 15.0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host:port` (0 = any free port). Raises PortInUseError or UsageError."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as e:
-        raise UsageError(f"{host!r} is not an address of this machine: {e.strerror or e}") from e
-    family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
-    if os.name == "posix":
-        # Elsewhere this option would let two servers share the port.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(256)
-    except OSError as e:
-        sock.close()
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            why = "is in use" if e.errno == errno.EADDRINUSE else "needs administrator rights"
-            raise PortInUseError(f"port {port} on {host} {why}") from e
-        raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
-    return sock
-
-
-def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open. Replaces a dead one, refuses a live one.
-
-    Raises PortInUseError, or UsageError for a path that can't be one."""
-    if not hasattr(socket, "AF_UNIX"):
-        raise UsageError("this system has no Unix sockets", hint="listen on a port: --port")
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UsageError(f"{path.name} exists and is not a socket")
-        probe = socket.socket(socket.AF_UNIX)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink()
-        else:
-            raise PortInUseError(f"another program listens on the socket {path.name}")
-        finally:
-            probe.close()
-    sock = socket.socket(socket.AF_UNIX)
-    old = os.umask(0o177)
-    try:
-        sock.bind(str(path))
-        sock.listen(256)
-    except OSError as e:
-        sock.close()
-        raise UsageError(f"can't listen on the socket {path.name}: {e.strerror or e}") from e
-    finally:
-        os.umask(old)
-    return sock
 
 
 class _Protocol(H11Protocol):
@@ -121,8 +65,13 @@ class _Server(uvicorn.Server):
 
 async def serve_on(app: App, sock: socket.socket, *, quiet: bool = False) -> None:
     """Serve until cancelled; open streams get a few seconds to end. Prompts are never logged."""
+
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[OWN_SEND] = send
+        await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app,
+        outermost,
         http=_Protocol,
         ws="none",
         lifespan="off",

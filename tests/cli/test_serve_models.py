@@ -184,3 +184,13 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
             process.communicate(timeout=30)
         assert process.returncode == 0
         assert not path.exists()
+
+
+def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
+    """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
+    are read while the model loads."""
+    needed = "cli.serve, cli.launch, cli.planning, server.idle, server.sockets, server.router, engine.supervisor"
+    names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
+    program = f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -45,6 +45,7 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
             assert (await engine.detokenize(tokens[1:-1])).strip() == "ab"
             events = [e async for e in engine.submit(Request("r", "hi"))]
             assert [type(e) for e in events] == [Failure]
+            assert [await engine.listen(Request("r", "hi"), events.append)] == events
             many = await asyncio.gather(*(engine.embed([f"text {i}"]) for i in range(20)))
             assert len({v[0][0] for v in many}) == 20
             assert (await engine.snapshot())["requests"] == 22

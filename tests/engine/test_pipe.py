@@ -61,8 +61,10 @@ def test_the_end_comes_once_after_the_last_message() -> None:
     asyncio.run(talk())
 
 
-def test_a_process_that_writes_nonsense_is_ended() -> None:
-    program = "print('{\"ready\": 1}\\nnot json', flush=True); import time; time.sleep(600)"
+@pytest.mark.parametrize("nonsense", ["not json", '{"n": 1} {"n": 2}', "", '{"n": '])
+def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
+    says = f"print('{{\"ready\": 1}}', {nonsense!r}, sep='\\n', flush=True)"
+    program = f"{says}; import time; time.sleep(600)"
 
     async def talk() -> None:
         process, _ = await JsonProcess.start(_child(program), {}, loads="it")

@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.messages import Failure, Finish, Request, Sampling, Text
+from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
@@ -131,6 +132,70 @@ def test_leaving_early_cancels(smollm2: Path) -> None:
         snapshot = await engine.snapshot()
         assert snapshot["cancelled"] == 1
         assert snapshot["running"] == 0
+
+    with_model(smollm2, use)
+
+
+def test_listening_hears_what_submitting_yields(smollm2: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        request = Request("a", PROMPT, max_tokens=20, sampling=GREEDY, cache_prompt=False)
+        text, tokens, _end = await generate(engine, request)
+        heard: list[Event] = []
+        end = await engine.listen(request, heard.append)
+        assert isinstance(end, Finish)
+        assert end.usage.completion_tokens == 20
+        said = [e for e in heard if isinstance(e, Text)]
+        assert ("".join(e.text for e in said), [t for e in said for t in e.tokens]) == (text, tokens)
+        assert not any(isinstance(e, Finish | Failure) for e in heard)
+        refused = await engine.listen(Request("b", "word " * 3000, 1), heard.append)
+        assert isinstance(refused, Failure)
+        assert refused.code == "context_length_exceeded"
+
+    with_model(smollm2, use)
+
+
+def test_a_listener_that_fails_or_leaves_cancels_its_request(smollm2: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        began = asyncio.Event()
+
+        def fail(event: Event) -> None:
+            if isinstance(event, Text):
+                raise ZeroDivisionError("a bug of the listener")
+
+        def note(event: Event) -> None:
+            if isinstance(event, Text):
+                began.set()
+
+        endless = Request("a", PROMPT, sampling=GREEDY, ignore_eos=True)
+        with pytest.raises(ZeroDivisionError):
+            await engine.listen(replace(endless, id="f"), fail)
+        task = asyncio.create_task(engine.listen(endless, note))
+        await began.wait()
+        twice = await engine.listen(endless, note)
+        assert isinstance(twice, Failure)
+        assert twice.code == "invalid_request"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        snapshot = await engine.snapshot()
+        assert (snapshot["cancelled"], snapshot["running"]) == (2, 0)
+
+    with_model(smollm2, use)
+
+
+def test_a_listener_is_told_when_the_worker_dies(smollm2: Path) -> None:
+    async def use(_: Supervisor, engine: WorkerClient) -> None:
+        def kill(event: Event) -> None:
+            if isinstance(event, Text):
+                os.kill(engine.pid, signal.SIGKILL)
+
+        async with asyncio.timeout(60):
+            end = await engine.listen(Request("a", PROMPT, sampling=GREEDY, ignore_eos=True), kill)
+            assert isinstance(end, Failure)
+            assert end.code == "worker_died"
+            late = await engine.listen(Request("b", PROMPT), kill)
+            assert isinstance(late, Failure)
+            assert late.code == "worker_died"
 
     with_model(smollm2, use)
 

@@ -17,6 +17,7 @@ import pytest
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.errors import PortInUseError, UsageError
 from localllm.server import run as server_run
+from localllm.server import sockets
 from localllm.server.app import create_app
 from localllm.server.router import ModelRouter
 from localllm.server.settings import ServerSettings
@@ -346,9 +347,9 @@ def test_a_port_in_use_is_said_before_anything_loads() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         with pytest.raises(PortInUseError, match="in use"):
-            server_run.bind("127.0.0.1", holder.getsockname()[1])
+            sockets.bind("127.0.0.1", holder.getsockname()[1])
     with pytest.raises(UsageError):
-        server_run.bind("203.0.113.7", 0)
+        sockets.bind("203.0.113.7", 0)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
@@ -356,10 +357,10 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     settings = ServerSettings.secure(unix_socket=str(path))
     app = create_app(ModelRouter({"tiny": ScriptedEngine()}), settings=settings)
-    sock = server_run.bind_unix(path)
+    sock = sockets.bind_unix(path)
     assert path.stat().st_mode & 0o077 == 0
     with pytest.raises(PortInUseError):
-        server_run.bind_unix(path)
+        sockets.bind_unix(path)
 
     async def ask() -> httpx.Response:
         task = asyncio.create_task(server_run.serve_on(app, sock, quiet=True))
@@ -371,7 +372,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
         return reply
 
     assert asyncio.run(ask()).status_code == 200
-    server_run.bind_unix(path).close()  # a dead socket is replaced
+    sockets.bind_unix(path).close()  # a dead socket is replaced
 
 
 def test_many_clients_that_leave_harm_nobody() -> None:

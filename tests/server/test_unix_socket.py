@@ -18,8 +18,9 @@ from localllm.cli.serve import listening
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.app import create_app
 from localllm.server.router import ModelRouter
-from localllm.server.run import bind_unix, serve_on
+from localllm.server.run import serve_on
 from localllm.server.settings import ServerSettings
+from localllm.server.sockets import bind_unix
 from support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")

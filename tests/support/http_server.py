@@ -10,8 +10,9 @@ from typing import Any
 
 from localllm.server.app import create_app
 from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.run import bind, serve_on
+from localllm.server.run import serve_on
 from localllm.server.settings import ServerSettings
+from localllm.server.sockets import bind
 
 
 class Running:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, cast
 
 from localllm.conversation.tools.base import JsonEnd
 from localllm.engine.messages import (
@@ -127,6 +128,15 @@ class ScriptedEngine:
             self.running -= 1
             if not done:
                 self.cancelled.append(request.id)
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """The same script, told."""
+        async with aclosing(cast("AsyncGenerator[Event, None]", self.submit(request))) as events:
+            async for event in events:
+                if isinstance(event, Finish | Failure):
+                    return event
+                hear(event)
+        raise AssertionError("a script without an end")
 
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
         limit = room if request.max_tokens is None else request.max_tokens
