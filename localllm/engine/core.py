@@ -82,6 +82,7 @@ class Engine:
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, Job] = {}
         self._sizer = ChunkSizer(info.n_batch)
+        self._last_step_s = 0.0
         self._asides = Asides(self.backend, self.settings.aside_tokens)
         self._events: list[Event] = []
         self._eog = frozenset(info.eog_tokens)
@@ -174,7 +175,7 @@ class Engine:
         self._admit()
         self._restore()
         self._read_aside()
-        self.speculator.propose(list(self._running.values()))
+        self.speculator.propose(list(self._running.values()), hurry=self._asides.job is not None)
         grants = self._plan()
         if grants:
             started = self.clock()
@@ -189,7 +190,7 @@ class Engine:
             generated = self.metrics.generated_tokens
             first_outputs = self._advance(grants, result)
             emitted = self.metrics.generated_tokens - generated
-            seconds = self.clock() - started
+            seconds = self._last_step_s = self.clock() - started
             if tell is not None:
                 tell(self._drain())
             self._observe(grants, seconds, first_outputs, emitted)
@@ -349,7 +350,8 @@ class Engine:
         if job is not None:
             streams = any(not j.prefilling for j in self._running.values())
             started = self.clock()
-            read = self._asides.run(self._sizer.slice_s if streams else LONE_STEP_S, self._running.values())
+            slice_s = self._sizer.slice_s(self._last_step_s) if streams else LONE_STEP_S
+            read = self._asides.run(slice_s, self._running.values())
             self.metrics.aside(read, self.clock() - started)
             if job is self._asides.job:
                 self._progress(job, self._asides.n_kv)

@@ -12,8 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 STALL_RATIO = 7.0
-# A slice of time ends where it should, a chunk where it was guessed to: the slice may be larger.
-_SLICE_RATIO = 9.0
+# A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
+# a step with a chunk. Where the steps themselves are slow it is still worth its while.
+_SLICE_RATIO = 8.0
+_LEAST_SLICE = 4.0
 _MIN_CHUNK = 16
 # Nobody decodes, but somebody may come or leave: no step takes longer than this, once speed is known. Steps of 128
 # tokens cost 3 to 4 % of prefill speed against 512 on two CPU cores; smaller ones would cost more than they save.
@@ -126,10 +128,11 @@ class ChunkSizer:
         tokens = (STALL_RATIO - 1.0) * self._decode_s / max(self._token_s, 1e-9)
         return int(max(_MIN_CHUNK, min(self._n_batch, tokens)))
 
-    @property
-    def slice_s(self) -> float:
-        """Seconds of other work that may come between two decode steps."""
-        return (_SLICE_RATIO - 1.0) * self._decode_s if self._decode_s is not None else LONE_STEP_S / _SLICE_RATIO
+    def slice_s(self, last_step_s: float) -> float:
+        """Seconds of other work that may come before the next decode step, which will take about as long as the last."""
+        if self._decode_s is None:
+            return LONE_STEP_S / _SLICE_RATIO
+        return max(_SLICE_RATIO * self._decode_s - last_step_s, _LEAST_SLICE * self._decode_s)
 
     @property
     def lone(self) -> int:

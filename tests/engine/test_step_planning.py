@@ -131,3 +131,15 @@ def test_slower_decoding_that_lasts_is_learned() -> None:
     for _ in range(20):
         sizer.observe(decoded=8, prefilled=0, seconds=0.16)
     assert sizer.chunk >= 0.95 * (STALL_RATIO - 1) * 0.16 / 0.01
+
+
+@given(st.floats(0.001, 1.0), st.floats(0.0, 20.0))
+def test_a_slice_leaves_the_step_behind_it_its_time_but_is_never_a_sliver(decode_s: float, last_steps: float) -> None:
+    sizer = ChunkSizer(512)
+    assert 0.0 < sizer.slice_s(0.0) < 0.1, "before anything is known: a moment"
+    sizer.observe(decoded=1, prefilled=0, seconds=decode_s)
+    whole = sizer.slice_s(0.0)
+    slice_s = sizer.slice_s(last_steps * decode_s)
+    assert 4 * decode_s <= slice_s + 1e-9
+    assert slice_s + last_steps * decode_s <= max(whole, (4 + last_steps) * decode_s) + 1e-9
+    assert whole < 12 * decode_s

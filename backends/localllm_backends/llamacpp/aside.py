@@ -3,7 +3,7 @@
 llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one wastes them: its
 tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
 micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. Nothing runs
-at the same time: either that thread computes, or the thread that owns the backend does.
+at the same time but the making of that context: either that thread computes, or the one that owns the backend does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from localllm_backends.contract import LoadSpec, StepError
+from localllm_backends.contract import BackendFailure, LoadSpec, StepError
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.load import new_context
@@ -35,6 +35,7 @@ _SMALLEST_BATCH = 64
 # product or attention milliseconds: few of them may come together.
 _NODES = 3
 _PIECE_TOKENS = 512
+_LOOK_S = 0.002
 _LINE, _SPARE = 0, 1
 
 
@@ -53,26 +54,28 @@ class Aside:
         self._failure: Exception | None = None
         self._leaving = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
+        self._context: Any = None
+        self._memory: Any = None
+        self._made = threading.Event()
         cells = replace(spec, n_ctx=aside_cells(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
-        self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
-        self._memory = llama.llama_get_memory(self._context)
+        self._thread = threading.Thread(target=self._work, args=(model, cells), name="aside", daemon=True)
+        self._thread.start()
 
     def run(self, seconds: float) -> int:
         """Compute for about `seconds`, more only by one node; returns how many of the tokens are computed so far.
-        StepError when llama.cpp failed."""
+        BackendFailure when there is no memory for it, or llama.cpp failed."""
         until = time.perf_counter() + seconds
-        while self._carried < self._prefix:
+        # Memory nobody has touched yet takes the system up to milliseconds per MB: steps go on meanwhile.
+        if not self._made.wait(min(seconds, _LOOK_S)):
+            return 0
+        while self._failure is None and self._carried < self._prefix:
             self._carry()
             if time.perf_counter() >= until:
                 return 0
-        if self._read < len(self._tokens):
+        if self._failure is None and self._read < len(self._tokens):
             self._pace.until = until
             self._pace.longest_wanted_s = seconds
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._compute, name="aside", daemon=True)
-                self._thread.start()
             self._go.release()
             self._stopped.acquire()
         if self._failure is not None:
@@ -95,10 +98,10 @@ class Aside:
     def close(self) -> None:
         """Stop computing and free the context. May be called at any time, once."""
         self._leaving = True
-        if self._thread is not None:
-            self._go.release()
-            self._thread.join()
-        self._llama.llama_free(self._context)
+        self._go.release()
+        self._thread.join()
+        if self._context is not None:
+            self._llama.llama_free(self._context)
 
     def _carry(self) -> None:
         """Copy one piece of what the sequence holds already."""
@@ -112,8 +115,19 @@ class Aside:
 
     # --- the thread that computes ------------------------------------------------------------------------------------
 
-    def _compute(self) -> None:
+    def _work(self, model: Any, cells: LoadSpec) -> None:
+        try:
+            self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
+            self._memory = self._llama.llama_get_memory(self._context)
+        except BackendFailure as e:
+            self._failure = e
+        self._made.set()
         self._go.acquire()
+        if self._failure is None:
+            self._compute()
+        self._stopped.release()
+
+    def _compute(self) -> None:
         batch = Batch(self._llama, MICRO_BATCH)
         size = _FIRST_BATCH
         while self._read < len(self._tokens) and not self._leaving:
@@ -132,7 +146,6 @@ class Aside:
             if self._pace.too_coarse:
                 self._largest = max(_SMALLEST_BATCH, size // 2)
             size = self._largest
-        self._stopped.release()
 
     def _at_node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
         """llama.cpp asks before each node whether to stop after it, and tells when it has."""

@@ -149,14 +149,15 @@ class Speculator:
 
     # --- before a step -------------------------------------------------------------------------------------------
 
-    def propose(self, running: Seq[Job]) -> None:
-        """Fill in `draft` of every decoding job for which drafting pays now."""
+    def propose(self, running: Seq[Job], *, hurry: bool = False) -> None:
+        """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is between two slices of
+        somebody's prompt, and no drafts may lengthen it."""
         if self.off_because:
             return
         decoding = [j for j in running if not j.prefilling]
         for job in decoding:
             job.draft, job.draft_from = [], None
-        if not decoding or not self.cost.known:
+        if hurry or not decoding or not self.cost.known:
             return
         prefilling = len(running) - len(decoding)
         info = self.backend.info
