@@ -14,8 +14,8 @@ from dataclasses import dataclass
 STALL_RATIO = 7.0
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
 # a step with a chunk. Where the steps themselves are slow it is still worth its while.
-_SLICE_RATIO = 8.0
-_LEAST_SLICE = 4.0
+_SLICE_RATIO = 9.0
+_LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
 # Nobody decodes, but somebody may come or leave: no step takes longer than this, once speed is known. Steps of 128
 # tokens cost 3 to 4 % of prefill speed against 512 on two CPU cores; smaller ones would cost more than they save.

@@ -10,6 +10,7 @@ the order to close.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -76,7 +77,10 @@ class Worker:
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
         settings = EngineSettings(**options.get("engine", {}), make_constraint=GrammarCompiler(backend))
-        return Engine(backend, settings, draft_backend=draft)
+        engine = Engine(backend, settings, draft_backend=draft)
+        # What is loaded stays: no collection looks through it in the middle of a stream.
+        gc.freeze()
+        return engine
 
     def _load_draft(self, path: str | None, spec: LoadSpec, backend_type: BackendType) -> Backend | None:
         """The draft model, once its vocabulary is known to be the model's; the weights of neither are read before."""
