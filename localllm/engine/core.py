@@ -90,7 +90,7 @@ class Engine:
         self._parked_at_step = -1
         if self._disk is not None:
             disk = self._disk
-            self.residency.worth_reading = lambda block: disk.worth_reading(block, self._sizer.prefill_tok_s)
+            self.residency.worth_reading = lambda block, n: disk.worth_reading(block, n, self._sizer.prefill_tok_s)
 
     def _open_disk(self, cache: PrefixCache) -> DiskTier | None:
         if self.settings.disk_dir is None or self.settings.disk_bytes <= 0:

@@ -140,11 +140,11 @@ class DiskTier:
         last = blocks[-1] if blocks else None
         return last if isinstance(last, DiskBlock) else None
 
-    def worth_reading(self, block: object, prefill_tok_s: float | None) -> bool:
-        """True when the file is read faster than its tokens are computed, both as measured here."""
+    def worth_reading(self, block: object, n_tokens: int, prefill_tok_s: float | None) -> bool:
+        """True when the file is read faster than the `n_tokens` wanted of it are computed, both as measured here."""
         if not isinstance(block, DiskBlock) or not block.only_on_disk or not prefill_tok_s:
             return True
-        return block.size_bytes / self.read_bytes_s < (block.stop - block.start) / prefill_tok_s
+        return block.size_bytes / self.read_bytes_s < n_tokens / prefill_tok_s
 
     def load(self, block: DiskBlock) -> memoryview | None:
         """The data of a block that is only on disk; the file is checked whole, and removed if it is not right."""

@@ -99,7 +99,7 @@ class Restoring:
         block, start, stop = self._parts.pop()
         before, stop = self.held, min(stop, self._most)
         try:
-            if not self._residency.worth_reading(block):
+            if not self._residency.worth_reading(block, stop - start):
                 self._parts.clear()
             elif (data := block.read()) is None:
                 self._lose(block)
@@ -139,7 +139,7 @@ class Residency:
         self.cache = cache
         self._make_block = make_block
         self._residents: list[Resident] = []
-        self.worth_reading: Callable[[Block], bool] = lambda _: True
+        self.worth_reading: Callable[[Block, int], bool] = lambda _block, _n_tokens: True
         self.restored_tokens = 0
         self.lost_blocks = 0
 

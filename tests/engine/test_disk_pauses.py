@@ -97,3 +97,13 @@ def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.Monke
     engine.idle()
     assert heard[-1] is False
     engine.close()
+
+
+def test_a_file_is_read_for_the_tokens_wanted_of_it_not_for_all_it_holds(tmp_path: Path) -> None:
+    tier, _ = opened(tmp_path)
+    block = tier.make_block(TOKENS, b"kv" * 1000, 0, 32)
+    tier.close()
+    block.data, tier.read_bytes_s = None, 20_000.0
+    assert tier.worth_reading(block, 32, 100.0), "a tenth of a second to read, a third to compute"
+    assert not tier.worth_reading(block, 5, 100.0), "a twentieth to compute"
+    assert tier.worth_reading(block, 5, None), "before anything is measured"
