@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,6 @@ class SlicedBackend(ScriptedBackend):
 
     def __init__(self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048) -> None:
         super().__init__(n_ctx=n_ctx)
-        from dataclasses import replace
-
         self.capabilities = replace(self.capabilities, asides=True)
         self.asides: list[ScriptedAside] = []
         self.fails_at, self.refuses = fails_at, refuses
@@ -282,3 +281,24 @@ def test_real_prompts_read_aside_get_the_answers_they_get_alone(write: Callable[
         assert at is None or gaps[at] <= NEAR_TIE or write is tiny_gguf.write_moe
     engine.close()
     alone.close()
+
+
+def test_nobody_drafts_between_two_slices() -> None:
+    backend = SlicedBackend()
+    settings = EngineSettings(aside_tokens=50, headroom_bytes=0, draft="ngram")
+    engine = Engine(backend, settings)
+    told = expected(words(5, 1), 200)
+    stream = replace(ask("stream", words(5, 1), 200), prediction=backend.detokenize(told))
+    outcome = start(engine, stream)
+    for _ in range(10):
+        outcome.take(engine.step())
+    assert max(n for step in backend.steps[-8:] for _, n in step) > 1, "it drafts while it is alone"
+    outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+    outcome.take(engine.step())
+    first = len(backend.steps)
+    while engine._asides.job is not None:
+        outcome.take(engine.step())
+    assert len(backend.steps) > first + 10
+    assert all(n == 1 for step in backend.steps[first:-1] for _, n in step)
+    finish(engine, outcome)
+    assert outcome.tokens["stream"] == told
