@@ -1,0 +1,74 @@
+"""What idle conversations cost a short chat: its decode speed beside 12,000 cached tokens against an empty engine's.
+
+python -m benchmarks.crowded [--rounds 20] [--model FILE] [--out FILE]
+
+Two engines in one process, in turn: a server measured before and after filling its cache shows the machine's drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from benchmarks.models import smollm2
+from benchmarks.ratio import Comparison, interleave, write
+from localllm.engine.core import Engine
+from localllm.engine.messages import Request, Sampling
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type
+
+_LINES, _LINE_TOKENS = 6, 2000
+_PROMPT_TOKENS, _ANSWER_TOKENS = 30, 64
+
+
+class Chats:
+    """One engine and its decode speed; every prompt is new to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.engine = Engine(backend_type.load(LoadSpec(str(path), n_ctx=16_384)))
+        self._n = 0
+
+    def decode_tok_s(self, n_prompt: int, n: int) -> float:
+        """Tokens/s after the first of `n` tokens that follow `n_prompt`; everything has settled when it returns."""
+        self._n += 1
+        vocabulary = self.engine.backend.info.n_vocab - 100
+        prompt = [(i * 7919 + self._n * 104_729) % vocabulary + 50 for i in range(n_prompt)]
+        request = Request(f"r{self._n}", prompt, max_tokens=n, sampling=Sampling(temperature=0.0), ignore_eos=True)
+        self.engine.submit(request, prompt)
+        first = 0.0
+        while self.engine.has_work:
+            if any(e.kind == "text" for e in self.engine.step()) and not first:
+                first = time.perf_counter()
+        seconds = time.perf_counter() - first
+        while self.engine.idle():
+            pass
+        return (n - 1) / seconds
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    path = arguments.model or smollm2()
+    empty, crowded = Chats(path), Chats(path)
+    for _ in range(_LINES):
+        crowded.decode_tok_s(_LINE_TOKENS, 2)
+    table = Comparison(f"short chat beside {_LINES * _LINE_TOKENS:,} cached tokens", "tok/s")
+
+    def one(name: str, chats: Chats) -> None:
+        table.add(name, chats.decode_tok_s(_PROMPT_TOKENS, _ANSWER_TOKENS))
+
+    for chats in (empty, crowded):
+        chats.decode_tok_s(_PROMPT_TOKENS, _ANSWER_TOKENS)
+    interleave(arguments.rounds, lambda: one("empty", empty), lambda: one("crowded", crowded))
+    write(arguments.out, [table.report("empty")])
+    empty.engine.close()
+    crowded.engine.close()
+
+
+if __name__ == "__main__":
+    main()
