@@ -80,13 +80,8 @@ class Restoring:
     or closed. Fails silently: what can't be had is a miss."""
 
     def __init__(self, residency: Residency, backend: Backend, sequence: int, match: Match, most: int) -> None:
-        self._residency, self._backend, self._sequence, self._match, self._most = (
-            residency,
-            backend,
-            sequence,
-            match,
-            most,
-        )
+        self._residency, self._backend = residency, backend
+        self._sequence, self._match, self._most = sequence, match, most
         self._parts = list(reversed(match.parts))
         self.held = 0
         self.done = False

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
-from localllm_backends.contract import Aside, AsideBackend, Backend, LoadSpec, NoCellsError
+from localllm_backends.contract import Aside, AsideBackend, Backend, BackendFailure, LoadSpec, NoCellsError
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.aside import _Pace
 from models import tiny_gguf
@@ -113,6 +113,25 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
     aside.close()
     assert backend.length(sequence) == 0
     backend.check_integrity()  # type: ignore[attr-defined]
+    backend.close()
+
+
+@pytest.mark.parametrize("where", ["new_context", "Batch"])
+def test_whatever_ends_its_thread_reaches_whoever_waits(
+    where: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_gpu_layers=0))
+
+    def broken(*_a: object, **_k: object) -> None:
+        raise ValueError("nobody foresaw this")
+
+    monkeypatch.setattr(f"localllm_backends.llamacpp.aside.{where}", broken)
+    sequence = backend.new_sequence()
+    aside = begin(backend, sequence, line(600))
+    with pytest.raises(BackendFailure, match="nobody foresaw this"):
+        read(aside, 600)
+    aside.close()
+    assert backend.length(sequence) == 0
     backend.close()
 
 

@@ -51,7 +51,7 @@ class Aside:
         self._carried = self._read = self._joined = 0
         self._largest = MICRO_BATCH
         self._pace = _Pace()
-        self._failure: Exception | None = None
+        self._failure: BackendFailure | None = None
         self._leaving = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
@@ -119,12 +119,16 @@ class Aside:
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
             self._memory = self._llama.llama_get_memory(self._context)
-        except BackendFailure as e:
-            self._failure = e
+        except Exception as e:
+            self._failure = _as_failure(e)
         self._made.set()
         self._go.acquire()
-        if self._failure is None:
-            self._compute()
+        try:
+            if self._failure is None:
+                self._compute()
+        except Exception as e:
+            self._failure = _as_failure(e)
+        # Whatever happened: the owner waits for this.
         self._stopped.release()
 
     def _compute(self) -> None:
@@ -209,6 +213,11 @@ class _Pace:
         """Did many stretches of the last micro-batch take longer than is wanted? (One may have been disturbed.)"""
         longest = sorted(self._spent, reverse=True)[: max(1, len(self._spent) // 20)]
         return bool(longest) and longest[-1] > self.longest_wanted_s
+
+
+def _as_failure(error: Exception) -> BackendFailure:
+    """What ended the thread, as the only kind of error that crosses the contract."""
+    return error if isinstance(error, BackendFailure) else StepError(f"{type(error).__name__}: {error}")
 
 
 def aside_cells(n_tokens: int) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, LoadError, SequenceId
+from localllm_backends.llamacpp.batch import Batch
 
 Rows = NDArray[np.float32]
 
@@ -247,7 +248,7 @@ class MtpHeads:
         for sequence, i in places:
             line = self._lines[sequence]
             first.setdefault(sequence, line.read + i)
-            batch.add(line.unread[i], line.read + i, sequence, line.rows[i], output=False)
+            batch.add_row(line.unread[i], line.read + i, sequence, line.rows[i], output=False)
         for head in range(self._n_heads):
             if head:
                 # Each head has a layer of its own: the same cells are written again, for that layer.
@@ -311,7 +312,7 @@ class MtpHeads:
         if begin == 0 and step:
             self._llama.llama_memory_seq_rm(self._memory, sequence, base, -1)
         for i in range(begin, step + 1):
-            self._batch.add(tokens[i], base + i, sequence, rows[i], output=True)
+            self._batch.add_row(tokens[i], base + i, sequence, rows[i], output=True)
 
     def _logits(self, n: int) -> Rows:
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
@@ -381,35 +382,15 @@ def _floats(address: int | None, rows: int, width: int) -> Rows:
     return flat.reshape(rows, width)
 
 
-class _Batch:
+class _Batch(Batch):
     """One llama_batch whose rows carry both a token and a hidden row."""
 
     def __init__(self, llama: Any, capacity: int, width: int) -> None:
-        self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._pos: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._n_seq: NDArray[np.int32] = np.ones(capacity, dtype=np.int32)
-        self._seq: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
-        self._logits: NDArray[np.int8] = np.zeros(capacity, dtype=np.int8)
+        super().__init__(llama, capacity)
         self._rows: Rows = np.zeros((capacity, width), dtype=np.float32)
-        self._seq_pointers: NDArray[np.uint64] = self._seq.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
-        i32 = ctypes.POINTER(ctypes.c_int32)
-        native = llama.llama_batch()
-        native.token = self._token.ctypes.data_as(i32)
-        native.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        native.pos = self._pos.ctypes.data_as(i32)
-        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
-        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
-        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        self.native = native
+        self.native.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
-    def clear(self) -> None:
-        """Empty it."""
-        self.native.n_tokens = 0
-
-    def add(self, token: int, position: int, sequence: SequenceId, row: Rows, *, output: bool) -> None:
+    def add_row(self, token: int, position: int, sequence: SequenceId, row: Rows, *, output: bool) -> None:
         """Append one row."""
-        i = self.native.n_tokens
-        self._token[i], self._pos[i], self._seq[i] = token, position, sequence
-        self._rows[i] = row
-        self._logits[i] = output
-        self.native.n_tokens = i + 1
+        self._rows[self.native.n_tokens] = row
+        self.add(sequence, position, [token], int(output))
