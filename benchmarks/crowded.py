@@ -8,11 +8,11 @@ Two engines in one process, in turn: a server measured before and after filling 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave, write
+from benchmarks.timing import settle, timed
 from localllm.engine.core import Engine
 from localllm.engine.messages import Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -35,14 +35,8 @@ class Chats:
         vocabulary = self.engine.backend.info.n_vocab - 100
         prompt = [(i * 7919 + self._n * 104_729) % vocabulary + 50 for i in range(n_prompt)]
         request = Request(f"r{self._n}", prompt, max_tokens=n, sampling=Sampling(temperature=0.0), ignore_eos=True)
-        self.engine.submit(request, prompt)
-        first = 0.0
-        while self.engine.has_work:
-            if any(e.kind == "text" for e in self.engine.step()) and not first:
-                first = time.perf_counter()
-        seconds = time.perf_counter() - first
-        while self.engine.idle():
-            pass
+        _, seconds = timed(self.engine, request, prompt)
+        settle(self.engine)
         return (n - 1) / seconds
 
 

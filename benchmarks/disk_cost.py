@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave, write
+from benchmarks.timing import settle, timed
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -33,14 +33,8 @@ class Server:
         """Seconds to the first token of `prompt`; 8 tokens are generated, then everything settles."""
         self._n += 1
         request = Request(f"r{self._n}", prompt, max_tokens=8, sampling=Sampling(temperature=0.0), ignore_eos=True)
-        started = time.perf_counter()
-        first = 0.0
-        self.engine.submit(request, prompt)
-        while self.engine.has_work:
-            if any(e.kind == "text" for e in self.engine.step()) and not first:
-                first = time.perf_counter() - started
-        while self.engine.idle():
-            pass
+        first, _ = timed(self.engine, request, prompt)
+        settle(self.engine)
         return first
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave
+from benchmarks.timing import timed
 from localllm.engine.core import Engine
 from localllm.engine.messages import Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -69,15 +70,7 @@ class Ours:
         request = Request(
             f"r{self.n}", prompt, max_tokens=n, sampling=sampling, ignore_eos=True, cache_prompt=False, draft="off"
         )
-        started = time.perf_counter()
-        self.engine.submit(request, prompt)
-        first: float | None = None
-        while self.engine.has_work:
-            events = self.engine.step()
-            if first is None and any(e.kind == "text" for e in events):
-                first = time.perf_counter()
-        assert first is not None
-        return first - started, time.perf_counter() - first
+        return timed(self.engine, request, prompt)
 
     def prefill(self, n: int) -> float:
         prompt = [(i * 7919 + self.n) % (self.engine.backend.info.n_vocab - 10) + 5 for i in range(n)]
