@@ -6,7 +6,18 @@ import importlib
 import sys
 from pathlib import Path
 
-_PLUMBING = {"__init__", "__main__", "ratio", "models", "seen", "soak_mix", "sse"}
+_PLUMBING = {
+    "__init__",
+    "__main__",
+    "ratio",
+    "models",
+    "reference_cache",
+    "seen",
+    "soak_mix",
+    "soak_reuse",
+    "sse",
+    "timing",
+}
 
 
 def main() -> None:

@@ -40,19 +40,37 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 def llama_server_tokens(port: int) -> Callable[[Messages], list[int]]:
     """Tokens of messages as a llama-server at `port` makes them, for the same model."""
 
-    def call(path: str, body: dict[str, object]) -> dict[str, object]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            found: dict[str, object] = json.load(response)
-        return found
-
     def tokens(messages: Messages) -> list[int]:
         asked = messages[-1]["role"] != "assistant"
-        prompt = call("/apply-template", {"messages": messages, "add_generation_prompt": asked})["prompt"]
-        found = call("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"]
-        assert isinstance(found, list)
-        return found
+        prompt = _post(port, "/apply-template", {"messages": messages, "add_generation_prompt": asked})["prompt"]
+        return _tokenized(port, str(prompt))
 
     return tokens
+
+
+def computed_tokens(port: int) -> Callable[[Messages], list[int]]:
+    """Tokens of messages as the server at `port` (ours or llama-server) makes them; behind an answer, which comes last,
+    only those that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
+
+    def tokens(messages: Messages) -> list[int]:
+        answered = messages[-1]["role"] == "assistant"
+        asked = messages[:-1] if answered else messages
+        prompt = str(_post(port, "/apply-template", {"messages": asked})["prompt"])
+        return _tokenized(port, prompt + messages[-1]["content"])[:-1] if answered else _tokenized(port, prompt)
+
+    return tokens
+
+
+def _tokenized(port: int, text: str) -> list[int]:
+    found = _post(port, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+    assert isinstance(found, list)
+    return found
+
+
+def _post(port: int, path: str, body: dict[str, object]) -> dict[str, object]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        found: dict[str, object] = json.load(response)
+    return found

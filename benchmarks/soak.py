@@ -1,11 +1,14 @@
 """A long day in minutes: mixed requests with random disconnects, memory watched, then a worker killed at any moment.
 
-python -m benchmarks.soak [--requests 3000] [--kills 20] [--model FILE] [--seed N] [--out FILE]
+python -m benchmarks.soak [--requests 3000] [--restarts 5] [--kills 20] [--model FILE] [--seed N] [--out FILE]
 
-Bars: nothing hung, nothing lost; resident memory of server and worker grows by less than 2 % over the last two thirds;
-after each kill every request in flight ends in a finish or an error within 5 s. Memory is sampled every 25 ended
-requests; growth compares the median of the last tenth of those two thirds' samples with that of their first tenth.
-The prefix cache is bounded by a setting (100 MB here, about 4,400 tokens of SmolLM2), so that it is full long before.
+Bars: nothing hung, nothing lost; in the last tenth 95 % is reused of what a reference of the same budgets would reuse
+(soak_reuse.py), and the cache is within its budgets at every sample; resident memory of server and worker grows by less
+than 2 % over the last two thirds; after each kill every request in flight ends in a finish or an error within 5 s. Memory
+is sampled every 25 ended requests; growth compares the median of the last tenth of those two thirds' samples with that of
+their first tenth. The prefix cache is bounded by settings (100 MB here, about 4,400 tokens of SmolLM2, and twice that on
+disk), so that it is full long before. With restarts (SIGTERM, then a start on the same folders) growth is told but not
+judged: every start begins anew. Reuse is compared for models whose state can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -29,16 +32,18 @@ import httpx
 import psutil
 
 from benchmarks.models import serve_command, smollm2
+from benchmarks.reference_cache import ReferenceCache
 from benchmarks.serving import Server
 from benchmarks.soak_mix import Ask, Ended, Events, draw, flowing, send, unique
+from benchmarks.soak_reuse import Budgets, Reuse, measured
 from benchmarks.sse import free_port
 
 CLIENTS = 12
 IN_FLIGHT = (4, 6)
-_CACHE = {"LOCALLLM_CACHE_RAM_GB": "0.1", "LOCALLLM_CACHE_DISK_GB": "0.2"}
+_MEMORY_BYTES, _DISK_BYTES = 100_000_000, 200_000_000
 _SAMPLE_EVERY = 25
 _WORKER = "localllm.engine.worker"
-_END_BAR_S, _GROWTH_BAR = 5.0, 0.02
+_END_BAR_S, _GROWTH_BAR, _REUSE_BAR = 5.0, 0.02, 0.95
 _RECOVERY_TRIES = 120
 _MOMENTS = ("decode", "prefill", "load", "idle")
 
@@ -48,6 +53,7 @@ class Report:
     """What a soak found. `refused` counts what was sent behind a kill and told to come again, beside `ends`."""
 
     ends: list[Ended] = field(default_factory=list)
+    reuse: Reuse | None = None
     rss_bytes: dict[str, list[int]] = field(default_factory=lambda: {"server": [], "worker": []})
     left_running: float = 0.0
     after_kill_s: dict[str, list[float]] = field(default_factory=dict)
@@ -89,9 +95,12 @@ async def soak(http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], re
 
     async def client() -> None:
         while waiting:
-            report.ends.append(await send(http, waiting.pop()))
+            ask = waiting.pop()
+            report.ends.append(await (report.reuse.send(http, ask) if report.reuse else send(http, ask)))
             n = len(report.ends)
             if n % _SAMPLE_EVERY == 0:
+                if report.reuse is not None:
+                    await report.reuse.sample(http)
                 worker = worker_of(server_pid)
                 report.rss_bytes["server"].append(server.memory_info().rss)
                 report.rss_bytes["worker"].append(worker.memory_info().rss if worker is not None else 0)
@@ -182,17 +191,38 @@ def _flight(moment: str, rng: random.Random) -> Ask:
     return flowing(f"Tell story number {rng.randrange(10_000)}.", 300 if moment == "decode" else 8)
 
 
-async def run(port: int, server_pid: int, requests: int, kills: int, seed: int, report: Report) -> None:
-    """The soak and then the kills, on a server that runs; `report` grows as they go."""
-    rng = random.Random(seed)
+async def run(server: Server, plan: argparse.Namespace, cache: Path, report: Report) -> None:
+    """The soak with its restarts and then the kills, on a server that runs and keeps its cache's files in `cache`;
+    `report` grows as they go."""
+    rng = random.Random(plan.seed)
+    asks = [draw(rng) for _ in range(plan.requests)]
+    starts = plan.restarts + 1
+    for i in range(starts):
+        if i:
+            server.stop()
+            server.start()
+        async with _clients(server) as http:
+            if report.reuse is None:
+                token_bytes = await measured(http, flowing("Warm up.", 4))
+                reference = ReferenceCache(_MEMORY_BYTES, _DISK_BYTES, token_bytes)
+                report.reuse = Reuse(reference, Budgets(_MEMORY_BYTES, _DISK_BYTES, cache))
+            else:
+                report.reuse.restart()
+            part = asks[len(asks) * i // starts : len(asks) * (i + 1) // starts]
+            await soak(http, _pid(server), part, report)
+    async with _clients(server) as http:
+        for i in range(plan.kills):
+            await kill(http, _pid(server), _MOMENTS[i % len(_MOMENTS)], rng, report)
+
+
+def _clients(server: Server) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
-    base = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=base, timeout=None, limits=limits, trust_env=False) as http:
-        report.ends.append(await send(http, flowing("Warm up.", 4)))
-        await soak(http, server_pid, [draw(rng) for _ in range(requests)], report)
-        moments = [_MOMENTS[i % len(_MOMENTS)] for i in range(kills)]
-        for moment in moments:
-            await kill(http, server_pid, moment, rng, report)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=None, limits=limits, trust_env=False)
+
+
+def _pid(server: Server) -> int:
+    assert server.process is not None
+    return server.process.pid
 
 
 def tell(report: Report) -> dict[str, object]:
@@ -203,6 +233,8 @@ def tell(report: Report) -> dict[str, object]:
     print(f"  errors: {dict(codes)}; slowest answer {max(e.took_s for e in report.ends):.1f} s")
     for e in report.bad()[:20]:
         print(f"  {e.end} ({e.ask.kind}, after {e.took_s:.1f} s): {e.why}")
+    if report.reuse is not None:
+        figures["reuse"] = report.reuse.tell()
     for name, samples in report.rss_bytes.items():
         if len(samples) < 6:
             continue
@@ -227,6 +259,7 @@ def main() -> None:
     """Run and report; the exit code is 1 when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--seed", type=int, default=0)
@@ -234,26 +267,28 @@ def main() -> None:
     arguments = parser.parse_args()
     port, report = free_port(), Report()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(_CACHE)
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             os.environ[f"LOCALLLM_{name}_DIR"] = str(Path(folder) / name.lower())
+        for name, n_bytes in (("RAM", _MEMORY_BYTES), ("DISK", _DISK_BYTES)):
+            os.environ[f"LOCALLLM_CACHE_{name}_GB"] = str(n_bytes / 1e9)
         model = str(arguments.model or smollm2())
         command = serve_command(model, port, "--context", "8192", "--quiet")
         server = Server("localllm", command, port)
         server.start()
-        assert server.process is not None
         try:
-            asyncio.run(run(port, server.process.pid, arguments.requests, arguments.kills, arguments.seed, report))
+            asyncio.run(run(server, arguments, Path(folder) / "cache" / "prefixes", report))
         finally:
             server.stop()
             # Cut short, it still says what it saw.
             figures = tell(report)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    grown = [growth(s) for s in report.rss_bytes.values() if len(s) >= 6]
+    grown = [growth(s) for s in report.rss_bytes.values() if len(s) >= 6 and not arguments.restarts]
     slow = [s for worst in report.after_kill_s.values() for s in worst if s > _END_BAR_S]
     down = float("inf") in report.recovery_s
-    if report.bad() or report.left_running or slow or down or any(g > _GROWTH_BAR for g in grown):
+    reuse = report.reuse
+    computed_twice = reuse is not None and (reuse.tenths()[-1] < _REUSE_BAR or bool(reuse.broken))
+    if report.bad() or report.left_running or slow or down or computed_twice or any(g > _GROWTH_BAR for g in grown):
         raise SystemExit(1)
 
 

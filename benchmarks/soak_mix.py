@@ -81,10 +81,12 @@ class Ended:
 
 @dataclass(slots=True)
 class Events:
-    """What a stream has said so far, for whoever must act in its midst."""
+    """What a request has said so far, for whoever must act in the midst of its stream, and at last its usage."""
 
     seen: int = 0
     words: int = 0
+    text: str = ""
+    usage: Body = field(default_factory=dict)
     said: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -110,6 +112,8 @@ def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
         body |= {"n": 2, "temperature": 1.0}
     elif kind == "stops":
         body["stop"] = rng.sample([" the", ".", ",", "\n", " a", "moon"], 2)
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
     if kind == "completion":
         path = "/v1/completions"
         body["prompt"] = text
@@ -134,7 +138,8 @@ def unique(rng: random.Random, longest_words: int) -> str:
 def flowing(text: str, n: int) -> Ask:
     """A stream of `n` tokens that nothing but its length ends."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": n, "stream": True, "ignore_eos": True}
-    return Ask("flowing", "/v1/chat/completions", {**body, "temperature": 0})
+    told = {"stream_options": {"include_usage": True}}
+    return Ask("flowing", "/v1/chat/completions", {**body, **told, "temperature": 0})
 
 
 async def send(http: httpx.AsyncClient, ask: Ask, events: Events | None = None, limit_s: float = LIMIT_S) -> Ended:
@@ -145,7 +150,7 @@ async def send(http: httpx.AsyncClient, ask: Ask, events: Events | None = None, 
     end: End
     try:
         async with asyncio.timeout(deadline):
-            end, why = await (_stream(http, ask, events) if ask.streams else _whole(http, ask))
+            end, why = await (_stream(http, ask, events) if ask.streams else _whole(http, ask, events))
     except TimeoutError:
         end, why = ("left", "") if ask.leave_s is not None else ("hung", f"nothing ended it in {limit_s:.0f} s")
     except httpx.HTTPError as e:
@@ -154,11 +159,13 @@ async def send(http: httpx.AsyncClient, ask: Ask, events: Events | None = None, 
     return Ended(ask, end, at, at - began, why)
 
 
-async def _whole(http: httpx.AsyncClient, ask: Ask) -> tuple[End, str]:
+async def _whole(http: httpx.AsyncClient, ask: Ask, events: Events) -> tuple[End, str]:
     reply = await http.post(ask.path, json=ask.body)
     if reply.status_code != 200:
         return _refusal(reply.status_code, reply.content)
-    choices = reply.json()["choices"]
+    said = reply.json()
+    choices, events.usage = said["choices"], said.get("usage") or {}
+    events.text = "".join(c.get("text") or c.get("message", {}).get("content") or "" for c in choices)
     if len(choices) != ask.body.get("n", 1) or not all(c.get("finish_reason") for c in choices):
         return "lost", "a choice without a finish_reason"
     if ask.kind == "schema" and choices[0]["finish_reason"] == "stop":
@@ -168,7 +175,7 @@ async def _whole(http: httpx.AsyncClient, ask: Ask) -> tuple[End, str]:
 
 async def _stream(http: httpx.AsyncClient, ask: Ask, events: Events) -> tuple[End, str]:
     finished: set[int] = set()
-    said, done, stopped = "", False, False
+    done, stopped = False, False
     async with http.stream("POST", ask.path, json=ask.body) as reply:
         if reply.status_code != 200:
             return _refusal(reply.status_code, await reply.aread())
@@ -179,9 +186,10 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, events: Events) -> tuple[En
             chunk = json.loads(data)
             if "error" in chunk:
                 return "failed", str(chunk["error"].get("code"))
+            events.usage = chunk.get("usage") or events.usage
             for choice in chunk["choices"]:
                 content = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                said += content
+                events.text += content
                 events.words += bool(content)
                 if choice.get("finish_reason"):
                     finished.add(choice["index"])
@@ -192,7 +200,7 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, events: Events) -> tuple[En
                 return "left", ""
     if len(finished) != ask.body.get("n", 1) or not done:
         return "lost", f"the stream ended with {len(finished)} finished choices, [DONE]: {done}"
-    return _kept(said) if ask.kind == "schema" and stopped else ("finished", "")
+    return _kept(events.text) if ask.kind == "schema" and stopped else ("finished", "")
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[str]:

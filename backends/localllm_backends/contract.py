@@ -112,6 +112,8 @@ class ModelInfo:
     """Facts of the loaded model that the engine, the templates and the faces need.
 
     `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
+    `kv_meaning` names, besides those and the KV types, all that gives exported KV its meaning: the versions of the
+    libraries that compute it and whatever changes how they do. KV written under another one must never be imported.
     """
 
     architecture: str
@@ -134,6 +136,7 @@ class ModelInfo:
     chat_template: str | None
     kv_type_k: str
     kv_type_v: str
+    kv_meaning: str = ""
     fim_tokens: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -228,7 +231,7 @@ class Backend(Protocol):
         ...
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint and KV types takes back."""
+        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint, KV types and meaning takes back."""
         ...
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:

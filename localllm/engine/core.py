@@ -8,13 +8,14 @@ what came out. Between steps one piece of a finished conversation's KV goes to t
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from localllm.engine.admission import checkpoints, miss_reason, prefix_in_progress
+from localllm.engine.admission import checkpoints, miss_reason, prefix_in_progress, recomputed
 from localllm.engine.asides import Asides
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
@@ -22,9 +23,10 @@ from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, h
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Request, Text, TokenLogprob
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.residency import Residency, Source, plain_block
+from localllm.engine.residency import Residency, Source
 from localllm.engine.sampling import Constraint, Row, Sampler, best_ids, log_softmax
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+from localllm.engine.seen import SeenLines
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
@@ -71,7 +73,8 @@ class Engine:
         info = self.backend.info
         cache = PrefixCache(whole=not self.backend.capabilities.segments, capacity_bytes=self.settings.cache_bytes)
         self._disk = self._open_disk(cache)
-        self.residency = Residency(self.backend, cache, self._disk.make_block if self._disk else plain_block)
+        self.residency = Residency(self.backend, cache, self._disk)
+        self._seen = SeenLines()
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         # Where the KV is all there after loading, a request takes no more memory.
@@ -88,17 +91,18 @@ class Engine:
         self._eog = frozenset(info.eog_tokens)
         self._progress_s: dict[str, float] = {}
         self._parked_at_step = -1
-        if self._disk is not None:
-            disk = self._disk
-            self.residency.worth_reading = lambda block, n: disk.worth_reading(block, n, self._sizer.prefill_tok_s)
+        self.residency.prefill_tok_s = lambda: self._sizer.prefill_tok_s
 
     def _open_disk(self, cache: PrefixCache) -> DiskTier | None:
         if self.settings.disk_dir is None or self.settings.disk_bytes <= 0:
             return None
         info = self.backend.info
-        identity = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-{'whole' if cache.whole else 'parts'}"
+        kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-{'whole' if cache.whole else 'parts'}"
+        # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
+        identity = f"{kind}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
         disk = DiskTier(Path(self.settings.disk_dir) / identity, identity, self.settings.disk_bytes)
         disk.open(cache)
+        disk.sweep(kind)
         return disk
 
     def _make_guard(self) -> MemoryGuard:
@@ -199,8 +203,13 @@ class Engine:
         self.speculator.tick(busy=True)
         return self._drain()
 
+    @property
+    def awaits_disk(self) -> bool:
+        """True while housekeeping can go on only once something is written: `idle` is worth calling again soon."""
+        return self.residency.waiting
+
     def idle(self) -> bool:
-        """Housekeeping between requests; True while there is more of it."""
+        """Housekeeping between requests; True while there is more of it that needs no waiting."""
         self._mind_memory()
         if self._disk is not None:
             self._disk.working(False)
@@ -210,8 +219,7 @@ class Engine:
         """Finish exporting what is resident, write it, and free the backend."""
         if self._asides.job is not None:
             self._asides.forget(self._asides.job)
-        while self.residency.tick(busy=True):
-            pass
+        self.residency.finish()
         if self._disk is not None:
             self._disk.close()
         self.speculator.close()
@@ -233,7 +241,7 @@ class Engine:
         ):
             return_to_system()
             self.guard.look(self.clock(), force=True)
-        cache.capacity_bytes = most if self.guard.pressure == "none" else min(most, cache.held_bytes)
+        cache.resize(most if self.guard.pressure == "none" else min(most, cache.held_bytes))
 
     def _may_run(self) -> int:
         """How many requests may run together now. When memory is nearly gone nobody joins others; a request alone is
@@ -308,21 +316,34 @@ class Engine:
         for job in self._running.values():
             if job.begun:
                 continue
-            while job.restoring is not None and not job.restoring.done and not (streams and imported):
-                job.n_kv = job.restoring.step()
+            while job.gap is None and job.restoring is not None and not job.restoring.done:
+                if streams and imported:
+                    break
+                job.restoring.step()
+                job.n_kv = job.restoring.held
                 imported = True
             if job.restoring is None or job.restoring.done:
                 self._begin(job)
 
     def _begin(self, job: Job) -> None:
         """All of its prefix that can be had is there: now it prefills."""
+        taken = job.n_kv if job.restoring is None else job.restoring.imported
+        missed = {} if job.restoring is None else job.restoring.missed
+        self.residency.restored_tokens += 0 if job.restoring is None else taken
+        line = as_tokens(job.tokens)
+        if job.admissions:
+            self.metrics.recomputed("parked", len(line) - 1 - taken)
+        else:
+            self.metrics.prompt_tokens += job.n_prompt
+            job.known = max(job.known, self._seen.known(line[:-1]))
+            job.cached = taken
+            again = recomputed(job.known, taken, missed, whole=self.residency.cache.whole)
+            for reason, n_tokens in again.items():
+                self.metrics.recomputed(reason, n_tokens)
+            job.miss = miss_reason(job, again, self.backend.is_control)
+            self.metrics.cached_tokens += taken
         job.restoring, job.begun = None, True
         job.admissions += 1
-        if job.admissions == 1:
-            self.metrics.prompt_tokens += job.n_prompt
-            job.cached = job.n_kv
-            job.miss = miss_reason(job, self.backend.is_control)
-            self.metrics.cached_tokens += job.n_kv
         if self.residency.cache.whole:
             job.checkpoints = checkpoints(job, self.backend.is_control)
         self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
@@ -339,7 +360,7 @@ class Engine:
                 waited_s=now - job.submitted_s,
             )
             for job in self._running.values()
-            if job.begun and not self._asides.keeps_out(job)
+            if (job.begun or job.gap is not None) and not self._asides.keeps_out(job)
         ]
         info = self.backend.info
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
@@ -382,6 +403,8 @@ class Engine:
 
     def _after_chunk(self, job: Job) -> None:
         assert job.sequence is not None
+        if job.restoring is not None:
+            job.restoring.computed(job.n_kv)
         if job.n_kv in job.checkpoints:
             self.residency.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
         self._progress(job, job.n_kv)
@@ -482,6 +505,8 @@ class Engine:
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
+            if job.request.cache_prompt:
+                self._seen.add(held)
             self.residency.release(sequence, held, keep=job.request.cache_prompt)
 
     def _expire(self) -> None:

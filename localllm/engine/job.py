@@ -11,7 +11,7 @@ from localllm.engine.sampling import Distribution, Sampler
 from localllm.engine.text import TextStream
 
 if TYPE_CHECKING:
-    from localllm.engine.residency import Restoring
+    from localllm.engine.restoring import Restoring
 
 
 @dataclass(eq=False)
@@ -20,8 +20,8 @@ class Job:
 
     `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
     are plain guesses). `predicted` is the output its client expects, as tokens. Admitted,
-    it has `begun` once all of its prefix that can be had is imported (`restoring`), and is in no step before; `known` is
-    how far its prompt followed any known line. `admissions` counts beginnings: a parked job begins again."""
+    it has `begun` once all of its prefix that can be had is imported (`restoring`); before, it is in no step but to compute
+    a `gap`. `known` is how far its prompt followed any known line. `admissions` counts beginnings: a parked job begins again."""
 
     request: Request
     tokens: list[int]
@@ -70,9 +70,14 @@ class Job:
         return self.pending > 1 or self.n_generated == 0
 
     @property
+    def gap(self) -> int | None:
+        """Where a gap in its cached prefix ends that must be computed before more of it can be imported."""
+        return self.restoring.computes_to if self.restoring is not None else None
+
+    @property
     def until_checkpoint(self) -> int:
-        """Tokens that may be prefilled before the next checkpoint must be taken."""
-        ahead = [c - self.n_kv for c in self.checkpoints if c > self.n_kv]
+        """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached part be imported."""
+        ahead = [c - self.n_kv for c in (*self.checkpoints, self.gap or 0) if c > self.n_kv]
         return min([self.pending, *ahead])
 
     def leave(self) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _SMOOTHING = 0.1
+# Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to read than to compute;
+# it was lost or damaged there; the context had no room for it; it is too short to be worth copying; this model's memory
+# can't be cut there; the request was parked for another's sake.
+RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "parked")
 
 
 @dataclass
@@ -28,6 +32,11 @@ class Metrics:
     longest_step_s: float = 0.0
     aside_tokens: int = 0
     longest_slice_s: float = 0.0
+    recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECOMPUTED, 0))
+
+    def recomputed(self, reason: str, n_tokens: int) -> None:
+        """Count tokens that had their KV once and are computed again, by one of the reasons in `RECOMPUTED`."""
+        self.recomputed_tokens[reason] += max(0, n_tokens)
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float, first: int) -> None:
         """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled` tokens, that took
@@ -73,6 +82,7 @@ class Metrics:
             "longest_step_s": self.longest_step_s,
             "aside_tokens": self.aside_tokens,
             "longest_slice_s": self.longest_slice_s,
+            **{f"recomputed_{reason}_tokens": n for reason, n in self.recomputed_tokens.items()},
         }
 
 

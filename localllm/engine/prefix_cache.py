@@ -1,15 +1,22 @@
 """Prefix cache: a radix tree over token ids whose nodes hold opaque blocks of exported KV.
 
 Two shapes of memory, one tree. Where KV can be cut anywhere (`whole=False`), a node's block covers the node's own
-tokens and a prefix is the chain of blocks from the root. Where it can't (sliding windows, recurrent state;
-`whole=True`), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
+tokens and a prefix is restored from the blocks on its path. A node on the path may have none (it was evicted or lost):
+its tokens are computed, and what lies behind it is still of use. Where KV can't be cut (sliding windows, recurrent
+state; `whole=True`), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
 
     root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
                               └── "chat B"
 
-Ownership: a Match that is locked keeps every node on its path; eviction takes unlocked leaves only, least recently
-used first, and among equals the one with the fewest tokens (cheapest to rebuild). Law: the bytes of live blocks are
-exactly `held_bytes`, counted once per block however many nodes share it after a split.
+Laws, checked by `check_integrity` and by random histories in the tests:
+
+* `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
+* A line is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
+  and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
+* Memory is taken from the blocks unused the longest. One that has a copy on disk is demoted (it loses its memory, never
+  its place), wherever it stands in the tree. One that is about to have a copy is waited for. Only one without a copy is
+  evicted.
+* What is locked is neither demoted nor evicted, and nothing is evicted for what was used longer ago than it.
 """
 
 from __future__ import annotations
@@ -17,16 +24,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+# Room for a block: there now, there once what is being written is written, or not to be had.
+Room = Literal["now", "later", "never"]
 
 
 class Block(Protocol):
-    """Exported KV of tokens [start, stop) of some line. `held_bytes` is what it occupies in memory now."""
+    """Exported KV of tokens [start, stop) of some line. `held_bytes` is what it occupies in memory now; `pending` is
+    True while a copy elsewhere is being made, after which it can be demoted."""
 
     start: int
     stop: int
@@ -39,21 +49,38 @@ class Block(Protocol):
         """Let go of the memory and keep a copy elsewhere; False where there is none."""
         ...
 
+    def promote(self, data: bytes | memoryview) -> None:
+        """Hold `data`, which was read from the copy, in memory too."""
+        ...
+
+    def used(self) -> None:
+        """It was used just now: whoever keeps a copy may want to know."""
+        ...
+
+    def discard(self) -> None:
+        """The tree has no use for it any more."""
+        ...
+
     @property
     def held_bytes(self) -> int:
-        """Bytes in memory (0 while only on disk)."""
+        """Bytes in memory (0 while only elsewhere)."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """True while a copy is being made."""
         ...
 
 
 @dataclass(slots=True)
 class MemoryBlock:
-    """A block in memory."""
+    """A block in memory, with no copy anywhere."""
 
-    data: bytes
+    data: bytes | memoryview
     start: int
     stop: int
 
-    def read(self) -> bytes | None:
+    def read(self) -> bytes | memoryview | None:
         """The data."""
         return self.data
 
@@ -61,10 +88,24 @@ class MemoryBlock:
         """There is no other copy."""
         return False
 
+    def promote(self, data: bytes | memoryview) -> None:
+        """It is in memory already."""
+
+    def used(self) -> None:
+        """Nobody wants to know."""
+
+    def discard(self) -> None:
+        """Its memory goes with it."""
+
     @property
     def held_bytes(self) -> int:
         """Length of the data."""
         return len(self.data)
+
+    @property
+    def pending(self) -> bool:
+        """No copy is ever made."""
+        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -86,17 +127,45 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """What the cache holds of a prompt: `length` tokens, to be imported as `parts` = (block, start, stop) in order.
+class Part:
+    """Tokens [start, stop) of a prompt, to be imported from `block`."""
 
-    `diverged_at` is how far the prompt followed tokens the cache knows of, with or without KV.
-    `node` is the deepest node used; lock it before reading any block.
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it saves."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache holds of a prompt: `parts` in order, with gaps between them where nothing is held.
+
+    `length` tokens from the beginning are held without a gap. `known` is how far the prompt followed tokens the cache
+    knows of, with or without KV. `node` is the deepest node used; lock it before reading any block.
     """
 
-    length: int
-    parts: tuple[tuple[Block, int, int], ...]
-    diverged_at: int
+    parts: tuple[Part, ...]
+    known: int
     node: Node | None
+
+    @property
+    def length(self) -> int:
+        """Leading tokens held without a gap."""
+        reached = 0
+        for part in self.parts:
+            if part.start > reached:
+                break
+            reached = part.stop
+        return reached
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed if every part is imported."""
+        return sum(part.n_tokens for part in self.parts)
 
 
 def as_tokens(tokens: Seq[int] | Tokens) -> Tokens:
@@ -112,54 +181,49 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class PrefixCache:
-    """The tree. Pure: no backend, no clock (a use counter orders recency)."""
+    """The tree. Pure: no backend, no clock (recency is counted in `uses`). `changes` grows with everything that may
+    make room, so that who was refused knows when to ask again."""
 
     def __init__(self, *, whole: bool, capacity_bytes: int) -> None:
         self.whole = whole
         self.capacity_bytes = capacity_bytes
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
-        self._uses = 0
-        self._users: dict[int, tuple[Block, int]] = {}
+        self.uses = 0
+        self._users: dict[int, tuple[Block, list[Node]]] = {}
         self.held_bytes = 0
         self.evicted_tokens = 0
+        self.changes = 0
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: Seq[int] | Tokens) -> Match:
-        """The longest prefix of `tokens` that can be restored. Changes nothing but recency."""
+    def peek(self, tokens: Seq[int] | Tokens) -> Match:
+        """What can be restored of `tokens`. Changes nothing."""
         line = as_tokens(tokens)
-        self._uses += 1
-        parts: list[tuple[Block, int, int]] = []
-        snapshot: Node | None = None
-        covered, node, depth = 0, self._root, 0
-        deepest = self._root
-        while depth < len(line):
-            child = node.children.get(int(line[depth]))
-            if child is None:
-                break
-            shared = common_prefix(child.tokens, line[depth:])
-            depth += shared
+        parts: list[Part] = []
+        deepest: Node | None = None
+        known = 0
+        for node, shared in self._along(line):
+            known = node.start + shared
+            if node.block is None or (self.whole and shared < len(node.tokens)):
+                continue
+            deepest = node
             if self.whole:
-                if shared == len(child.tokens) and child.block is not None:
-                    snapshot = child
-            elif child.block is not None and covered == child.start:
-                if parts and parts[-1][0] is child.block:
-                    parts[-1] = (child.block, parts[-1][1], child.start + shared)
-                else:
-                    parts.append((child.block, child.start, child.start + shared))
-                covered = child.start + shared
-                deepest = child
-                child.last_used = self._uses
-            if shared < len(child.tokens):
-                break
-            node = child
-        if snapshot is not None:
-            assert snapshot.block is not None
-            snapshot.last_used = self._uses
-            return Match(snapshot.stop, ((snapshot.block, 0, snapshot.stop),), depth, snapshot)
-        if not covered:
-            return Match(0, (), depth, None)
-        return Match(covered, tuple(parts), depth, deepest)
+                parts = [Part(node.block, 0, node.stop)]
+            elif parts and parts[-1].block is node.block and parts[-1].stop == node.start:
+                parts[-1] = Part(node.block, parts[-1].start, known)
+            else:
+                parts.append(Part(node.block, node.start, known))
+        return Match(tuple(parts), known, deepest)
+
+    def match(self, tokens: Seq[int] | Tokens) -> Match:
+        """What can be restored of `tokens`, which counts as a use of it."""
+        found = self.peek(tokens)
+        self.uses += 1
+        node = found.node
+        if node is not None and not _uses(node, found.known):
+            node = node.parent
+        self._use(node, self.uses)
+        return found
 
     def lock(self, match: Match) -> None:
         """Keep the nodes of `match` until `unlock`."""
@@ -167,130 +231,101 @@ class PrefixCache:
             node.locks += 1
 
     def unlock(self, match: Match) -> None:
-        """Let the nodes of `match` be evicted again."""
+        """Let the nodes of `match` be demoted and evicted again."""
         for node in self._path(match.node):
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
+        if match.node is not None:
+            # Its block may have turned out to be lost while it was held.
+            self._prune(match.node)
+        self.changes += 1
 
     def covered(self, tokens: Seq[int] | Tokens) -> int:
-        """How many leading tokens could be restored, without touching recency."""
-        uses = self._uses
-        length = self.match(tokens).length
-        self._uses = uses
-        return length
+        """How many leading tokens could be restored without a gap."""
+        return self.peek(tokens).length
 
-    def chain(self, tokens: Seq[int] | Tokens) -> list[Block]:
-        """The blocks that restoring `tokens` would read, from the root down, without touching recency."""
-        uses = self._uses
-        parts = self.match(tokens).parts
-        self._uses = uses
-        return [block for block, _, _ in parts]
+    def gap(self, tokens: Seq[int] | Tokens) -> tuple[int, int] | None:
+        """The first [start, stop) of `tokens` that has no KV here; None where all of it has."""
+        reached = 0
+        for part in self.peek(tokens).parts:
+            if part.start > reached:
+                return reached, part.start
+            reached = part.stop
+        return (0 if self.whole else reached, len(tokens)) if reached < len(tokens) else None
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def insert(self, tokens: Seq[int] | Tokens, block: Block) -> bool:
-        """Store `block` for the end of the line `tokens` (its stop must be the line's length).
+    def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
+        """Store `block` for the end of the line `tokens` (its stop must be the line's length), which was last used at
+        `used`, in `uses` (None: now).
 
-        Returns False, storing nothing, when the line up to block.start is not covered (its parent was evicted) or
-        the place is already taken, or when what is held leaves no room for it.
-        """
+        Returns False, storing nothing, when its tokens have their KV already, or there is no room for it now. A block
+        that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
         line = as_tokens(tokens)
         assert block.stop == len(line), "a block must end where its line ends"
-        if block.held_bytes > self.capacity_bytes:
+        if not self._wanted(line, block) or self.make_room(block.held_bytes, line=line, used=used) != "now":
             return False
-        self._uses += 1
-        if not self.whole and block.start and self.covered(line[: block.start]) < block.start:
-            return False
-        anchor = self._walk(line[: 0 if self.whole else block.start])
-        if anchor is not None:
-            anchor.locks += 1
-        try:
-            self.make_room(block.held_bytes)
-        finally:
-            if anchor is not None:
-                anchor.locks -= 1
-        if self.held_bytes + block.held_bytes > self.capacity_bytes:
-            return False
-        node = self._walk(line)
-        assert node is not None
-        if node is self._root or node.block is not None:
-            return False
-        if not self.whole and node.start != block.start:
-            return self._fill(node, block)
-        self._set_block(node, block)
-        node.last_used = self._uses
+        if used is None:
+            self.uses += 1
+        if not self.whole:
+            self._walk(line[: block.start])
+        end = self._walk(line)
+        for node in [end] if self.whole else self._path(end):
+            if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
+                self._set_block(node, block)
+        self._use(end, self.uses if used is None else used)
+        self.changes += 1
         return True
 
-    def make_room(self, need_bytes: int) -> int:
-        """Evict until `need_bytes` more fit in the capacity; returns the bytes freed."""
-        freed = 0
-        while self.held_bytes + need_bytes > self.capacity_bytes:
-            victim = self._victim()
-            if victim is None:
-                break
-            before = self.held_bytes
-            assert victim.block is not None
-            if victim.block.demote():
-                self.recount()
-            elif victim.children and not self.whole:
-                break
-            else:
-                self.evicted_tokens += len(victim.tokens)
-                self.remove(victim)
-            freed += before - self.held_bytes
-        return freed
+    def make_room(
+        self, need_bytes: int, *, line: Tokens | None = None, used: int | None = None, force: bool = False
+    ) -> Room:
+        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the way of `line`, or that
+        is more recent than `used` (None: now). `force`: what is being written is not waited for."""
+        missing = self.held_bytes + need_bytes - self.capacity_bytes
+        if missing <= 0:
+            return "now"
+        if need_bytes > self.capacity_bytes:
+            return "never"
+        along = self._along(line) if line is not None else ()
+        keep = {id(node) for node, shared in along if _uses(node, node.start + shared)}
+        until = self.uses if used is None else used
+        missing -= self._free(missing, keep, until, pending=False)
+        waits = any(block.pending and block.held_bytes for block, _ in self._users.values())
+        if missing > 0 and force and waits:
+            missing -= self._free(missing, keep, until, pending=True)
+            waits = False
+        return "now" if missing <= 0 else "later" if waits else "never"
 
     def shrink(self, n_bytes: int) -> int:
-        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed. Lines unused the longest
-        go first, from their ends: a block with a copy on disk loses only its memory, another leaves with all that
-        hangs on it."""
-        before = self.held_bytes
-        nodes = list(self._nodes())
-        # A line is as recent as the most recent one that goes on from it.
-        recency: dict[int, int] = {}
-        for node in reversed(nodes):
-            recency[id(node)] = max([node.last_used, *(recency[id(c)] for c in node.children.values())])
-        for node in sorted(nodes, key=lambda n: (recency[id(n)], -n.start)):
-            if before - self.held_bytes >= n_bytes:
-                break
-            block = node.block
-            if block is None or node.locks or not block.held_bytes:
-                continue
-            held = block.held_bytes
-            if block.demote():
-                self.held_bytes -= held
-            else:
-                self._evict(node)
-        return before - self.held_bytes
+        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
+        freed = self._free(n_bytes, set(), self.uses, pending=False)
+        return freed + (self._free(n_bytes - freed, set(), self.uses, pending=True) if freed < n_bytes else 0)
 
-    def _evict(self, node: Node) -> None:
-        """Remove an unlocked node's block and, where they can't do without it, all blocks behind it."""
-        below = [] if self.whole else [n for c in node.children.values() for n in self._nodes(c) if n.block is not None]
-        # From the ends: a node is removed before the one it hangs on, which then may be left without any.
-        for gone in [*reversed(below), node]:
-            self.evicted_tokens += len(gone.tokens)
-            self.remove(gone)
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold no more than so many bytes from now on; what is held already stays until there is need for room."""
+        if capacity_bytes != self.capacity_bytes:
+            self.capacity_bytes = capacity_bytes
+            self.changes += 1
+
+    def promote(self, block: Block, data: bytes | memoryview) -> None:
+        """Hold in memory what was read from disk, if there is room: it was used just now."""
+        if id(block) in self._users and not block.held_bytes and self.make_room(len(data)) == "now":
+            block.promote(data)
+            self.held_bytes += block.held_bytes
 
     def remove(self, node: Node) -> None:
         """Forget an unlocked node's block, and the node itself if nothing hangs on it."""
         assert node.locks == 0, "a held node can't be evicted"
         self._set_block(node, None)
-        while node.parent is not None and not node.children and node.block is None and node.locks == 0:
-            parent = node.parent
-            del parent.children[int(node.tokens[0])]
-            node = parent
+        self._prune(node)
 
     def forget(self, block: Block) -> None:
-        """A block turned out to be lost: no node has it any more. Nodes stay where others hang on them."""
-        for node in [n for n in self._nodes() if n.block is block]:
+        """A block turned out to be lost: no node has it any more. What hangs on it stays, behind a gap."""
+        _, nodes = self._users.get(id(block), (block, []))
+        for node in list(nodes):
             self._set_block(node, None)
-        for leaf in [n for n in self._nodes() if n is not self._root and not n.children and n.block is None]:
-            if not leaf.locks:
-                self.remove(leaf)
-
-    def recount(self) -> None:
-        """Bring `held_bytes` up to date after blocks moved between memory and disk."""
-        self.held_bytes = sum(block.held_bytes for block, _ in self._users.values())
+            self._prune(node)
 
     def check_integrity(self) -> None:
         """The laws in the module docstring; AssertionError where one is broken."""
@@ -304,14 +339,76 @@ class PrefixCache:
             assert node.parent.children[int(node.tokens[0])] is node, "a child under the wrong first token"
             assert node.children or node.block is not None or node.locks, "a dead leaf"
             assert node.locks >= max((c.locks for c in node.children.values()), default=0), "a lock without its path"
+            newest = max((c.last_used for c in node.children.values()), default=0)
+            assert self.whole or node.last_used >= newest, "a beginning older than its end"
             if node.block is not None:
                 users[id(node.block)] = users.get(id(node.block), 0) + 1
                 assert node.block.start <= (0 if self.whole else node.start), "a block that begins after its node"
                 assert node.block.stop >= node.stop, "a block that ends before its node"
-        assert users == {key: n for key, (_, n) in self._users.items()}, "block users disagree with the tree"
+        assert users == {key: len(nodes) for key, (_, nodes) in self._users.items()}, "users disagree with the tree"
         assert self.held_bytes == sum(b.held_bytes for b, _ in self._users.values()), "held_bytes is wrong"
 
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def _free(self, n_bytes: int, keep: set[int], until: int, *, pending: bool) -> int:
+        """Free up to `n_bytes` from the blocks unused the longest, ends first; `pending` ones only if told to, and none
+        evicted that was used after `until` or is to be kept. Returns the bytes freed."""
+        order = []
+        for block, nodes in self._users.values():
+            if block.held_bytes and not any(n.locks for n in nodes):
+                depth = block.stop if self.whole else -block.start
+                order.append((_middle(block, nodes).last_used, depth, id(block)))
+        before = self.held_bytes
+        for last_used, _, key in sorted(order):
+            if before - self.held_bytes >= n_bytes:
+                break
+            block, nodes = self._users[key]
+            held = block.held_bytes
+            if block.demote():
+                self.held_bytes -= held
+                self.changes += 1
+            elif last_used <= until and (pending or not block.pending) and id(_middle(block, nodes)) not in keep:
+                self.evicted_tokens += sum(len(n.tokens) for n in nodes)
+                for node in list(nodes):
+                    self.remove(node)
+                self.changes += 1
+        return before - self.held_bytes
+
     # --- the tree ------------------------------------------------------------------------------------------------
+
+    def _along(self, line: Tokens) -> Iterator[tuple[Node, int]]:
+        """The nodes that `line` goes through, each with how many of its tokens it shares."""
+        node, depth = self._root, 0
+        while depth < len(line):
+            child = node.children.get(int(line[depth]))
+            if child is None:
+                return
+            shared = common_prefix(child.tokens, line[depth:])
+            yield child, shared
+            if shared < len(child.tokens):
+                return
+            node, depth = child, depth + shared
+
+    def _use(self, node: Node | None, used: int) -> None:
+        """A line up to `node` was used: all of it, or of whole blocks just that one."""
+        for step in self._path(node)[-1:] if self.whole else self._path(node):
+            step.last_used = max(step.last_used, used)
+            if step.block is not None and _uses(step, step.stop):
+                step.block.used()
+
+    def _wanted(self, line: Tokens, block: Block) -> bool:
+        """Are there tokens that this block serves better than what they have?"""
+        at = 0
+        for node, shared in self._along(line):
+            at = node.start + shared
+            if self.whole:
+                continue
+            if at > block.start and _better(node.block, block):
+                return True
+        if not self.whole or at < len(line):
+            return at < len(line)
+        found = [node for node, shared in self._along(line) if node.start + shared == len(line)]
+        return not found or found[0].stop > len(line) or found[0].block is None
 
     def _walk(self, line: Tokens) -> Node:
         """The node that ends exactly at len(line), splitting and growing edges on the way."""
@@ -319,7 +416,7 @@ class PrefixCache:
         while depth < len(line):
             child = node.children.get(int(line[depth]))
             if child is None:
-                child = Node(line[depth:].copy(), depth, node, last_used=self._uses)
+                child = Node(line[depth:].copy(), depth, node, last_used=0)
                 node.children[int(line[depth])] = child
                 return child
             shared = common_prefix(child.tokens, line[depth:])
@@ -340,46 +437,32 @@ class PrefixCache:
             self._set_block(upper, node.block)
         return upper
 
-    def _fill(self, node: Node, block: Block) -> bool:
-        """Give the block to the uncovered nodes on the way down to `node` that it covers."""
-        filled = False
-        for step in self._path(node):
-            if step.start >= block.start and step.stop <= block.stop and step.block is None:
-                self._set_block(step, block)
-                step.last_used = self._uses
-                filled = True
-        return filled
-
     def _set_block(self, node: Node, block: Block | None) -> None:
         old, node.block = node.block, block
         if block is not None:
-            _, users = self._users.get(id(block), (block, 0))
-            self._users[id(block)] = (block, users + 1)
-            if not users:
+            _, nodes = self._users.setdefault(id(block), (block, []))
+            if not nodes:
                 self.held_bytes += block.held_bytes
+            nodes.append(node)
         if old is not None:
-            _, users = self._users[id(old)]
-            if users == 1:
+            _, nodes = self._users[id(old)]
+            nodes.remove(node)
+            if not nodes:
                 del self._users[id(old)]
                 self.held_bytes -= old.held_bytes
-            else:
-                self._users[id(old)] = (old, users - 1)
+                old.discard()
 
-    def _victim(self) -> Node | None:
-        """The unlocked node to evict next: a leaf, or any node of a whole-block tree, where none needs another."""
-        best: Node | None = None
-        for node in self._nodes():
-            if node.block is None or node.locks or (node.children and not self.whole):
-                continue
-            if not node.block.held_bytes:
-                continue
-            if best is None or (node.last_used, len(node.tokens)) < (best.last_used, len(best.tokens)):
-                best = node
-        return best
+    def _prune(self, node: Node) -> None:
+        """Take out a node that holds nothing and on which nothing hangs, and those that are left so by it."""
+        while node.parent is not None and not node.children and node.block is None and node.locks == 0:
+            parent = node.parent
+            if parent.children.get(int(node.tokens[0])) is node:
+                del parent.children[int(node.tokens[0])]
+            node = parent
 
-    def _nodes(self, top: Node | None = None) -> Iterator[Node]:
-        """Every node from `top` (the root) down, each before its children."""
-        stack = [top or self._root]
+    def _nodes(self) -> Iterator[Node]:
+        """Every node from the root down, each before its children."""
+        stack = [self._root]
         while stack:
             node = stack.pop()
             yield node
@@ -392,3 +475,19 @@ class PrefixCache:
             node = node.parent
         path.reverse()
         return path
+
+
+def _uses(node: Node, depth: int) -> bool:
+    """Is a line that follows `node` down to `depth` a use of its block, or just of its beginning?"""
+    return node.block is None or depth > (node.block.start + node.block.stop) // 2
+
+
+def _middle(block: Block, nodes: list[Node]) -> Node:
+    """Of the nodes that have `block`, the one with its middle token (the first, where that has another block now)."""
+    middle = (block.start + block.stop) // 2
+    return next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
+
+
+def _better(old: Block | None, new: Block) -> bool:
+    """Should tokens that have `old` have `new` instead? A wide block that is only on disk makes way for a narrow one."""
+    return old is None or (not old.held_bytes and new.stop - new.start < old.stop - old.start)

@@ -4,8 +4,10 @@ live      a running request's sequence: shared by forking, which costs nothing
 resident  a finished request's sequence, still in the context: taken over whole, which costs nothing either
 exported  blocks in the prefix cache (memory, disk): imported by copying
 
-A finished sequence is exported piece by piece between steps and stays resident only while nobody else runs: every
-token resident in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
+A finished sequence is exported piece by piece between steps and, once all of it is exported, stays resident only while
+nobody else runs: every token resident in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
+One that could not be exported (yet), or is on disk only, stays as long as nobody needs its cells: that costs speed,
+dropping it costs a prefill or reading it.
 """
 
 from __future__ import annotations
@@ -14,43 +16,48 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm.engine import restoring
+from localllm.engine.disk_tier import DiskBlock, DiskTier
 from localllm.engine.job import Job
-from localllm.engine.prefix_cache import Block, Match, MemoryBlock, PrefixCache, Tokens, as_tokens, common_prefix
+from localllm.engine.prefix_cache import Block, MemoryBlock, PrefixCache, Room, Tokens, as_tokens, common_prefix
+from localllm.engine.restoring import RestorePlan, Restoring
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
 # Large enough that a block's own overhead vanishes, small enough that one export is a fraction of a step.
 _PIECE_TOKENS = 512
 # Copying fewer tokens than this back is no faster than computing them.
-_MIN_TOKENS = 16
-
-MakeBlock = Callable[[Tokens, bytes, int, int], Block]
+MIN_TOKENS = 16
+# Closing waits this long for the writer to make room for what is not exported yet.
+_CLOSE_S = 10.0
 
 
 @dataclass(eq=False)
 class Resident:
-    """A finished line still in the context; its first `exported` tokens are also in the prefix cache."""
+    """A finished line still in the context. `exported`: all of it is also in the prefix cache; `at_hand`: and in memory
+    there, when it was last looked at. `refused_at`: when there was no room for its next piece, and whether there may be
+    `later`. Both times are in changes of the cache. `used`: when its request ended, in uses of the cache; it takes no
+    room in the cache from what was used since."""
 
     sequence: int
     tokens: Tokens
-    exported: int = 0
-    broken: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Nothing left to export."""
-        return self.broken or self.exported >= len(self.tokens)
+    exported: bool = False
+    refused_at: int | None = None
+    later: bool = False
+    at_hand: bool = False
+    used: int | None = None
+    looked_at: int | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a prompt's first `length` tokens can come from. `known` is how far the prompt followed any known line."""
+    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known line."""
 
     kind: Literal["none", "live", "resident", "exported"]
     length: int
     known: int
     resident: Resident | None = None
     sequence: int | None = None
-    match: Match | None = None
+    plan: RestorePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -62,79 +69,25 @@ class Taken:
     rest: Restoring | None = None
 
     def at_once(self) -> tuple[int, int]:
-        """(sequence, tokens held) after importing all of it."""
+        """(sequence, tokens held) after importing all of it that comes without computing."""
         if self.rest is None:
             return self.sequence, self.held
-        while not self.rest.done:
+        while not self.rest.done and self.rest.computes_to is None:
             self.rest.step()
+        self.rest.close()
         return self.sequence, self.rest.held
 
 
-def plain_block(_tokens: Tokens, data: bytes, start: int, stop: int) -> Block:
-    """A block that lives in memory only."""
-    return MemoryBlock(data, start, stop)
-
-
-class Restoring:
-    """A cached prefix on its way into the empty `sequence`, block by block. Its blocks stay in the cache until it is done
-    or closed. Fails silently: what can't be had is a miss."""
-
-    def __init__(self, residency: Residency, backend: Backend, sequence: int, match: Match, most: int) -> None:
-        self._residency, self._backend = residency, backend
-        self._sequence, self._match, self._most = sequence, match, most
-        self._parts = list(reversed(match.parts))
-        self.held = 0
-        self.done = False
-        residency.cache.lock(match)
-        if not self._parts:
-            self.close()
-
-    def step(self) -> int:
-        """Import one block; returns the tokens held."""
-        block, start, stop = self._parts.pop()
-        before, stop = self.held, min(stop, self._most)
-        try:
-            if not self._residency.worth_reading(block, stop - start):
-                self._parts.clear()
-            elif (data := block.read()) is None:
-                self._lose(block)
-            else:
-                self._backend.import_range(self._sequence, data, start, stop)
-                self.held = stop
-        except NoCellsError:
-            # Less room than was promised: what is restored so far is still right.
-            self._parts.clear()
-        except BackendFailure:
-            # A block this build can't read is a miss.
-            self._backend.truncate(self._sequence, self.held)
-            self._lose(block)
-        self._residency.restored_tokens += self.held - before
-        if not self._parts:
-            self.close()
-        return self.held
-
-    def _lose(self, block: Block) -> None:
-        self._parts.clear()
-        self.close()
-        self._residency.lost_blocks += 1
-        self._residency.cache.forget(block)
-
-    def close(self) -> None:
-        """Let go of the blocks; what is held stays."""
-        if not self.done:
-            self.done = True
-            self._residency.cache.unlock(self._match)
-
-
 class Residency:
-    """Owns every sequence that no running job owns, and the prefix cache."""
+    """Owns every sequence that no running job owns, and the prefix cache with its tier on `disk` (None: none)."""
 
-    def __init__(self, backend: Backend, cache: PrefixCache, make_block: MakeBlock = plain_block) -> None:
+    def __init__(self, backend: Backend, cache: PrefixCache, disk: DiskTier | None = None) -> None:
         self._backend = backend
         self.cache = cache
-        self._make_block = make_block
+        self._disk = disk
         self._residents: list[Resident] = []
-        self.worth_reading: Callable[[Block, int], bool] = lambda _block, _n_tokens: True
+        self._token_bytes = 0.0
+        self.prefill_tok_s: Callable[[], float | None] = lambda: None
         self.restored_tokens = 0
         self.lost_blocks = 0
 
@@ -143,11 +96,11 @@ class Residency:
     def lookup(self, prompt: Tokens, live: Iterable[Job]) -> Source:
         """The best source for `prompt`. One token is always left to compute: its logits are needed."""
         most = len(prompt) - 1
+        plan = self.plan(prompt)
         best = Source("none", 0, 0)
-        match = self.cache.match(prompt[:most])
-        known = match.diverged_at
-        if match.length >= _MIN_TOKENS:
-            best = Source("exported", match.length, known, match=match)
+        known = plan.match.known
+        if plan.saved >= MIN_TOKENS:
+            best = Source("exported", plan.saved, known, plan=plan)
         for job in live:
             if job.sequence is None:
                 continue
@@ -158,13 +111,22 @@ class Residency:
         for resident in self._residents:
             shared = min(most, common_prefix(resident.tokens, prompt))
             known = max(known, shared)
-            if shared >= max(best.length, 1):
+            if shared >= max(best.length, 1) and self._may_take(resident, shared):
                 best = Source("resident", shared, known, resident=resident)
-        return Source(best.kind, best.length, known, best.resident, best.sequence, best.match)
+        return Source(best.kind, best.length, known, best.resident, best.sequence, best.plan)
+
+    def plan(self, prompt: Tokens) -> RestorePlan:
+        """What to take of what the cache holds of `prompt`."""
+        tok_s, disk = self.prefill_tok_s(), self._disk
+        return restoring.plan(self.cache, prompt[:-1], lambda b, n: disk is None or disk.worth_reading(b, n, tok_s))
 
     @property
     def _can_split(self) -> bool:
         return self._backend.capabilities.rewind == "any"
+
+    def _may_take(self, resident: Resident, length: int) -> bool:
+        """A line that can't be forked, and is nowhere else, is not cut to a smaller part of itself."""
+        return self._can_split or resident.exported or 2 * length >= len(resident.tokens)
 
     def needs_cells(self, source: Source, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens` of which `source` brings its share."""
@@ -175,6 +137,8 @@ class Residency:
     def take(self, source: Source, prompt: Tokens) -> Taken:
         """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
         what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
+        # However it comes back, the line is in use again: its copies in the cache are the last to go.
+        self.cache.match(prompt[:-1])
         if source.kind == "resident" and source.resident is not None:
             taken = self._take_resident(source.resident, source.length)
             if taken is not None:
@@ -184,15 +148,26 @@ class Residency:
                 return Taken(self._backend.fork(source.sequence, source.length), source.length)
             except CannotRewindError:
                 pass
-        match = source.match or self.cache.match(prompt[:-1])
-        sequence = self._backend.new_sequence()
-        return Taken(sequence, 0, Restoring(self, self._backend, sequence, match, len(prompt) - 1))
+        plan = source.plan or self.plan(prompt)
+        sequence = self._new_sequence(source.resident)
+        return Taken(sequence, 0, Restoring(self, self._backend, sequence, prompt, plan))
+
+    def _new_sequence(self, in_the_way: Resident | None) -> int:
+        try:
+            return self._backend.new_sequence()
+        except NoCellsError:
+            # The resident that was to be taken over could not be cut back: its place is the one that was counted on.
+            if in_the_way not in self._residents:
+                raise
+            self._drop(in_the_way)
+            return self._backend.new_sequence()
 
     def _take_resident(self, resident: Resident, length: int) -> int | None:
-        if length < len(resident.tokens) and not resident.done:
-            if self._can_split:
-                return self._backend.fork(resident.sequence, length)
-            self._export_next(resident)
+        if length < len(resident.tokens) and not resident.exported:
+            forked = self._fork(resident, length) if self._can_split else None
+            if forked is not None:
+                return forked
+            self._export_next(resident, force=True)
         try:
             self._backend.truncate(resident.sequence, length)
         except CannotRewindError:
@@ -200,52 +175,74 @@ class Residency:
         self._residents.remove(resident)
         return resident.sequence
 
+    def _fork(self, resident: Resident, length: int) -> int | None:
+        """The beginning of a line whose end is still to be exported; None if there is no sequence left for it."""
+        others = [r for r in self._residents if r is not resident]
+        while True:
+            try:
+                return self._backend.fork(resident.sequence, length)
+            except NoCellsError:
+                if not others:
+                    return None
+                self._export_all(others[0])
+                self._drop(others.pop(0))
+
     # --- giving back ---------------------------------------------------------------------------------------------
 
     def release(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> None:
         """A job is done with `sequence`, which holds `tokens`. Kept as resident unless too short or unwanted."""
-        if not keep or len(tokens) < _MIN_TOKENS:
+        if not keep or len(tokens) < MIN_TOKENS:
             self._backend.drop(sequence)
             return
-        self._residents.append(Resident(sequence, tokens.copy(), exported=self._covered(tokens)))
+        self.cache.match(tokens)
+        exported = self.cache.gap(tokens) is None
+        self._residents.append(Resident(sequence, tokens.copy(), exported, used=self.cache.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running job out of the context at once, keeping its KV in the cache."""
-        resident = Resident(sequence, tokens.copy(), exported=self._covered(tokens))
-        while not resident.done:
-            self._export_next(resident)
+        self._export_all(Resident(sequence, tokens.copy()))
         self._backend.drop(sequence)
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
         """Store the state after exactly `tokens`, for models that can't go back there later."""
-        if self.cache.whole and self.cache.match(tokens).length < len(tokens):
-            self._store(sequence, tokens, 0, len(tokens))
+        if self.cache.whole and self.cache.gap(tokens) is not None:
+            self._store(sequence, tokens, 0)
 
     def tick(self, *, busy: bool) -> bool:
-        """Export one piece of one resident, if any is left; drop exported ones while others run.
+        """Export one piece of one resident, if any can be; drop exported ones while others run.
 
-        Returns True while there is more to do without new requests."""
+        Returns True while there is more to do without new requests and without waiting for the disk."""
+        self._hear()
         for resident in self._residents:
-            if not resident.done:
-                self._export_next(resident)
+            if not resident.exported and self._export_next(resident):
                 break
-        if busy:
-            for resident in [r for r in self._residents if r.done]:
-                self._drop(resident)
-        elif len(self._residents) > 1:
-            # One stays for the next turn of the chat just answered; the others are in the cache.
-            for resident in [r for r in self._residents[:-1] if r.done]:
-                self._drop(resident)
-        return any(not r.done for r in self._residents) or len(self._residents) > 1
+        if self._disk is not None:
+            self._disk.hurry(self.waiting)
+        # One stays for the next turn of the chat just answered; the others are in the cache.
+        for resident in [r for r in (self._residents if busy else self._residents[:-1]) if self._at_hand(r)]:
+            self._drop(resident)
+        return any(not r.exported and r.refused_at != self.cache.changes for r in self._residents)
+
+    def finish(self) -> None:
+        """Export what is resident, waiting for room if it must: nothing else is going on any more."""
+        while self._residents:
+            more = self.tick(busy=True)
+            if not more and not (self.waiting and self._disk is not None and self._disk.wait(_CLOSE_S)):
+                return
+
+    @property
+    def waiting(self) -> bool:
+        """True while something could be exported if only what is in memory were written."""
+        return any(r.later for r in self._residents)
 
     def make_room(self, cells: int, *, live: int, keep: Resident | None = None) -> bool:
         """Drop residents (exporting them first) until `cells` are free and one more sequence than `live` fits."""
-        for resident in list(self._residents):
+        self._hear()
+        for resident in sorted(self._residents, key=lambda r: not r.exported):
             if self._has_room(cells, live):
                 return True
             if resident is not keep:
-                while not resident.done:
-                    self._export_next(resident)
+                self._export_all(resident)
                 self._drop(resident)
         return self._has_room(cells, live)
 
@@ -257,27 +254,85 @@ class Residency:
         """Finished sequences still in the context."""
         return len(self._residents)
 
+    def _at_hand(self, resident: Resident) -> bool:
+        """Is all of it in the cache's memory, from where it comes back in no time?"""
+        if resident.exported and resident.looked_at != self.cache.changes:
+            resident.looked_at = self.cache.changes
+            resident.at_hand = all(p.block.held_bytes for p in self.cache.peek(resident.tokens).parts)
+        return resident.exported and resident.at_hand
+
     def _drop(self, resident: Resident) -> None:
         self._residents.remove(resident)
         self._backend.drop(resident.sequence)
 
-    def _covered(self, tokens: Tokens) -> int:
-        covered = self.cache.covered(tokens)
-        return covered if not self.cache.whole or covered == len(tokens) else 0
+    # --- the cache -----------------------------------------------------------------------------------------------
 
-    def _export_next(self, resident: Resident) -> None:
-        total = len(resident.tokens)
-        start = 0 if self.cache.whole else resident.exported
-        stop = total if self.cache.whole else min(total, start + _PIECE_TOKENS)
-        line = resident.tokens[:stop]
-        if self._store(resident.sequence, line, start, stop) or self.cache.covered(line) >= stop:
-            resident.exported = stop
-        else:
-            resident.broken = True
+    def store(self, sequence: int, tokens: Tokens, start: int) -> None:
+        """Put what `sequence` holds of `tokens` from `start` on into the cache, if there is room."""
+        while start < len(tokens):
+            stop = min(len(tokens), start + _PIECE_TOKENS)
+            if self._store(sequence, tokens[:stop], start) != "now":
+                return
+            start = stop
 
-    def _store(self, sequence: int, tokens: Tokens, start: int, stop: int) -> bool:
-        try:
-            data = self._backend.export_range(sequence, start, stop)
-        except BackendFailure:
+    def lost(self, block: Block) -> None:
+        """A block could not be read or imported."""
+        self.lost_blocks += 1
+        self.cache.forget(block)
+        if isinstance(block, DiskBlock):
+            # It would be found again after every restart.
+            block.path.unlink(missing_ok=True)
+
+    def _hear(self) -> None:
+        if self._disk is not None:
+            self._disk.news(self.cache)
+
+    def _export_all(self, resident: Resident) -> None:
+        """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
+        while not resident.exported and self._export_next(resident, force=True):
+            pass
+
+    def _export_next(self, resident: Resident, *, force: bool = False) -> bool:
+        """Export one piece; False if it can't be had, or there is no room for it in the cache."""
+        if resident.refused_at == self.cache.changes and not force:
             return False
-        return self.cache.insert(tokens, self._make_block(tokens, data, start, stop))
+        gap = self.cache.gap(resident.tokens)
+        room: Room = "now"
+        if gap is not None:
+            start, stop = gap
+            stop = stop if self.cache.whole else min(stop, start + _PIECE_TOKENS)
+            room = self._store(resident.sequence, resident.tokens[:stop], start, resident.used, force=force)
+            gap = self.cache.gap(resident.tokens)
+        resident.exported = gap is None
+        resident.later = room == "later"
+        resident.refused_at = None if room == "now" else self.cache.changes
+        return room == "now"
+
+    def _store(
+        self, sequence: int, tokens: Tokens, start: int, used: int | None = None, *, force: bool = False
+    ) -> Room:
+        """Export the end of `tokens` from `start` on and put it into the cache: "now" if that was done."""
+        n_tokens = len(tokens) - start
+        guess = 0 if self.cache.whole else int(self._token_bytes * n_tokens)
+        room = self.cache.make_room(guess, line=tokens, used=used, force=force)
+        if room != "now":
+            return room
+        try:
+            data = self._backend.export_range(sequence, start, len(tokens))
+        except BackendFailure:
+            return "never"
+        # The least seen: a block of a few tokens is mostly header.
+        self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
+        room = self.cache.make_room(len(data), line=tokens, used=used, force=force)
+        if room != "now":
+            return room
+        block = self._block(tokens, data, start)
+        stored = self.cache.insert(tokens, block, used)
+        if stored and isinstance(block, DiskBlock) and self._disk is not None:
+            self._disk.keep(block, tokens)
+        return "now" if stored else "never"
+
+    def _block(self, tokens: Tokens, data: bytes, start: int) -> MemoryBlock | DiskBlock:
+        if self._disk is None:
+            return MemoryBlock(data, start, len(tokens))
+        return self._disk.make_block(tokens, data, start, len(tokens))

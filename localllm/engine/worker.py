@@ -30,6 +30,8 @@ from localllm_backends.contract import OutOfMemoryError as NativeOutOfMemory
 _PROGRESS_STEP = 0.02
 # An idle worker looks this often whether others need the memory of its prefix cache.
 _LOOK_S = 2.0
+# One that can go on exporting once something is written looks this often.
+_WRITING_S = 0.02
 
 
 class Worker:
@@ -106,7 +108,8 @@ class Worker:
             try:
                 while True:
                     wait = not engine.has_work and not housekeeping
-                    message = self._inbox.get(block=wait, timeout=_LOOK_S if wait else None)
+                    look_s = _WRITING_S if engine.awaits_disk else _LOOK_S
+                    message = self._inbox.get(block=wait, timeout=look_s if wait else None)
                     if message["op"] == "close":
                         return
                     self._send(self._handle(engine, message))

@@ -18,6 +18,8 @@ _COUNTERS = {
 }  # fmt: skip
 # The memory guard's levels (localllm/engine/memory_guard.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
+# The engine's counters of tokens computed although they were known (localllm/engine/metrics.py).
+_RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -32,15 +34,27 @@ async def render(server: Server) -> str:
     ]
     snapshots = await _snapshots(server.models)
     lines += [f'localllm_model_loaded{{model="{_label(name)}"}} {int(bool(s))}' for name, s in snapshots.items()]
-    for key in sorted({k for s in snapshots.values() for k, v in s.items() if isinstance(v, (int, float))}):
+    plain = {k for s in snapshots.values() for k, v in s.items() if isinstance(v, (int, float))}
+    for key in sorted(k for k in plain if not _RECOMPUTED.fullmatch(k)):
         counter = key in _COUNTERS
         metric = "localllm_" + _NAME.sub("_", key) + ("_total" if counter else "")
         lines.append(f"# TYPE {metric} {'counter' if counter else 'gauge'}")
         for name, s in snapshots.items():
             if isinstance(s.get(key), (int, float)):
                 lines.append(f'{metric}{{model="{_label(name)}"}} {float(s[key]):g}')
-    lines += _pressure(snapshots)
+    lines += _recomputed(snapshots) + _pressure(snapshots)
     return "\n".join(lines) + "\n"
+
+
+def _recomputed(snapshots: dict[str, dict[str, Any]]) -> list[str]:
+    """Tokens that had their KV once and were computed again, by reason: a cache that is too small shows here."""
+    series = [
+        f'localllm_recomputed_tokens_total{{model="{_label(name)}",reason="{found[1]}"}} {value}'
+        for name, s in snapshots.items()
+        for key, value in s.items()
+        if (found := _RECOMPUTED.fullmatch(key))
+    ]
+    return ["# TYPE localllm_recomputed_tokens_total counter", *series] if series else []
 
 
 def _pressure(snapshots: dict[str, dict[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.engine import disk_tier
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.disk_tier import DiskTier
+from localllm.engine.disk_tier import DiskBlock, DiskTier
 from localllm.engine.messages import Request
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from support.scripted_backend import ScriptedBackend
@@ -40,6 +40,13 @@ def opened(directory: Path) -> tuple[DiskTier, Told]:
     return tier, told
 
 
+def kept(tier: DiskTier, n: int) -> DiskBlock:
+    """A block that is to be written."""
+    block = tier.make_block(TOKENS, b"kv" * n, 0, 32)
+    tier.keep(block, TOKENS)
+    return block
+
+
 def written(path: Path, within_s: float = 10.0) -> bool:
     """Does the file appear?"""
     until = time.monotonic() + within_s
@@ -51,7 +58,7 @@ def written(path: Path, within_s: float = 10.0) -> bool:
 
 def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
     tier, told = opened(tmp_path)
-    block = tier.make_block(TOKENS, b"kv" * 100, 0, 32)
+    block = kept(tier, 100)
     assert told.waited.acquire(timeout=10)
     assert not block.path.exists()
     tier.working(False)
@@ -62,7 +69,7 @@ def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
 def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "_PAUSE_S", 10.0)
     tier, told = opened(tmp_path)
-    block = tier.make_block(TOKENS, b"kv" * 100, 0, 32)
+    block = kept(tier, 100)
     for _ in range(3):
         assert told.waited.acquire(timeout=10)
         assert not block.path.exists()
@@ -75,14 +82,14 @@ def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.M
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.05)
     tier, _ = opened(tmp_path)
-    assert written(tier.make_block(TOKENS, b"kv" * 100, 0, 32).path)
+    assert written(kept(tier, 100).path)
     tier.close()
 
 
 def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 100)
     tier, _ = opened(tmp_path)
-    assert written(tier.make_block(TOKENS, b"kv" * 100, 0, 32).path)
+    assert written(kept(tier, 100).path)
     tier.close()
 
 
@@ -101,7 +108,7 @@ def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_file_is_read_for_the_tokens_wanted_of_it_not_for_all_it_holds(tmp_path: Path) -> None:
     tier, _ = opened(tmp_path)
-    block = tier.make_block(TOKENS, b"kv" * 1000, 0, 32)
+    block = kept(tier, 1000)
     tier.close()
     block.data, tier.read_bytes_s = None, 20_000.0
     assert tier.worth_reading(block, 32, 100.0), "a tenth of a second to read, a third to compute"

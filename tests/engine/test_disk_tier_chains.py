@@ -22,13 +22,13 @@ def open_tier(directory: Path, capacity_bytes: int) -> tuple[DiskTier, PrefixCac
 
 
 def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
-    """As the engine exports a finished line: in pieces, from where the cache stops."""
-    start = cache.covered(line)
-    while start < len(line):
-        stop = min(len(line), start + PIECE)
+    """As the engine exports a finished line: in pieces, wherever the cache has a gap."""
+    while (gap := cache.gap(line)) is not None:
+        start, stop = gap[0], min(gap[1], gap[0] + PIECE)
         tokens = as_tokens(line[:stop])
-        assert cache.insert(tokens, tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start, stop))
-        start = stop
+        block = tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start, stop)
+        assert cache.insert(tokens, block)
+        tier.keep(block, tokens)
 
 
 def reachable(directory: Path, capacity_bytes: int) -> tuple[int, int]:
@@ -55,8 +55,8 @@ def test_no_file_is_ever_out_of_reach(
             store(tier, cache, line)
         elif action == "read":
             # The deepest block alone: its parents are in memory and no file of theirs is read.
-            for block in cache.chain(line)[-1:]:
-                tier.load(block)  # type: ignore[arg-type]
+            for part in cache.match(line).parts[-1:]:
+                tier.load(part.block)  # type: ignore[arg-type]
         else:
             tier.close()
             tier, cache, _ = open_tier(directory, capacity)
@@ -76,7 +76,7 @@ def test_a_used_child_keeps_its_parent(tmp_path: Path) -> None:
     tier.flush()
     size = max(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
     for other in range(2, 12):
-        tier.load(cache.chain(conversation)[-1])  # type: ignore[arg-type]
+        tier.load(cache.match(conversation).parts[-1].block)  # type: ignore[arg-type]
         store(tier, cache, [other] * PIECE)
         tier.flush()
     tier.close()
@@ -89,7 +89,8 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     tier, cache, _ = open_tier(tmp_path, 10**6)
     store(tier, cache, [1] * PIECE)
     tier.flush()
-    block = cache.chain([1] * PIECE)[0]
+    tier.news(cache)
+    block = cache.peek([1] * PIECE).parts[0].block
     for file in tmp_path.glob("*/*.kv"):
         file.unlink()
     assert not block.demote()

@@ -221,12 +221,13 @@ def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
     cache.check_integrity()
 
 
-def test_a_beginning_without_a_copy_takes_along_what_hangs_on_it() -> None:
+def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
     cache = PrefixCache(whole=False, capacity_bytes=1000)
     put(cache, [1, 2])
     put(cache, [1, 2, 3], filed=True)
     assert cache.shrink(20) == 20
     assert cache.covered([1, 2, 3]) == 0
+    assert cache.peek([1, 2, 3]).saved == 1
     cache.check_integrity()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,13 +40,13 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]],
         n = next((i for i, (x, y) in enumerate(zip(line, prompt, strict=False)) if x != y), min(len(line), len(prompt)))
         best = max(best, n)
     match = cache.match(prompt)
-    assert match.length == match.diverged_at == best
+    assert match.length == match.saved == match.known == best
     position = 0
-    for block, start, stop in match.parts:
-        assert start == position < stop
-        assert block.start <= start
-        assert stop <= block.stop
-        position = stop
+    for part in match.parts:
+        assert part.start == position < part.stop
+        assert part.block.start <= part.start
+        assert part.stop <= part.block.stop
+        position = part.stop
     assert position == best
 
 
@@ -58,8 +60,8 @@ def test_a_whole_tree_finds_the_longest_stored_line(stored: list[list[int]], pro
     match = cache.match(prompt)
     assert match.length == best
     if best:
-        ((block, start, stop),) = match.parts
-        assert (block.start, start, stop, block.stop) == (0, 0, best, best)
+        (part,) = match.parts
+        assert (part.block.start, part.start, part.stop, part.block.stop) == (0, 0, best, best)
 
 
 def test_eviction_takes_the_oldest_leaf_and_never_a_locked_one() -> None:
@@ -99,10 +101,77 @@ def test_what_is_larger_than_the_cache_is_not_stored() -> None:
     assert cache.held_bytes == 0
 
 
-def test_a_segment_without_its_parent_is_refused() -> None:
+def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
     cache = PrefixCache(whole=False, capacity_bytes=100)
-    assert not put(cache, [1, 2, 3], start=2)
-    assert cache.match([1, 2, 3]).length == 0
+    assert put(cache, [1, 2, 3, 4], start=2)
+    match = cache.match([1, 2, 3, 4])
+    assert (match.length, match.saved, match.known) == (0, 2, 4)
+    assert cache.gap([1, 2, 3, 4, 5]) == (0, 2)
+    cache.check_integrity()
+    assert put(cache, [1, 2])
+    assert cache.covered([1, 2, 3, 4]) == 4
+    assert cache.gap([1, 2, 3, 4, 5]) == (4, 5)
+    cache.check_integrity()
+
+
+@dataclass
+class Filed(MemoryBlock):
+    """A block whose copy on disk is there (`filed`), or is being written (`writing`)."""
+
+    filed: bool = True
+    writing: bool = False
+    in_memory: bool = True
+
+    def demote(self) -> bool:
+        self.in_memory = self.in_memory and not self.filed
+        return self.filed
+
+    def promote(self, data: bytes | memoryview) -> None:
+        self.in_memory = True
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.data) if self.in_memory else 0
+
+    @property
+    def pending(self) -> bool:
+        return self.writing
+
+
+def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=30)
+    line = list(range(10))
+    for n in range(1, 11):
+        assert cache.insert(line[:n], Filed(bytes(10), n - 1, n)), "a cache that is full takes in what is new"
+        cache.check_integrity()
+    assert cache.covered(line) == 10, "demoted, not evicted"
+    assert cache.held_bytes == 30
+
+
+def test_what_is_being_written_is_waited_for() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=30)
+    blocks = [Filed(bytes(10), 0, 1, filed=False, writing=True) for _ in range(3)]
+    for token, block in enumerate(blocks):
+        assert cache.insert([token], block)
+    assert cache.make_room(10) == "later"
+    assert not put(cache, [7])
+    assert cache.held_bytes == 30, "nothing was evicted meanwhile"
+    blocks[0].filed, blocks[0].writing = True, False
+    assert cache.make_room(10) == "now"
+    assert put(cache, [7])
+    assert cache.covered([0]) == 1
+    assert cache.make_room(20, force=True) == "now", "who must have room does not wait"
+    cache.check_integrity()
+
+
+def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one() -> None:
+    cache = PrefixCache(whole=False, capacity_bytes=100)
+    line = list(range(10))
+    assert cache.insert(line, Filed(bytes(50), 0, 10))
+    assert not put(cache, line[:3]), "it has its tokens in memory"
+    cache.shrink(50)
+    assert put(cache, line[:3])
+    assert [(p.start, p.stop, p.block.stop) for p in cache.peek(line).parts] == [(0, 3, 3), (3, 10, 10)]
     cache.check_integrity()
 
 
@@ -123,7 +192,7 @@ class History(RuleBasedStateMachine):
     @rule(line=lines)
     def match(self, line: list[int]) -> None:
         match = self.cache.match(line)
-        assert match.length <= match.diverged_at <= len(line)
+        assert match.length <= match.saved <= match.known <= len(line)
 
     @rule(line=lines)
     def lock(self, line: list[int]) -> None:

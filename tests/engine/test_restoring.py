@@ -113,10 +113,21 @@ def test_a_block_that_is_lost_on_the_way_is_computed(monkeypatch: pytest.MonkeyP
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))
     finish(engine, outcome)
-    assert reads == [True, False], "behind what is lost nothing is of use"
+    assert reads == [True, False, True, True], "what is lost is computed, and the rest is still taken"
     assert outcome.tokens["again"] == alone(prompt)
-    assert 500 <= outcome.finish("again").usage.cached_tokens < len(LONG) - 1
-    assert engine.snapshot()["lost_blocks"] == 1
+    assert len(LONG) - 600 <= outcome.finish("again").usage.cached_tokens < len(LONG) - 500
+    snapshot = engine.snapshot()
+    assert snapshot["lost_blocks"] == 1
+    assert snapshot["recomputed_lost_tokens"] == 512
+    reads.extend([True] * 10)
+    assert run_again(engine, prompt) >= len(LONG), "what was computed is in the cache again"
+
+
+def run_again(engine: Engine, prompt: list[int]) -> int:
+    settle(engine)
+    run(engine, ask("between", [7, 7, 7, *range(40, 60)]))
+    usage = run(engine, ask("once-more", [*prompt, 9])).finish("once-more").usage
+    return usage.cached_tokens
 
 
 def test_a_short_newcomer_is_not_kept_by_a_long_restoration() -> None:

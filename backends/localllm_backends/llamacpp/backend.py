@@ -27,7 +27,15 @@ from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.aside import MICRO_BATCH, Aside, aside_cells
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.cells import CellLedger
-from localllm_backends.llamacpp.load import GGML_TYPES, c_string, fingerprint, has_gpu, outputs_reserved, token_piece
+from localllm_backends.llamacpp.load import (
+    GGML_TYPES,
+    c_string,
+    fingerprint,
+    has_gpu,
+    kv_meaning,
+    outputs_reserved,
+    token_piece,
+)
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 
@@ -417,6 +425,7 @@ class LlamaCppBackend:
             chat_template=template.decode("utf-8", "replace") if template else None,
             kv_type_k=self._spec.kv_type_k,
             kv_type_v=self._spec.kv_type_v,
+            kv_meaning=kv_meaning(llama, self._spec),
             fim_tokens={name: token for name, token in fim.items() if token >= 0},
             metadata=metadata,
         )

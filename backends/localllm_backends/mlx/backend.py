@@ -26,7 +26,7 @@ from localllm_backends.contract import (
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.lines import Layout, Line, arrays_of
-from localllm_backends.mlx.load import fingerprint, out_of_memory
+from localllm_backends.mlx.load import fingerprint, kv_meaning, out_of_memory
 from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
 from localllm_backends.mlx.vocabulary import Vocabulary
@@ -385,6 +385,7 @@ class MlxBackend:
             chat_template=words.chat_template,
             kv_type_k=self._shapes.kv_type,
             kv_type_v=self._shapes.kv_type,
+            kv_meaning=kv_meaning(),
             fim_tokens=words.fim_tokens,
             metadata={
                 "general.architecture": str(config.get("model_type", "")),

@@ -43,6 +43,13 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def kv_meaning() -> str:
+    """What gives exported KV its meaning besides weights and KV types: the libraries that compute it and lay it out."""
+    from importlib.metadata import version
+
+    return f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files mlx-lm reads weights from (mlx_lm/utils.py, load_model)."""
     return sorted(folder.glob("model*.safetensors"))

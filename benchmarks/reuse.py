@@ -1,0 +1,218 @@
+"""Nothing is prefilled twice: after restarts, with a full cache, beside a line larger than it; tokens against bars.
+
+    python -m benchmarks.reuse [--peer PATH/llama-server] [--only starts,full,bigline,restart] [--out FILE]
+
+starts   six starts over one cache folder: in each a file is edited, then three chats over one system prompt take turns
+full     20 rounds of three new chats, 0.2 GB of memory for the cache
+bigline  a chat longer than the memory cache, a short request after it, the chat's next turn: tokens not found
+restart  TTFT of a known prompt after a restart, clean and kill -9, against its cold TTFT
+
+Tokens are counted by the client: what a prompt shares with any line the server has computed, in this start or before,
+less what it says it found. The exit code is 1 when a bar is missed. llama-server keeps nothing on disk, so it runs in
+`full` and `bigline` only, with the same memory for its cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+from benchmarks.models import serve_command, smollm2
+from benchmarks.seen import Messages, Seen, computed_tokens
+from benchmarks.serving import SYSTEM, Scenarios, Server, chat, unique, user
+from benchmarks.speculation import source_file
+from benchmarks.sse import free_port
+
+_ANSWER_TOKENS = 24
+_CHATS, _TURNS = 3, 4
+_FULL_GB, _BIGLINE_GB, _BIGLINE_DISK_GB = 0.2, 0.06, 1
+# About 6,000 tokens and 200; a word is about six tokens at first, less in the mean.
+_BIG_WORDS, _SHORT_WORDS = 1150, 40
+
+
+@dataclass
+class Figures:
+    """What one scenario found for each server, start by start or round by round. Each of ours may be `bar` at most."""
+
+    title: str
+    unit: str
+    bar: float
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def put(self, name: str, value: float) -> None:
+        """One more figure."""
+        self.values.setdefault(name, []).append(value)
+        print(f"  {self.title}, {name}: {value:.4g} {self.unit} (bar {self.bar:g})", file=sys.stderr, flush=True)
+
+    @property
+    def missed(self) -> bool:
+        """Whether one of ours is beyond the bar."""
+        return max(self.values["localllm"]) > self.bar
+
+    def tell(self) -> None:
+        """Print all of it."""
+        print(f"\n{self.title} (bar {self.bar:g} {self.unit}){': MISSED' if self.missed else ''}")
+        for name, values in self.values.items():
+            print(f"  {name:14} {'  '.join(f'{v:.4g}' for v in values)}")
+
+
+@dataclass
+class Bench:
+    """The model, the peer if there is one, and what was found."""
+
+    model: str
+    peer: Path | None
+    starts: int
+    rounds: int
+    found: list[Figures] = field(default_factory=list)
+
+    def figures(self, title: str, unit: str, bar: float) -> Figures:
+        """A new table."""
+        self.found.append(Figures(title, unit, bar))
+        return self.found[-1]
+
+    @contextmanager
+    def ours(self, context: int, **settings: object) -> Iterator[Server]:
+        """Our server, not started yet, with folders of its own and `settings` as LOCALLLM_… in its environment."""
+        port = free_port()
+        with tempfile.TemporaryDirectory() as folder:
+            names = {f"LOCALLLM_{name}_DIR": str(Path(folder) / name) for name in ("CONFIG", "DATA", "CACHE", "LOG")}
+            names |= {f"LOCALLLM_{name.upper()}": str(value) for name, value in settings.items()}
+            with patch.dict(os.environ, names):
+                server = Server("localllm", serve_command(self.model, port, "--context", str(context), "--quiet"), port)
+                try:
+                    yield server
+                finally:
+                    _stop(server)
+
+    @contextmanager
+    def peers(self, context: int, memory_gb: float) -> Iterator[list[Server]]:
+        """llama-server, not started yet, with so much memory for its cache; none where none was named."""
+        if self.peer is None:
+            yield []
+            return
+        port, threads = free_port(), len(os.sched_getaffinity(0))
+        options = f"--port {port} -t {threads} -c {context} --jinja --cache-ram {round(memory_gb * 1e9 / 2**20)}"
+        server = Server("llama-server", [str(self.peer), "-m", self.model, *options.split()], port)
+        try:
+            yield [server]
+        finally:
+            _stop(server)
+
+    # --- scenarios -----------------------------------------------------------------------------------------------
+
+    def run_starts(self) -> None:
+        """Each start has new chats and a new file; the system prompt is the first start's."""
+        figures = self.figures("tokens prefilled twice in each start", "tokens", 50)
+        with self.ours(16384) as server:
+            seen = Seen(computed_tokens(server.port))
+            for start in range(self.starts):
+                server.start()
+                before = seen.twice
+                files = "\n".join(source_file(start * 10 + i) for i in range(5))
+                _ask(seen, server, user(f"Rename the first function of this file.\n{files}"))
+                _take_turns(seen, server, SYSTEM, f"on day {start}")
+                figures.put(server.name, seen.twice - before)
+                server.stop()
+
+    def run_full(self) -> None:
+        """Each round has a new system prompt; one round is about a quarter of what memory holds."""
+        figures = self.figures(f"tokens prefilled twice in each round with {_FULL_GB} GB", "tokens", 200)
+        ours = self.ours(16384, cache_ram_gb=_FULL_GB, cache_disk_gb=8)
+        with ours as our, self.peers(16384, _FULL_GB) as peers:
+            for server in [our, *peers]:
+                server.start()
+                seen = Seen(computed_tokens(server.port))
+                for n in range(self.rounds):
+                    before = seen.twice
+                    _take_turns(seen, server, f"{n} {SYSTEM}", "here")
+                    figures.put(server.name, seen.twice - before)
+                server.stop()
+
+    def run_bigline(self) -> None:
+        """Cells are free for both requests; only the last block of the line (512 tokens) may be computed again."""
+        figures = self.figures(f"tokens of a long chat not found, {_BIGLINE_GB} GB, after a short one", "tokens", 600)
+        for disk_gb in (_BIGLINE_DISK_GB, 0):
+            ours = self.ours(8192, cache_ram_gb=_BIGLINE_GB, cache_disk_gb=disk_gb)
+            with ours as our, self.peers(8192, _BIGLINE_GB) as peers:
+                for server in [our, *(peers if not disk_gb else [])]:
+                    server.start()
+                    figures.put(server.name, _not_found(server))
+                    server.stop()
+
+    def run_restart(self) -> None:
+        """As benchmarks.serving measures it, over one folder."""
+        with self.ours(16384) as server:
+            server.start()
+            scenarios = Scenarios(computed_tokens(server.port))
+            for _ in range(3):
+                scenarios.restart(server)
+            for title, table in scenarios.tables.items():
+                # On a shared machine a single TTFT says little.
+                self.figures(f"{title}, median of 3", "×", 0.02).put(server.name, table.median(server.name))
+
+
+def _take_turns(seen: Seen, server: Server, system: str, where: str) -> None:
+    """Three chats behind one system prompt, four growing turns each."""
+    chats: list[Messages] = [
+        [{"role": "system", "content": system}, *user(f"I am person {i} {where}. Hello!")] for i in range(_CHATS)
+    ]
+    for turn in range(_TURNS):
+        for messages in chats:
+            said = _ask(seen, server, messages)
+            messages += [{"role": "assistant", "content": said}, *user(f"And then, number {turn}?")]
+
+
+def _not_found(server: Server) -> int:
+    """Tokens of a long chat that its next turn had to compute again after a short request."""
+    seen = Seen(computed_tokens(server.port))
+    messages = user(f"Read this: {unique(_BIG_WORDS, 1)}")
+    said = _ask(seen, server, messages)
+    _ask(seen, server, user(f"Something else: {unique(_SHORT_WORDS, 2)}"))
+    before = seen.twice
+    _ask(seen, server, [*messages, {"role": "assistant", "content": said}, *user("And now?")])
+    return seen.twice - before
+
+
+def _ask(seen: Seen, server: Server, messages: Messages) -> str:
+    return seen.ask(messages, partial(chat, server, messages, _ANSWER_TOKENS)).text
+
+
+def _stop(server: Server) -> None:
+    if server.process is not None and server.process.poll() is None:
+        server.stop()
+
+
+def main() -> None:
+    """Run and report; the exit code is 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, default=None)
+    parser.add_argument("--model", type=Path, default=None)
+    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="starts,full,bigline,restart")
+    parser.add_argument("--out", default=None)
+    arguments = parser.parse_args()
+    bench = Bench(str(arguments.model or smollm2()), arguments.peer, arguments.starts, arguments.rounds)
+    for name in arguments.only.split(","):
+        getattr(bench, f"run_{name}")()
+    for figures in bench.found:
+        figures.tell()
+    if arguments.out:
+        told = [{**asdict(f), "missed": f.missed} for f in bench.found]
+        Path(arguments.out).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    if any(f.missed for f in bench.found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What a cached prefix is made of: each piece weighed by itself, gaps computed, and nothing read that means another thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.disk_tier import DiskBlock
+from localllm.engine.messages import Request
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from support.scripted_backend import TURN, ScriptedBackend
+
+FIRST_LINE = [TURN, *range(60, 82), TURN]
+SYSTEM = [40 + i % 91 for i in range(1400)]
+FILE = [50 + i % 77 for i in range(1500)]
+
+
+def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes: int = 10**8) -> Engine:
+    backend = backend or ScriptedBackend(n_ctx=8192, n_batch=64)
+    settings = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0)
+    engine = Engine(backend, settings)
+    # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
+    engine.residency.prefill_tok_s = lambda: 1000.0
+    assert engine._disk is not None
+    engine._disk.read_bytes_s = 20_000.0
+    return engine
+
+
+def ask(engine: Engine, key: str, prompt: list[int]) -> tuple[list[int], int]:
+    outcome = run(engine, Request(key, prompt, max_tokens=4, sampling=GREEDY, ignore_eos=True))
+    settle(engine)
+    return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
+
+
+def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_path: Path) -> None:
+    first = engine_on(tmp_path)
+    edit, chat = FIRST_LINE + FILE, FIRST_LINE + SYSTEM + [TURN, 9]
+    ask(first, "edit", edit)
+    answer, cached = ask(first, "chat", chat)
+    assert cached == len(FIRST_LINE)
+    first.close()
+
+    backend = ScriptedBackend(n_ctx=8192, n_batch=64)
+    second = engine_on(tmp_path, backend)
+    again, cached = ask(second, "chat", chat)
+    assert again == answer
+    assert cached == len(chat) - 1 - len(FIRST_LINE)
+    assert second.snapshot()["recomputed_unread_tokens"] == len(FIRST_LINE)
+    assert second.snapshot()["recomputed_evicted_tokens"] == 0
+    # Computed once, the first line has a block of its own: it is never computed again, nor after another restart.
+    _, cached = ask(second, "other", FIRST_LINE + SYSTEM + [TURN, 8, 8])
+    assert cached == len(FIRST_LINE + SYSTEM) + 1
+    second.close()
+    third = engine_on(tmp_path)
+    _, cached = ask(third, "chat", chat)
+    assert cached == len(chat) - 1
+    assert third._disk is not None
+    assert third._disk.read_blocks == 4, "the large block of the other conversation is not read for its first line"
+    third.close()
+
+
+def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> None:
+    first = engine_on(tmp_path)
+    ask(first, "chat", SYSTEM)
+    first.close()
+    second = engine_on(tmp_path)
+    ask(second, "a", [*SYSTEM, TURN, 1])
+    assert second._disk is not None
+    read = second._disk.read_blocks
+    ask(second, "between", [TURN, *range(20, 60)])
+    _, cached = ask(second, "b", [*SYSTEM, TURN, 2])
+    assert cached >= len(SYSTEM)
+    assert second._disk.read_blocks == read
+    assert second.residency.cache.held_bytes > 1000
+    second.close()
+
+
+def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
+    """One round after the other: what is on disk makes room in memory, wherever it stands in the tree."""
+    engine = engine_on(tmp_path, cache_bytes=6000)
+    for n in range(12):
+        line = [TURN, 100 + n, *SYSTEM[:700]]
+        _, cached = ask(engine, f"a{n}", line)
+        assert cached < 16
+        assert engine._disk is not None
+        engine._disk.flush()
+        settle(engine)
+        ask(engine, f"between{n}", [TURN, 9, *range(20, 60)])
+        _, cached = ask(engine, f"b{n}", [*line, TURN, 5])
+        assert cached >= len(line), f"round {n}"
+        assert engine.residency.cache.held_bytes <= 6000
+    engine.close()
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_line_larger_than_the_cache_stays_while_there_are_cells(tmp_path: Path, disk: bool) -> None:
+    settings = EngineSettings(
+        disk_dir=str(tmp_path) if disk else None, disk_bytes=10**9, cache_bytes=8_000, headroom_bytes=0
+    )
+    engine = Engine(ScriptedBackend(n_ctx=20_000, n_batch=64), settings)
+    big = [TURN, *[40 + i % 83 for i in range(5000)]]
+    ask(engine, "big", big)
+    ask(engine, "short", [TURN, *range(20, 90)])
+    _, cached = ask(engine, "next", [*big, TURN, 5])
+    assert cached >= len(big)
+    engine.close()
+
+
+def test_tokens_computed_again_are_counted_by_their_reason() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=600, n_batch=64), EngineSettings(cache_bytes=3000, headroom_bytes=0))
+    lines = [[TURN, 100 + n, *SYSTEM[:500]] for n in range(3)]
+    for n, line in enumerate(lines):
+        ask(engine, f"a{n}", line)
+    _, cached = ask(engine, "again", lines[0])
+    snapshot = engine.snapshot()
+    assert cached < 16
+    assert 500 - 64 <= snapshot["recomputed_evicted_tokens"] <= 502  # type: ignore[operator]
+    assert sum(v for k, v in snapshot.items() if k.startswith("recomputed_")) == snapshot["recomputed_evicted_tokens"]  # type: ignore[misc]
+    usage = run(engine, Request("why", lines[1], max_tokens=2, sampling=GREEDY)).finish("why").usage
+    assert "evicted" in usage.cache_miss
+
+
+def test_a_parked_request_counts_what_it_computes_twice() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=512, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0))
+    asked = [
+        Request(f"r{i}", [TURN, 9 + i, *[40] * 30], max_tokens=300, sampling=GREEDY, ignore_eos=True) for i in range(3)
+    ]
+    run(engine, *asked)
+    assert engine.metrics.parked > 0
+    assert engine.snapshot()["recomputed_parked_tokens"] > 0  # type: ignore[operator]
+
+
+# --- what gives KV its meaning ---------------------------------------------------------------------------------------
+
+
+def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) -> None:
+    first = engine_on(tmp_path)
+    answer, _ = ask(first, "a", SYSTEM)
+    first.close()
+    (tmp_path / "another-model").mkdir()
+    other = ScriptedBackend(n_ctx=8192, n_batch=64)
+    object.__setattr__(other.info, "kv_meaning", "another build")
+    second = engine_on(tmp_path, other)
+    again, cached = ask(second, "a", SYSTEM)
+    assert (again, cached) == (answer, 0)
+    second.close()
+    assert len(list(tmp_path.iterdir())) == 2, "what the other build wrote is gone, another model's is not"
+    _, cached = ask(engine_on(tmp_path), "a", SYSTEM)
+    assert cached == 0
+
+
+def test_rotated_and_plain_kv_are_not_taken_for_each_other(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp rotates quantised KV unless the environment says no; one read as the other gives garbage."""
+    prompt = (
+        "<|im_start|>user\nThe capital of France is Paris, of Italy Rome, of Spain Madrid. "
+        "What is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    spec = LoadSpec(str(smollm2), n_ctx=512, n_seq_max=1, kv_type_k="q8_0", kv_type_v="q8_0")
+    said: list[tuple[str, int]] = []
+    for value, disk in (("1", True), (None, True), (None, False)):
+        if value is None:
+            monkeypatch.delenv("LLAMA_ATTN_ROT_DISABLE", raising=False)
+        else:
+            monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", value)
+        backend = llamacpp.load(spec)
+        engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path) if disk else None, headroom_bytes=0))
+        outcome = run(engine, Request("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True))
+        said.append((outcome.text["a"], outcome.finish("a").usage.cached_tokens))
+        settle(engine)
+        assert engine._disk is None or all(
+            isinstance(p.block, DiskBlock) for p in engine.residency.cache.peek(backend.tokenize(prompt)).parts
+        )
+        engine.close()
+    assert said[1] == said[2] == (said[2][0], 0)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_backend_says_what_gives_its_kv_its_meaning(smollm2: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=128))
+    plain = llamacpp.load(LoadSpec(str(smollm2), n_ctx=128, flash_attention=False))
+    import llama_cpp
+
+    assert llama_cpp.__version__ in backend.info.kv_meaning
+    assert "libllama" in backend.info.kv_meaning or "llama" in backend.info.kv_meaning
+    assert plain.info.kv_meaning != backend.info.kv_meaning, "without flash attention V is laid out in another way"
+    backend.close()
+    plain.close()

@@ -1,0 +1,235 @@
+"""The law of reuse: whatever conversations, branches, edits, title requests and restarts come, and however small memory
+and disk are, what is reused is at least 95 % of what a cache with perfect knowledge and the same budgets would reuse."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.reference_cache import ReferenceCache
+from engine.drive import GREEDY, Outcome, settle
+from localllm.engine import residency
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Request
+from localllm_backends.contract import BackendFailure
+from support.scripted_backend import TURN, ScriptedBackend
+
+PIECE = 32
+TOKEN_BYTES = 2048
+ANSWER = 6
+# About what one conversation of a history has at its end.
+LINE_TOKENS = 300
+# A prompt's end that is found nowhere and a beginning too short to be copied are nobody's loss.
+_ALLOWED_PER_REQUEST = residency.MIN_TOKENS
+
+
+class Packed(ScriptedBackend):
+    """Exports every token in as many bytes as the reference counts."""
+
+    def export_range(self, sequence: int, start: int, stop: int) -> bytes:
+        line = self._lines[sequence]
+        if not 0 <= start < stop <= len(line):
+            raise BackendFailure("can't export that range")
+        body = b"".join(struct.pack("<i", t) * (TOKEN_BYTES // 4) for t in line[start:stop])
+        return struct.pack("<i", start) + body[4:]
+
+    def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
+        (first,) = struct.unpack_from("<i", data)
+        # The first token's first copy made room for `first`.
+        tokens = [struct.unpack_from("<i", data, i + 4)[0] for i in range(0, len(data) - 4, TOKEN_BYTES)]
+        super().import_range(sequence, json.dumps({"start": first, "tokens": tokens}).encode(), start, stop)
+
+
+class Clock:
+    """Every look takes a tenth of a second: computing is slow beside any disk."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.1
+        return self.now
+
+
+@dataclass
+class World:
+    """One engine after the other on one folder, and the reference beside them."""
+
+    folder: Path
+    memory_bytes: int
+    disk_bytes: int
+    n_ctx: int
+    reused: int = 0
+    due: int = 0
+    asked: int = 0
+    story: list[str] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reference = ReferenceCache(self.memory_bytes, self.disk_bytes, TOKEN_BYTES, PIECE)
+        self.engine = self.start()
+
+    def start(self) -> Engine:
+        return Engine(
+            Packed(n_ctx=self.n_ctx, n_batch=64, n_seq_max=4),
+            EngineSettings(
+                cache_bytes=self.memory_bytes,
+                disk_dir=str(self.folder) if self.disk_bytes else None,
+                disk_bytes=self.disk_bytes,
+                headroom_bytes=0,
+            ),
+            clock=Clock(),
+        )
+
+    def restart(self, *, clean: bool) -> None:
+        self.idle()
+        if clean:
+            self.engine.close()
+        elif self.engine._disk is not None:
+            # All that was queued has been written by the pause before; what is only resident is lost.
+            self.engine._disk.close()
+        self.reference.restart(clean)
+        self.newest = []
+        self.engine = self.start()
+
+    def idle(self) -> None:
+        """A pause long enough for everything that can be exported and written."""
+        while True:
+            settle(self.engine)
+            if not self.engine.awaits_disk:
+                break
+            assert self.engine._disk is not None
+            assert self.engine._disk.wait(10.0)
+        if self.engine._disk is not None:
+            self.engine._disk.flush()
+        settle(self.engine)
+
+    def ask(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
+        """Ask all at once; [(prompt and answer, tokens cached)]"""
+        due = [self.reference.reuse(p) for p in prompts]
+        outcome, keys = Outcome(), []
+        for prompt in prompts:
+            self.asked += 1
+            keys.append(f"r{self.asked}")
+            outcome.take(self.engine.submit(Request(keys[-1], prompt, ANSWER, GREEDY, ignore_eos=True), prompt))
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            outcome.take(self.engine.step())
+        assert not self.engine.has_work, "the engine does not come to an end"
+        self.engine.check_integrity()
+        assert self.engine.residency.cache.held_bytes <= self.memory_bytes
+        found = []
+        for key, prompt, expected in zip(keys, prompts, due, strict=True):
+            cached = outcome.finish(key).usage.cached_tokens
+            line = prompt + outcome.tokens[key]
+            self.reference.finished(line[:-1])
+            self.reused += min(cached, expected)
+            self.due += max(0, expected - _ALLOWED_PER_REQUEST)
+            self.story.append(f"{key}: {len(prompt)} tokens, {cached} cached, {expected} due")
+            if (
+                prompt[: len(self.newest)] == self.newest
+                and (len(self.newest) + PIECE) * TOKEN_BYTES < self.memory_bytes
+            ):
+                assert cached >= len(self.newest) - 1, "a line that was just used, and fits, is not there"
+            found.append((line, cached))
+        self.newest = found[-1][0] if len(found) == 1 else []
+        return found
+
+
+@dataclass
+class Chats:
+    """The conversations of a history: each line as it stands, and where its turns begin."""
+
+    rng: random.Random
+    lines: list[list[int]] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=list)
+
+    def words(self, n: int) -> list[int]:
+        return [self.rng.randrange(3, 250) for _ in range(n)]
+
+    def new(self, system: list[int]) -> int:
+        self.lines.append([TURN, *system])
+        self.turns.append([])
+        return len(self.lines) - 1
+
+    def prompt(self, i: int, n: int) -> list[int]:
+        """The next turn of conversation `i`."""
+        self.turns[i].append(len(self.lines[i]))
+        return [*self.lines[i], TURN, *self.words(n), TURN]
+
+    def cut(self, i: int, turn: int) -> None:
+        """Go back before one of its turns."""
+        at = turn % len(self.turns[i])
+        del self.lines[i][self.turns[i][at] :]
+        del self.turns[i][at:]
+
+
+ACTION = st.one_of(
+    st.tuples(st.sampled_from(["turn", "turn", "turn", "edit", "branch"]), st.integers(0, 5), st.integers(2, 50)),
+    st.tuples(
+        st.sampled_from(["together", "title", "pause", "restart", "kill"]), st.integers(0, 5), st.integers(2, 50)
+    ),
+)
+
+
+def play(world: World, chats: Chats, action: str, i: int, n: int) -> None:
+    """One thing that happens to conversation `i`."""
+    if action in ("pause", "restart", "kill"):
+        world.idle() if action == "pause" else world.restart(clean=action == "restart")
+        world.story.append(action)
+        return
+    i %= len(chats.lines)
+    if action == "title":
+        world.ask([TURN, *[7] * 20, *chats.lines[i][-10:], TURN])
+        return
+    if action == "edit" and chats.turns[i]:
+        chats.cut(i, -1)
+    if action == "branch" and chats.turns[i]:
+        chats.cut(i, n)
+    if len(chats.lines[i]) > LINE_TOKENS:
+        chats.lines[i], chats.turns[i] = chats.lines[i][:60], []
+    who = [i]
+    if action == "together" and len(chats.lines) > 1:
+        who.append((i + 1) % len(chats.lines))
+    for k, (line, _) in zip(who, world.ask(*(chats.prompt(k, n) for k in who)), strict=True):
+        chats.lines[k] = line
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    actions=st.lists(ACTION, min_size=4, max_size=40),
+    memory_lines=st.sampled_from([0.5, 1.0, 2.0, 4.0, 10.0]),
+    disk_lines=st.sampled_from([0, 3, 8, 40]),
+    n_ctx=st.sampled_from([1024, 8192]),
+)
+def test_reuse_is_that_of_perfect_knowledge(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    actions: list[tuple[str, int, int]],
+    memory_lines: float,
+    disk_lines: int,
+    n_ctx: int,
+) -> None:
+    line_bytes = LINE_TOKENS * TOKEN_BYTES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "_PIECE_TOKENS", PIECE)
+        folder = tmp_path_factory.mktemp("kv")
+        world = World(folder, int(memory_lines * line_bytes), disk_lines * line_bytes, n_ctx)
+        chats = Chats(random.Random(seed))
+        shared = chats.words(60)
+        for k in range(4):
+            # Three over one system prompt, one of its own.
+            chats.new(shared if k < 3 else chats.words(60))
+        for action, i, n in actions:
+            play(world, chats, action, i, n)
+        world.engine.close()
+    assert world.reused >= 0.95 * world.due, "\n".join(world.story)

@@ -1,0 +1,232 @@
+"""Nothing is prefilled twice by a real worker: after restarts and kills, with a full cache, beside a line larger than it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from benchmarks.seen import common
+from localllm.engine.client import WorkerClient, WorkerOptions
+from localllm.engine.messages import Finish, Request, Sampling, Text
+from localllm.library import starter
+from localllm_backends.contract import LoadSpec
+
+# Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and neither is reading a large
+# block for a template's first line (24 tokens): each may happen once.
+MOST_TWICE = 50
+ANSWER_TOKENS = 8
+RULES = "Rule: answer shortly, plainly and only about what was asked, whoever asks it. "
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's file, and how its turns are written. `round_bytes`: what one round of three chats leaves in the cache;
+    `small_bytes`: less than a line of 1,500 tokens takes. `whole`: its state can't be cut (sliding windows)."""
+
+    path: Path
+    round_bytes: int
+    small_bytes: int
+    first_line: str
+    begins: str
+    ends: str
+    bot: str
+    whole: bool = False
+
+    def turn(self, role: str, text: str) -> str:
+        """One message."""
+        return f"{self.begins}{role}\n{text}{self.ends}"
+
+    @property
+    def opening(self) -> str:
+        """What the answer comes behind."""
+        return f"{self.begins}{self.bot}\n"
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """Gemma 3 270M, put together once for all tests; None where its packages are not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path_factory.mktemp("gemma")))
+        return starter.gemma_path()
+
+
+@pytest.fixture(params=["smollm2", "gemma"])
+def model(request: pytest.FixtureRequest, smollm2: Path, gemma: Path | None) -> Model:
+    if request.param == "smollm2":
+        first = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        return Model(smollm2, 19_000_000, 19_000_000, first, "<|im_start|>", "<|im_end|>\n", "assistant")
+    if gemma is None:
+        pytest.skip("gemma-3-270m is not installed")
+    return Model(gemma, 247_000_000, 10_000_000, "", "<start_of_turn>", "<end_of_turn>\n", "model", whole=True)
+
+
+@dataclass
+class Known:
+    """What a worker and those before it on the same folder have computed; `places`: where a line may be taken up again
+    (None: anywhere). Of a model whose state can't be cut those are the last two turns of its prompt and its end."""
+
+    model: Model
+    lines: list[tuple[list[int], set[int] | None]] = field(default_factory=list)
+    n: int = 0
+
+    def add(self, prompt: list[int], answer: list[int], opening: int) -> None:
+        """A request ended. The last token of an answer is chosen and never computed."""
+        line = prompt + answer[:-1]
+        turns = [i for i, token in enumerate(prompt) if token == opening]
+        self.lines.append((line, {*turns[-2:], len(line)} if self.model.whole else None))
+
+    def reusable(self, prompt: list[int]) -> int:
+        """How many tokens of `prompt` need not be computed again; its last one always is."""
+        most = 0
+        for line, places in self.lines:
+            shared = min(common(prompt, line), len(prompt) - 1)
+            most = max(most, shared if places is None else max((p for p in places if p <= shared), default=0))
+        return most
+
+
+@dataclass
+class Life:
+    """One worker from its start to its end, and the tokens it computed although they were known."""
+
+    client: WorkerClient
+    known: Known
+    twice: int = 0
+
+    async def tokens(self, text: str, *, first: bool = False) -> list[int]:
+        """Token ids; of the beginning of a prompt if `first`."""
+        return await self.client.tokenize(text, add_bos=first)
+
+    async def ask(self, prompt: list[int], n: int = ANSWER_TOKENS) -> tuple[list[int], int]:
+        """(prompt and answer, tokens of the prompt that were cached)"""
+        self.known.n += 1
+        request = Request(f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True)
+        answer: list[int] = []
+        reusable = self.known.reusable(prompt)
+        async for event in self.client.submit(request):
+            if isinstance(event, Text):
+                answer += event.tokens
+        assert isinstance(event, Finish), event
+        self.twice += max(0, reusable - event.usage.cached_tokens)
+        (opening, *_) = await self.tokens(self.known.model.begins)
+        self.known.add(prompt, answer, opening)
+        return prompt + answer, event.usage.cached_tokens
+
+    async def chats(self, head: list[int], greetings: Sequence[str], turns: int) -> None:
+        """Chats behind one system prompt take turns."""
+        model = self.known.model
+        lines = [list(head) for _ in greetings]
+        for turn in range(turns):
+            for i, greeting in enumerate(greetings):
+                said = model.turn("user", f"And then, number {turn}?" if turn else greeting)
+                said = (model.ends if turn else "") + said + model.opening
+                lines[i], _ = await self.ask(lines[i] + await self.tokens(said))
+
+    async def system(self, text: str, n: int) -> list[int]:
+        """A system prompt of about `n` tokens that begins with `text`."""
+        model = self.known.model
+        rules = (await self.tokens(text + RULES * (n // 10)))[:n]
+        begin = await self.tokens(f"{model.begins}system\n", first=True)
+        return begin + rules + await self.tokens(model.ends)
+
+    async def edit(self, name: str, n: int) -> None:
+        """A request with a file of `n` tokens that nobody has seen; it begins with the template's first line."""
+        model = self.known.model
+        file = (await self.tokens("".join(f"{name}_{i} = {i * 7919 % 997}\n" for i in range(n))))[:n]
+        begin = await self.tokens(f"{model.first_line}{model.begins}user\nRename one of these:\n", first=True)
+        await self.ask(begin + file + await self.tokens(f"{model.ends}{model.opening}"))
+
+    async def written(self) -> None:
+        """Return when the disk tier has written all it is going to: nothing for a second."""
+        before = -1
+        while before != (now := (await self.client.snapshot())["disk_written_bytes"]):
+            before = now
+            await asyncio.sleep(1.0)
+
+    async def kill(self) -> None:
+        """End it as a power cut would."""
+        os.kill(self.client.pid, signal.SIGKILL)
+        await self.client.died.wait()
+
+
+@asynccontextmanager
+async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life]:
+    """A worker for the length of the block, ended cleanly unless it is dead by then."""
+    spec = LoadSpec(str(known.model.path), n_ctx=n_ctx)
+    client = await WorkerClient.start(WorkerOptions(spec, engine={"headroom_bytes": 0, **engine}))
+    try:
+        yield Life(client, known)
+    finally:
+        await client.close()
+
+
+@pytest.mark.slow
+def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path) -> None:
+    """Each start: a file is edited, then three chats over the system prompt of the starts before."""
+    twice: list[int] = []
+
+    async def main() -> None:
+        known = Known(model)
+        for start in range(3):
+            async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
+                await worker.edit(f"value{start}", 700)
+                head = await worker.system("Answer carefully. ", 600)
+                await worker.chats(head, [f"I am person {i} of start {start}. Hello!" for i in range(3)], 3)
+                twice.append(worker.twice)
+                if start == 1:
+                    await worker.written()
+                    await worker.kill()
+
+    asyncio.run(main())
+    assert max(twice) <= MOST_TWICE, f"tokens computed twice in each start: {twice}"
+
+
+@pytest.mark.slow
+def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path: Path) -> None:
+    """Six rounds of three new chats, where memory holds one and a half rounds."""
+    twice: list[int] = []
+
+    async def main() -> None:
+        known = Known(model)
+        async with life(known, 4096, cache_bytes=model.round_bytes * 3 // 2, disk_dir=str(tmp_path)) as worker:
+            for n in range(6):
+                before = worker.twice
+                head = await worker.system(f"Answer as number {n}. ", 600)
+                await worker.chats(head, [f"I am person {i}. Hello!" for i in range(3)], 3)
+                twice.append(worker.twice - before)
+
+    asyncio.run(main())
+    assert max(twice) <= MOST_TWICE, f"tokens computed twice in each round: {twice}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "no disk"])
+def test_a_line_larger_than_the_cache_survives_a_short_request(model: Model, disk: bool, tmp_path: Path) -> None:
+    """There are cells for both, so at most its last block (512 tokens) is computed again, or no turn of a whole model."""
+    found: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        known = Known(model)
+        folder = {"disk_dir": str(tmp_path), "disk_bytes": 10**9} if disk else {}
+        async with life(known, 4096, cache_bytes=model.small_bytes, **folder) as worker:
+            head = await worker.system("Read this. ", 1500)
+            question = model.turn("user", "Hello!") + model.opening
+            line, _ = await worker.ask(head + await worker.tokens(question))
+            if disk:
+                await worker.written()
+            await worker.edit("short", 200)
+            more = model.ends + question
+            prompt = line + await worker.tokens(more)
+            reusable = known.reusable(prompt)
+            _, cached = await worker.ask(prompt)
+            found.append((cached, reusable))
+
+    asyncio.run(main())
+    ((cached, reusable),) = found
+    assert cached >= reusable - (0 if model.whole else 512), f"{cached} of {reusable} tokens"
