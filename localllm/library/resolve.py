@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError
+from localllm.errors import ModelFileError, ModelNotFoundError
 from localllm.library import folders, names, starter, store
+from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
 
@@ -203,18 +204,6 @@ def _by_catalog(
     )
 
 
-def load_catalog() -> Catalog:
-    """The catalog with the user's own models; LocalLLMError instead of the catalog's own errors."""
-    from localllm import paths
-    from localllm_catalog import catalog as catalogs
-    from localllm_catalog.errors import CatalogError
-
-    try:
-        return catalogs.load(paths.config_dir() / "models")
-    except CatalogError as e:
-        raise LocalLLMError(e.message, hint=e.hint) from e
-
-
 def _is_of(local: LocalModel, model: Model, quant: str) -> bool:
     """True if the files are a variant of `model`: from one of its repositories, or called as it is."""
     if quant and not names.same_quant(quant, local.quant):
@@ -280,11 +269,8 @@ def _can_chat(model: LocalModel) -> bool:
     if model.format == "mlx":
         config = folders.read_json(model.path / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()
-    from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
-
     try:
-        header = gguf.read(model.path)
-    except (CatalogError, OSError):
+        header = read_header(model.path)
+    except ModelFileError:
         return False
     return bool(header.text("tokenizer.chat_template")) and f"{header.architecture}.pooling_type" not in header.metadata
