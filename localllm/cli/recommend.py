@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _PURPOSES = ("chat", "coding", "autocomplete", "long")
 
 
+# As many parameters as the command has options, and as long for it: Typer reads them off the signature.
 def recommend(
     device: Annotated[
         str | None,

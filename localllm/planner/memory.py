@@ -89,8 +89,7 @@ def kv_type_allowed(model: Model, kv_type: str, backend: str = "llamacpp") -> bo
 
 def recurrent_bytes(model: Model, settings: RunSettings) -> int:
     """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
-    state = sum(count * layer.state_elements for layer, count in facts(model).groups if layer.kind == "recurrent")
-    return _F32 * state * max(1, settings.slots) * (1 + settings.n_rewind)
+    return facts(model).recurrent_state_bytes * max(1, settings.slots) * (1 + settings.n_rewind)
 
 
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:

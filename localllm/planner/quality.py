@@ -93,6 +93,7 @@ def format_cost(model: Model, variant: Variant) -> float:
 
 
 def kv_cost(kv_type: str) -> float:
-    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507 (66.53 f16, 66.26 q8_0, 63.70 q4_0)."""
+    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26 q8_0, 63.70 q4_0:
+    https://huggingface.co/adriabama06, the only published sweep known; other types have no figure)."""
     known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
     return known.get(kv_type, 0.6)

@@ -15,7 +15,7 @@ from localllm.device.types import Device, Figure, Memory
 from localllm.planner import explain, memory, needs, quality, recommend, roofline, roofline_png, serialise, verify
 from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.speed import Measured
-from localllm.planner.types import Plan, Workload
+from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
 from planner import golden
 
@@ -144,6 +144,16 @@ def test_free_memory_is_a_soft_limit() -> None:
     busy = replace(device, memory=replace(device.memory, available_bytes=10 << 30))
     plan = plan_for(busy, BY_ID["qwen3-32b"], golden.plan("H100", "qwen3-32b").variant, Workload())
     assert plan.fits == "tight"
+
+
+def test_a_state_beside_full_attention_is_counted_too() -> None:
+    """Falcon-H1's layers have both: attention over everything, and a recurrent state per sequence."""
+    plain = BY_ID["qwen3-8b"]
+    both = replace(plain, layers=tuple(replace(x, state_elements=1000) for x in plain.layers))
+    settings = RunSettings(4096, slots=3)
+    with_state, without = (memory.need(m, plain.variants[0], settings) for m in (both, plain))
+    assert with_state.recurrent_bytes == 4 * 1000 * len(plain.layers) * 3
+    assert with_state.kv_bytes == without.kv_bytes
 
 
 def drafted_by(model_id: str) -> Overrides:
