@@ -146,11 +146,13 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
     can't do); without a plan the backend's defaults."""
-    from localllm.planner.types import RunSettings
+    from localllm.planner.types import Drafter, RunSettings
 
-    run = RunSettings(n_ctx=0, n_batch=0, n_outputs=0, slots=max(1, int(settings.value("parallel"))))
     if plan is not None:
         run = plan.settings
+    else:
+        slots, drafter = max(1, int(settings.value("parallel"))), Drafter(settings.value("draft"))
+        run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
     if settings.value("context"):
         run = replace(run, n_ctx=settings.value("context"))
     kv_type = settings.value("kv_type")

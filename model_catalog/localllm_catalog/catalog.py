@@ -123,7 +123,7 @@ def _files_in(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise BadCatalogError(f"{folder} cannot be read: {error.strerror}") from error
+        raise BadCatalogError(f"{folder} cannot be read: {error.strerror}", "check its permissions") from error
 
 
 # What a user's file may say: text where text is meant, and in numbers nothing negative, of these at least one, and no
@@ -187,7 +187,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise BadCatalogError(f"{path} is not a catalog file: its values are nested without end") from None
     except OSError as error:
-        raise BadCatalogError(f"{path} cannot be read: {error.strerror}") from error
+        raise BadCatalogError(f"{path} cannot be read: {error.strerror}", "check its permissions") from error
 
 
 def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:

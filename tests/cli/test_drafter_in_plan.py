@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.launch import prepare
+from localllm.cli.launch import load_spec, prepare, run_settings
 from localllm.engine import backends
 from localllm.settings import Settings
 
@@ -37,3 +37,12 @@ def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
         assert (backend.info.n_batch, backend.info.kv_type_k) == (planned.n_batch, "q8_0")
     finally:
         backend.close()
+
+
+def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_backends_defaults() -> None:
+    chosen = Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3, "draft": "mtp"})
+    spec = load_spec("m.gguf", run_settings(None, chosen), n_threads=2)
+    assert (spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_outputs, spec.n_threads) == (4096, 3, 0, 0, 2)
+    assert (spec.kv_type_k, spec.kv_type_v, spec.n_gpu_layers, spec.mtp) == ("q8_0", "q8_0", -1, True)
+    plain = load_spec("m.gguf", run_settings(None, Settings()))
+    assert (plain.n_ctx, plain.kv_type_k, plain.mtp) == (0, "f16", False)
