@@ -22,7 +22,8 @@ from typing import Any
 from localllm.device.named import resolve
 from localllm.device.types import Device
 from localllm.planner import memory, recommend
-from localllm.planner.types import Workload
+from localllm.planner.plan import plan_for
+from localllm.planner.types import RunSettings, Workload
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
 
@@ -188,8 +189,8 @@ def whichllm_offline(folder: Path) -> str:
 
 def ours(device: Device, model: Model, variant: Variant) -> Answer:
     """Our plan's figures."""
-    plan = recommend.plan_for(device, model, variant, Workload(context=min(CONTEXT, model.native_context)))
-    return Answer(memory.kv_bytes(model, CONTEXT, slots=1), plan.decode_tok_s.value, plan.fits)
+    plan = plan_for(device, model, variant, Workload(context=min(CONTEXT, model.native_context)))
+    return Answer(memory.kv_bytes(model, RunSettings(CONTEXT, slots=1)), plan.decode_tok_s.value, plan.fits)
 
 
 def measured(device: str, engine: str, model_id: str, quant: str) -> float | None:

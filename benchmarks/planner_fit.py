@@ -7,7 +7,7 @@
 OPENBLAS_NUM_THREADS=1 makes it several times faster: its matrices are small.
 
 Data: benchmarks/data/speeds.csv (llama-bench and mlx-lm results with their sources, trust "good"). The laws are those
-of localllm/planner/speed.py; every coefficient is exp(base + Σ effects of its keys), fitted by ridge-regularised
+of localllm/planner/laws.py; every coefficient is exp(base + Σ effects of its keys), fitted by ridge-regularised
 Gauss-Newton on ln(seconds per token) with Huber weights, so that a key with few rows stays near its parent. A part's
 own effects have Student-t priors: where three or more of a kind are known, one far from its kin does not
 drag them along.
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localllm.planner import efficiency, families, speed
+from localllm.planner import efficiency, families, laws
 from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm_catalog import catalog, shapes
@@ -128,7 +128,7 @@ def _prefill_row(
     layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     moe = (("moe", 1),) if model.experts else ()
     weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
-    attention = sum(speed.attention_flops(layer, model.n_heads, depth + tokens / 2) for layer in model.layers)
+    attention = sum(laws.attention_flops(layer, model.n_heads, depth + tokens / 2) for layer in model.layers)
     bandwidth = float(record["bandwidth_gbps"]) * 1e9
     return Row(
         record["device"], hw[0], model.id, variant.quant, bool(model.experts), depth, 1 / float(record["tok_s"]), keys,
@@ -159,7 +159,7 @@ def rows(law: str) -> list[Row]:
                 continue
             hw = families.hardware_keys(record["device"], record["engine"])
             vendor = families.generation(record["device"])[0]
-            keys = (*hw, *speed.format_keys(model, variant.quant, engine=hw[0], vendor=vendor, mlx=mlx))
+            keys = (*hw, *laws.format_keys(model, variant.quant, engine=hw[0], vendor=vendor, mlx=mlx))
             make = _decode_row if law == "decode" else _prefill_row
             found.append(make(record, model, variant, keys, hw))
     return found
@@ -286,7 +286,7 @@ class Fit:
         for value, powers in row.parts:
             exponent = sum(power * logs[name] for name, power in powers)
             names = [name for name, _ in powers]
-            if "eta" in names and "quant" in names:  # the cap of speed.decode_terms
+            if "eta" in names and "quant" in names:  # the cap of laws.decode_terms
                 exponent += max(0.0, (logs["eta"] - logs["quant"]) - math.log(0.98))
             if "routed" in names:
                 exponent += max(0.0, -logs["routed"])

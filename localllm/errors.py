@@ -2,12 +2,23 @@
 
     LocalLLMError
     ├── UsageError                    the command line or a setting is wrong             400  exit 2
+    │   └── CatalogFileError          a catalog file of the user's says something wrong  400
     ├── RequestError                  a client's request can't be honoured               400  exit 2
     │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
-    │   └── AuthError                 Host, Origin or key refused                        403/401
+    │   ├── AuthError                 Host, Origin or key refused                        403/401
+    │   │   └── KeyRequiredError      the key is missing or wrong (server)               401
+    │   ├── MediaTypeError            a body that does not say it is JSON (server)       415
+    │   ├── BodyTooLargeError         a body larger than the server reads (server)       413
+    │   ├── SlowBodyError             a body that did not arrive in time (server)        408
+    │   ├── MethodError               the path exists, the method does not (server)      405
+    │   ├── BadJsonError              a body that is not JSON as we take it (server)     400
+    │   └── TemplateError             the template refuses or breaks (conversation)      400
     ├── NotFoundError                 unknown device, conversation, route                404  exit 3
-    │   └── ModelNotFoundError        no model of that name here or in the catalog       404
+    │   ├── ModelNotFoundError        no model of that name here or in the catalog       404
+    │   ├── DeviceNotFoundError       no device of that name in the table (device)       404
+    │   ├── RouteNotFoundError        no such path (server)                              404
+    │   └── PreviousResponseError     a stored response that is not here (server)        404
     ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
     ├── BackendError                  the engine's native side failed                    500  exit 6
@@ -15,9 +26,15 @@
     │   └── WorkerDiedError           the worker process ended under a request           503
     ├── BusyError                     queue full: retry later                            503  exit 7
     ├── PortInUseError                the port is taken                                  -    exit 8
-    └── DownloadError                 the hub or the disk failed                         502  exit 9
+    ├── DownloadError                 the hub or the disk failed                         502  exit 9
+    │   └── HubUnreachableError       the hub can't be asked now (library)               502
+    ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
+    ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
+    └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1
 
-Rooms raise these (or subclasses) across their borders, never a bare ValueError. The CLI prints
+Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands in that room (named
+in brackets). The catalog and the backends may import nothing of ours: their own errors become these at one door each
+(library/catalog.py, engine/worker.py). The CLI prints
 `error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with `http_status`.
 """
 
@@ -56,6 +73,12 @@ class UsageError(LocalLLMError):
     type = "invalid_request_error"
     http_status = 400
     exit_code = 2
+
+
+class CatalogFileError(UsageError):
+    """A catalog file can't be read, or does not say what a model needs to say: one of the user's, nearly always."""
+
+    code = "bad_catalog_file"
 
 
 class RequestError(LocalLLMError):
@@ -172,6 +195,14 @@ class DownloadError(LocalLLMError):
     code = "download_failed"
     http_status = 502
     exit_code = 9
+
+
+class ServerUnreachableError(LocalLLMError):
+    """No server answers at the address, or it went away while it was answering."""
+
+    code = "server_unreachable"
+    exit_code = 6
+    default_hint = "start one with `localllm serve`, or name its address with --url"
 
 
 def by_code(code: str, message: str, *, hint: str | None = None, param: str | None = None) -> LocalLLMError:

@@ -140,12 +140,12 @@ def _read_config() -> dict[str, Any]:
             data = tomllib.load(f)
     except FileNotFoundError:
         return {}
-    except (OSError, tomllib.TOMLDecodeError) as e:
-        raise UsageError(f"config.toml can't be read: {e}", hint=f"mend or remove {path}") from e
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
+        raise UsageError(f"{path} can't be read: {e}", hint="mend the file or remove it") from e
     unknown = set(data) - set(_BY_NAME)
     if unknown:
         raise UsageError(
-            f"config.toml has unknown settings: {', '.join(sorted(unknown))}",
+            f"{path} has unknown settings: {', '.join(sorted(unknown))}",
             hint=f"known: {', '.join(sorted(_BY_NAME))}",
         )
     return data

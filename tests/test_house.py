@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,9 +36,35 @@ def test_importing_us_imports_nothing_heavy(module: str) -> None:
     assert loaded.isdisjoint(set(HEAVY) - allowed), loaded & set(HEAVY)
 
 
+OURS = ("localllm", "localllm_tui")
+
+
+def modules() -> list[ModuleType]:
+    """Every module of the product but the catalog's and the backends', which know nothing of our errors."""
+    found = []
+    for name in OURS:
+        package = importlib.import_module(name)
+        found += [importlib.import_module(m.name) for m in pkgutil.walk_packages(package.__path__, f"{name}.")]
+    return found
+
+
 def leaves(cls: type[errors.LocalLLMError] = errors.LocalLLMError) -> list[type[errors.LocalLLMError]]:
-    below = [leaf for sub in cls.__subclasses__() if sub.__module__ == "localllm.errors" for leaf in leaves(sub)]
+    """`cls` and every error of ours below it, in whichever room it stands."""
+    modules()
+    below = [leaf for sub in cls.__subclasses__() if sub.__module__.startswith(OURS) for leaf in leaves(sub)]
     return [cls, *below]
+
+
+def test_there_is_one_tree_of_errors() -> None:
+    """No error of ours stands beside the tree. (What a library's own code has to catch is of that library's kind.)"""
+    strays = [
+        f"{module.__name__}.{name}"
+        for module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == module.__name__
+        and not name.startswith("_") and any(base.__module__ == "builtins" for base in value.__bases__)
+    ]  # fmt: skip
+    assert strays == ["localllm.errors.LocalLLMError"]
 
 
 def test_every_error_has_a_code_a_status_an_exit_code_and_crosses_borders() -> None:

@@ -79,7 +79,6 @@ class LoadSpec:
     n_outputs: int = 0
     n_rewind: int = 0
     mtp: bool = False
-    extra: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

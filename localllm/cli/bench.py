@@ -165,19 +165,19 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
 
     from localllm.cli import measurements
     from localllm.device.detect import detect
-    from localllm.library.resolve import load_catalog
+    from localllm.library.catalog import load_catalog
     from localllm.planner.speed import Measured
     from localllm.planner.verify import compare
 
     plan = launch.plan
     if plan is None:
         return {}
-    device = detect(measure=True)
+    device, ran = detect(measure=True), plan.settings
     record = measurements.Record(
         machine=device.name, model=plan.model.id, quant=plan.variant.quant, backend=plan.backend,
-        decode_tok_s=figures["decode_tok_s"], depth=figures["prompt_tokens"] + _DECODE_TOKENS // 2, kv_type=plan.kv_type,
+        decode_tok_s=figures["decode_tok_s"], depth=figures["prompt_tokens"] + _DECODE_TOKENS // 2, kv_type=ran.kv_type,
         prefill_tok_s=figures["prefill_tok_s"], prompt_tokens=figures["prompt_tokens"], file_bytes=plan.variant.file_bytes,
-        n_ctx=plan.n_ctx, slots=plan.slots, n_ubatch=plan.n_ubatch, memory_bytes=int(figures["memory_bytes"]),
+        n_ctx=ran.n_ctx, slots=ran.slots, n_ubatch=ran.n_batch, memory_bytes=int(figures["memory_bytes"]),
         predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(launch.local.path),
         short_tok_s=figures["short_tok_s"], short_depth=_SHORT_PROMPT_TOKENS + _DECODE_TOKENS // 2,
     )  # fmt: skip

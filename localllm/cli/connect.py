@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.errors import LocalLLMError, NotFoundError, UsageError
+from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
     from localllm.server.editors import ConfigFile, Target
 
 _TIMEOUT_S = 120.0
-
-
-class NotReachableError(LocalLLMError):
-    """No server answers at the address."""
-
-    code = "server_unreachable"
-    exit_code = 6
-    default_hint = "start one with `localllm serve`, or name its address with --url"
 
 
 def connect(
@@ -65,7 +57,7 @@ def connect(
 
 
 def _target(base: str, model: str | None, api_key: str | None) -> Target:
-    """Ask the server what it serves. Raises NotReachableError, or NotFoundError for a model it does not serve."""
+    """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
     import httpx
 
     from localllm.server.editors import Target
@@ -75,9 +67,11 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
         reply = httpx.get(f"{base}/v1/models", headers=headers, timeout=5, trust_env=False)
         served = {m["id"]: m for m in reply.raise_for_status().json()["data"]}
     except httpx.HTTPStatusError as e:
-        raise NotReachableError(f"the server at {base} answers {e.response.status_code}", hint="check --api-key") from e
+        raise ServerUnreachableError(
+            f"the server at {base} answers {e.response.status_code}", hint="check --api-key"
+        ) from e
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
-        raise NotReachableError(f"no localllm server answers at {base}") from e
+        raise ServerUnreachableError(f"no localllm server answers at {base}") from e
     can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
     name = model or next((n for n in served if "embedding" not in can[n]), None)
     if name is None or name not in served:

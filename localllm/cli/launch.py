@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from localllm.errors import DoesNotFitError
 from localllm.settings import Settings
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from localllm.engine.client import WorkerOptions
     from localllm.engine.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
-    from localllm.planner.types import Plan
+    from localllm.planner.types import Plan, RunSettings
+    from localllm_backends.contract import KvType, LoadSpec
     from localllm_catalog.types import Purpose
 
 
@@ -117,38 +118,18 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
     from localllm.engine import backends
     from localllm.engine.client import WorkerOptions
     from localllm.library.resolve import resolve
-    from localllm.planner.memory import rewind_for_heads
-    from localllm_backends.contract import LoadSpec
 
     local = resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
     backends.for_path(str(local.path), settings.value("backend"))
     if makes_embeddings(local):
         return _embedding(local, settings)
-    draft, draft_path = _drafting(settings)
+    draft, second = _drafting(settings)
     if draft == "mtp":
         _check_draft_heads(local)
-    plan = plan_local(local, settings, purpose)
-    plan, planned = _within_free(local, settings, purpose, plan)
-    kv_type = settings.value("kv_type")
-    if kv_type == "auto":
-        kv_type = plan.kv_type if plan is not None else "f16"
-    context = settings.value("context")
-    if context is None and plan is not None:
-        context = plan.n_ctx
-    spec = LoadSpec(
-        path=str(local.path),
-        n_ctx=context or 0,
-        n_seq_max=plan.slots if plan is not None else max(1, int(settings.value("parallel"))),
-        n_batch=plan.n_ubatch if plan is not None else 0,
-        n_outputs=plan.n_outputs if plan is not None else 0,
-        n_threads=settings.value("threads") or 0,
-        kv_type_k=kv_type,
-        kv_type_v=kv_type,
-        n_gpu_layers=plan.n_gpu_layers if plan is not None else -1,
-        n_rewind=rewind_for_heads(plan.model) if plan is not None and draft == "mtp" else 0,
-        mtp=draft == "mtp",
-    )
+    plan = plan_local(local, settings, purpose, second)
+    plan, planned = _within_free(local, settings, purpose, second, plan)
+    spec = load_spec(str(local.path), run_settings(plan, settings), n_threads=settings.value("threads") or 0)
     log = paths.private_dir(paths.log_dir()) / "worker.log"
     engine: dict[str, object] = {
         "draft": draft,
@@ -158,11 +139,49 @@ def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat"
         "planned_bytes": planned,
         "headroom_bytes": _headroom(settings),
     }
-    options = WorkerOptions(spec, settings.value("backend"), engine, draft_path, log)
+    options = WorkerOptions(spec, settings.value("backend"), engine, str(second.path) if second else None, log)
     return Launch(local.name, local, options, plan)
 
 
-def _within_free(local: LocalModel, settings: Settings, purpose: Purpose, plan: Plan | None) -> tuple[Plan | None, int]:
+def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
+    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
+    can't do); without a plan the backend's defaults."""
+    from localllm.planner.types import Drafter, RunSettings
+
+    if plan is not None:
+        run = plan.settings
+    else:
+        slots, drafter = max(1, int(settings.value("parallel"))), Drafter(settings.value("draft"))
+        run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
+    if settings.value("context"):
+        run = replace(run, n_ctx=settings.value("context"))
+    kv_type = settings.value("kv_type")
+    return run if kv_type == "auto" else run.with_kv_type(kv_type)
+
+
+def load_spec(path: str, run: RunSettings, *, n_threads: int = 0) -> LoadSpec:
+    """What a backend is told to load, from how the model is to be run: the one place that makes one from the other."""
+    from localllm_backends.contract import LoadSpec
+
+    return LoadSpec(
+        path=path,
+        n_ctx=run.n_ctx,
+        n_seq_max=run.slots,
+        n_batch=run.n_batch,
+        n_threads=n_threads,
+        kv_type_k=cast("KvType", run.kv_type_k),
+        kv_type_v=cast("KvType", run.kv_type_v),
+        flash_attention=run.flash_attention,
+        n_gpu_layers=run.n_gpu_layers,
+        n_outputs=run.n_outputs,
+        n_rewind=run.n_rewind,
+        mtp=run.drafter.is_own_heads,
+    )
+
+
+def _within_free(
+    local: LocalModel, settings: Settings, purpose: Purpose, second: LocalModel | None, plan: Plan | None
+) -> tuple[Plan | None, int]:
     """(the plan, what it takes of the system's memory). A context nobody chose is halved until the memory guard would
     let it load now; what still is too large is refused when it is loaded, as others may have gone by then."""
     from localllm.device.detect import detect
@@ -177,37 +196,36 @@ def _within_free(local: LocalModel, settings: Settings, purpose: Purpose, plan: 
 
     free = free_for_models(_headroom(settings))
     while plan is not None and free is not None and takes(plan) > free and settings["context"].automatic:
-        settings = settings.lowered("context", max(plan.n_ctx // 2, _LEAST_CONTEXT))
-        smaller = plan_local(local, settings, purpose)
-        if smaller is None or smaller.n_ctx >= plan.n_ctx:
+        settings = settings.lowered("context", max(plan.settings.n_ctx // 2, _LEAST_CONTEXT))
+        smaller = plan_local(local, settings, purpose, second)
+        if smaller is None or smaller.settings.n_ctx >= plan.settings.n_ctx:
             break
         plan = smaller
     return plan, takes(plan)
 
 
-def _drafting(settings: Settings) -> tuple[str, str | None]:
-    """(the engine's drafting mode, the file of the draft model or None) for the `draft` setting."""
+def _drafting(settings: Settings) -> tuple[str, LocalModel | None]:
+    """(the engine's drafting mode, the second model that drafts or None) for the `draft` setting."""
     from localllm.engine.messages import DRAFT_MODES
     from localllm.library.resolve import resolve
 
     draft = settings.value("draft")
     if draft in DRAFT_MODES:
         return draft, None
-    return "auto", str(resolve(draft, offline=bool(settings.value("offline"))).path)
+    return "auto", resolve(draft, offline=bool(settings.value("offline")))
 
 
 def _check_draft_heads(local: LocalModel) -> None:
     """UnsupportedError where `--draft mtp` asks for draft heads that the model does not have; said by its header."""
-    from localllm.errors import UnsupportedError
-    from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
+    from localllm.errors import ModelFileError, UnsupportedError
+    from localllm.library.catalog import read_header
 
     hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
     if local.format != "gguf":
         raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
     try:
-        header = gguf.read(local.path)
-    except (CatalogError, OSError):
+        header = read_header(local.path)
+    except ModelFileError:
         return  # the engine says what is wrong with it
     if not header.metadata.get(f"{header.architecture}.nextn_predict_layers"):
         why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
@@ -216,14 +234,14 @@ def _check_draft_heads(local: LocalModel) -> None:
 
 def makes_embeddings(local: LocalModel) -> bool:
     """True for files whose header names a pooling: they make vectors, not text."""
-    from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
+    from localllm.errors import ModelFileError
+    from localllm.library.catalog import read_header
 
     if local.format != "gguf":
         return False
     try:
-        header = gguf.read(local.path)
-    except (CatalogError, OSError):
+        header = read_header(local.path)
+    except ModelFileError:
         return False  # the engine says what is wrong with it
     return header.metadata.get(f"{header.architecture}.pooling_type") in _POOLINGS
 
@@ -258,18 +276,21 @@ def cache_bytes(settings: Settings) -> int:
     return int(min(8 * 2**30, psutil.virtual_memory().available // 8))
 
 
-def plan_local(local: LocalModel, settings: Settings, purpose: Purpose) -> Plan | None:
-    """The Plan for files on this disk; None when their header says too little to plan by (the engine then decides).
+def plan_local(
+    local: LocalModel, settings: Settings, purpose: Purpose, second: LocalModel | None = None
+) -> Plan | None:
+    """The Plan for files on this disk, with `second` to draft for them; None when their header says too little to plan
+    by (the engine then decides).
 
     Raises DoesNotFitError when even the smallest context can't fit.
     """
     from localllm.cli.planning import plan_file
 
-    plan = plan_file(local, settings, purpose)
+    plan = plan_file(local, settings, purpose, second)
     if plan is not None and plan.fits == "no":
         need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
         raise DoesNotFitError(
-            f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.n_ctx:,} tokens, "
+            f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
             f"and this machine has {limit / 1e9:.1f} GB usable"
         )
     return plan

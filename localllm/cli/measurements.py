@@ -129,10 +129,10 @@ def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
             return models[name]
     if not record.file.endswith(".gguf") or not Path(record.file).exists():
         return None
-    from localllm_catalog import from_gguf, gguf
-    from localllm_catalog.errors import CatalogError
+    from localllm.errors import ModelFileError
+    from localllm.library.catalog import read_model
 
     try:
-        return from_gguf.model_from_gguf(gguf.read(record.file))
-    except (CatalogError, OSError):
+        return read_model(record.file)
+    except ModelFileError:
         return None

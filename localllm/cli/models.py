@@ -96,7 +96,8 @@ def info(
     """What a model is and where its files are; for one of the catalog that is not here, its variants."""
     from localllm.errors import ModelNotFoundError
     from localllm.library import names
-    from localllm.library.resolve import load_catalog, resolve
+    from localllm.library.catalog import load_catalog
+    from localllm.library.resolve import resolve
 
     catalog = load_catalog()
     local: LocalModel | None = None
@@ -107,9 +108,9 @@ def info(
         if known is None:
             raise
     else:
-        from localllm.cli.planning import describe
+        from localllm.cli.planning import described
 
-        known = describe(local) or catalog.recognise(local.name, local.repo)
+        known = described(local, catalog) or catalog.recognise(local.name, local.repo)
     if as_json:
         _print_json({"model": _facts(known), "local": as_row(local) if local is not None else None})
         return

@@ -30,13 +30,12 @@ def pull(
     import sys
 
     from localllm.cli.models import as_row, gb
-    from localllm.cli.recommend import user_catalog
+    from localllm.library.catalog import load_catalog
     from localllm.library.pull import pull as fetch
     from localllm.settings import Settings
-    from localllm_catalog import catalog as catalogs
 
     # Only of a curated model is enough known, before anything is fetched, to plan by.
-    curated = catalogs.load(user_catalog()).get(ref.partition(":")[0])
+    curated = load_catalog().get(ref.partition(":")[0])
     choose = planned if curated is not None else None
     no_network = bool(Settings({"offline": offline}).value("offline"))
     meter = None if quiet else ProgressLine(lambda text: print(text, end="", file=sys.stderr, flush=True))
@@ -163,7 +162,8 @@ def planned(model: Model) -> Variant:
     from localllm.device.detect import detect
     from localllm.engine import backends
     from localllm.errors import DoesNotFitError
-    from localllm.planner.recommend import Overrides, variants_of
+    from localllm.planner.plan import Overrides
+    from localllm.planner.recommend import variants_of
     from localllm.planner.types import Workload
 
     plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=tuple(backends.names())))

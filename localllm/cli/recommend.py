@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.recommend import Overrides
+    from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _PURPOSES = ("chat", "coding", "autocomplete", "long")
 
 
+# As many parameters as the command has options, and as long for it: Typer reads them off the signature.
 def recommend(
     device: Annotated[
         str | None,
@@ -60,6 +61,7 @@ def recommend(
     """Recommend models for this machine, with the memory and the speed to expect."""
     from localllm.cli import recommend_view as view
     from localllm.errors import UsageError
+    from localllm.library.catalog import load_catalog
     from localllm.planner import recommend as planner
     from localllm.planner.types import Workload
 
@@ -111,21 +113,6 @@ def _purpose(name: str) -> Purpose:
     return cast("Purpose", name)
 
 
-def user_catalog() -> Path:
-    """The folder of the user's own catalog files."""
-    from localllm import paths
-
-    return paths.config_dir() / "models"
-
-
-def load_catalog() -> Catalog:
-    """The shipped models and the user's own; what was parsed is kept in the cache folder."""
-    from localllm import paths
-    from localllm_catalog import catalog as catalogs
-
-    return catalogs.load(user_catalog(), paths.cache_dir() / "catalog.json")
-
-
 def _device(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
     from localllm.device.detect import detect
     from localllm.device.named import overridden, resolve
@@ -138,7 +125,7 @@ def _device(name: str | None, memory: float | None, bandwidth: float | None) -> 
 
 def _overrides(device: Device, catalog: Catalog) -> Overrides:
     from localllm.cli import measurements
-    from localllm.planner.recommend import Overrides
+    from localllm.planner.plan import Overrides
 
     engines = registered_backends()
     if device.simulated:
@@ -156,17 +143,12 @@ def registered_backends() -> tuple[str, ...]:
 
 def find_model(reference: str, catalog: Catalog) -> Model:
     """A catalog id, or the header of a GGUF file on this disk. Raises ModelNotFoundError, ModelFileError."""
-    from localllm.errors import ModelFileError, ModelNotFoundError
+    from localllm.errors import ModelNotFoundError
+    from localllm.library.catalog import read_model
 
     path = Path(reference).expanduser()
     if path.suffix == ".gguf" and path.exists():
-        from localllm_catalog import from_gguf, gguf
-        from localllm_catalog.errors import CatalogError
-
-        try:
-            return from_gguf.model_from_gguf(gguf.read(path))
-        except (CatalogError, OSError) as e:
-            raise ModelFileError(f"{path.name} can't be read as a GGUF header: {e}") from e
+        return read_model(path)
     found = catalog.get(reference.partition(":")[0])
     if found is None:
         near = catalog.suggest(reference)

@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localllm.planner.why import gb, rate
 
@@ -93,7 +93,7 @@ def table(answer: Recommendation, device: Device, *, everything: bool = False) -
         lines += ["", _HEAD]
         for i, plan in enumerate(answer.plans, 1):
             lines.append(_row(str(i), plan))
-            reason = f"{plan.n_ctx // 1024}k {plan.kv_type} context; {plan.why}"
+            reason = f"{plan.settings.n_ctx // 1024}k {plan.settings.kv_type} context; {plan.why}"
             lines += textwrap.wrap(reason, WIDTH - 4, initial_indent="    ", subsequent_indent="    ")
         lines += [
             "",
@@ -147,7 +147,7 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device) -> list[str
     first = plans[0]
     lines += [
         "",
-        f"memory at {first.n_ctx:,} tokens of context; each further 1,024 tokens cost:",
+        f"memory at {first.settings.n_ctx:,} tokens of context; each further 1,024 tokens cost:",
         *(f"  {kind:9} {cost / 2**20:8.2f} MiB" for kind, cost in _slopes(model)),
         "longest: the context that still fits; tok/s: 80 % range, context nearly empty",
         *textwrap.wrap("speeds from " + first.decode_tok_s.basis, WIDTH, subsequent_indent="  "),
@@ -236,10 +236,3 @@ def _pair(value: tuple[float, float] | None) -> str:
 def _pair_rate(value: tuple[float, float]) -> str:
     predicted, measured = value
     return f"{rate(predicted)} / {rate(measured)} ({measured / predicted - 1:+.0%})"
-
-
-def plans_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Plans alone, for commands that show them beside something else."""
-    from localllm.planner.serialise import plan_to_json
-
-    return [plan_to_json(p) for p in plans]

@@ -179,7 +179,7 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
             launch.name,
             EmbeddingHost(launch.embedding) if launch.embedding is not None else Supervisor(launch.options),
             aliases=tuple(a for a, name in (aliases or {}).items() if name == launch.name),
-            n_ctx=launch.plan.n_ctx if launch.plan is not None else None,
+            n_ctx=launch.plan.settings.n_ctx if launch.plan is not None else None,
             details=_details(launch),
             embeds=launch.embedding is not None,
             needs_bytes=launch.needs_bytes,

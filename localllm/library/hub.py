@@ -131,7 +131,7 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     """The files of `repo` (of `main`, or a branch, tag or commit), with sizes and hashes.
 
     Retries what may pass (rate limits, server errors, a broken line). Raises ModelNotFoundError when the hub knows no
-    such repository, Unreachable when it can't be asked now, DownloadError for other refusals and unusable answers.
+    such repository, HubUnreachableError when it can't be asked now, DownloadError for other refusals and unusable answers.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import get_session
@@ -150,18 +150,22 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
         except Exception as e:  # huggingface-hub stands on three HTTP libraries by version; each has its own errors
             trouble = _explain(e, repo, revision)
             failures += 1
-            if not isinstance(trouble, Unreachable) or failures >= patience.listing_failures:
+            if not isinstance(trouble, HubUnreachableError) or failures >= patience.listing_failures:
                 raise trouble from e
             if trouble.retry_after_s is not None and trouble.retry_after_s > patience.longest_asked_s:
                 raise trouble from e
             patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
 
 
-class Unreachable(DownloadError):  # noqa: N818 - read as the hub's state; its parent says Error
+class HubUnreachableError(DownloadError):
     """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it asked for."""
 
-    def __init__(self, message: str, *, hint: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(message, hint=hint)
+    code = "hub_unreachable"
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
         self.retry_after_s = retry_after_s
 
 
@@ -170,7 +174,9 @@ def _explain(error: Exception, repo: str, revision: str) -> DownloadError | Mode
 
     host = urlsplit(endpoint()).hostname
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        return Unreachable("the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)", hint="unset HF_HUB_OFFLINE")
+        return HubUnreachableError(
+            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)", hint="unset HF_HUB_OFFLINE"
+        )
     if isinstance(error, hub_errors.HFValidationError):
         return UsageError(f"{repo!r} is not a repository name", hint="repositories look like org/name")
     response = getattr(error, "response", None)
@@ -185,19 +191,19 @@ def _explain(error: Exception, repo: str, revision: str) -> DownloadError | Mode
         )
     if status is None:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return Unreachable(
+        return HubUnreachableError(
             f"{host} can't be asked about {repo}: {reason}", hint="check the connection and the proxy, or use --offline"
         )
     if status == 429:
         asked = retry_after(response.headers if response is not None else {})
         wait = f"; it asks to wait {asked:.0f} s" if asked else ""
-        return Unreachable(
+        return HubUnreachableError(
             f"{host} limits our requests (429){wait}",
             hint=f"HF_TOKEN raises the limit; or {LATER_HINT}",
             retry_after_s=asked,
         )
     if status in (408, 425) or status >= 500:
-        return Unreachable(f"{host} answered {status} about {repo}", hint="try again later")
+        return HubUnreachableError(f"{host} answered {status} about {repo}", hint="try again later")
     return DownloadError(f"{host} answered {status} about {repo}")
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import DownloadError, ModelNotFoundError
+from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
 from localllm.library import hf_cache, hub, names, other_apps, places, store, transfer, variants
-from localllm.library.hub import Listing, Patience, RepoFile, Unreachable
+from localllm.library.catalog import load_catalog, read_model
+from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.progress import Meter, Progress
-from localllm.library.resolve import load_catalog, resolve
+from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
 
@@ -60,7 +61,7 @@ def pull(
     say(Progress("listing", wanted.repo, 0, 0))
     try:
         listing = hub.list_files(wanted.repo, wanted.revision, patience)
-    except Unreachable as e:
+    except HubUnreachableError as e:
         try:
             return resolve(ref, catalog=catalog)
         except ModelNotFoundError:
@@ -176,21 +177,16 @@ def _is_local_only(ref: str) -> bool:
 
 def _described(listing: Listing, catalog: Catalog | None) -> Model:
     """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says (read by range)."""
-    from localllm_catalog import from_gguf, gguf
-    from localllm_catalog.errors import CatalogError
-
     known = (catalog if catalog is not None else load_catalog()).recognise(listing.repo)
     if known is not None:
         return known
     smallest = variants.selections(listing)[0].files[0]
     try:
-        header = gguf.read(
-            hub.file_url(listing, smallest.name), {k: v for k, v in hub.headers().items() if k == "authorization"}
-        )
-        return from_gguf.model_from_gguf(header)
-    except CatalogError as e:
+        key = {k: v for k, v in hub.headers().items() if k == "authorization"}
+        return read_model(hub.file_url(listing, smallest.name), headers=key)
+    except ModelFileError as e:
         raise DownloadError(
-            f"{smallest.name} of {listing.repo} does not say what model it is: {e.message}",
+            f"{listing.repo} does not say what model it holds: {e.message}",
             hint=f"name the variant you want: {listing.repo}:QUANT",
         ) from e
 

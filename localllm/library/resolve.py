@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError
+from localllm.errors import ModelFileError, ModelNotFoundError
 from localllm.library import folders, names, starter, store
+from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
 from localllm.library.types import Origin as Origin
 
 if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model
-
-Prefer = Callable[[Sequence[LocalModel]], LocalModel | None]
 
 _STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
 _GEMMA_NAMES = (starter.GEMMA_NAME, starter.GEMMA_FILE.removesuffix(".gguf"))
@@ -27,17 +25,15 @@ _SENSIBLE_SHARE = 0.5
 _NOT_CHAT = ("embed", "rerank", "reward", "whisper", "ocr-", "-base", "draft", "guard", "assistant-mtp")
 
 
-def resolve(
-    ref: str | None, *, catalog: Catalog | None = None, offline: bool = False, prefer: Prefer | None = None
-) -> LocalModel:
+def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = False) -> LocalModel:
     """The files that `ref` means; None = the best model at hand (the biggest sensible chat model, else the starter).
 
-    Looks at this disk only, whatever `offline` says (it is accepted because every command carries it). Where several
-    installed models answer to `ref`, or `ref` is None, `prefer` picks one of them. Raises ModelNotFoundError saying
-    what is near and how to fetch it, ModelFileError for a path that is no model, UsageError for a malformed reference.
+    Looks at this disk only, whatever `offline` says (it is accepted because every command carries it). Raises
+    ModelNotFoundError saying what is near and how to fetch it, ModelFileError for a path that is no model, UsageError
+    for a malformed reference.
     """
     if ref is None or not ref.strip():
-        return _best_at_hand(prefer)
+        return _best_at_hand()
     ref = ref.strip()
     if ref.lower() in _STARTER_NAMES and (found := store.packaged()):
         return found[0]
@@ -50,8 +46,8 @@ def resolve(
     installed = store.scan()
     candidates = _matching(reference, installed)
     if candidates:
-        return _pick(candidates, prefer)
-    return _by_catalog(reference, installed, catalog, prefer)
+        return _pick(candidates)
+    return _by_catalog(reference, installed, catalog)
 
 
 def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
@@ -177,15 +173,13 @@ def _spellings(model: LocalModel) -> set[str]:
     return {s.lower() for s in spelled}
 
 
-def _by_catalog(
-    reference: names.Reference, installed: list[LocalModel], catalog: Catalog | None, prefer: Prefer | None
-) -> LocalModel:
+def _by_catalog(reference: names.Reference, installed: list[LocalModel], catalog: Catalog | None) -> LocalModel:
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
     if model is not None and not reference.repo:
         candidates = [m for m in installed if _is_of(m, model, reference.quant)]
         if candidates:
-            return replace(_pick(candidates, prefer), name=model.id)
+            return replace(_pick(candidates), name=model.id)
     if model is not None or reference.repo:
         what = model.name if model is not None else reference.repo
         quant = f" in {reference.quant}" if reference.quant else ""
@@ -201,18 +195,6 @@ def _by_catalog(
         if near
         else "see `localllm models list` for what is installed and `localllm recommend` for what to fetch",
     )
-
-
-def load_catalog() -> Catalog:
-    """The catalog with the user's own models; LocalLLMError instead of the catalog's own errors."""
-    from localllm import paths
-    from localllm_catalog import catalog as catalogs
-    from localllm_catalog.errors import CatalogError
-
-    try:
-        return catalogs.load(paths.config_dir() / "models")
-    except CatalogError as e:
-        raise LocalLLMError(e.message, hint=e.hint) from e
 
 
 def _is_of(local: LocalModel, model: Model, quant: str) -> bool:
@@ -235,12 +217,10 @@ def _near(name: str, installed: list[LocalModel]) -> list[str]:
 # --- the best -------------------------------------------------------------------------------------------------------
 
 
-def _best_at_hand(prefer: Prefer | None) -> LocalModel:
+def _best_at_hand() -> LocalModel:
     """The biggest installed model that leaves half the memory free and has a chat template; else the starter."""
     fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
     candidates = [m for m in fitting if not any(word in m.name.lower() for word in _NOT_CHAT)]
-    if prefer is not None and (chosen := prefer([m for m in candidates if _can_chat(m)])) is not None:
-        return chosen
     limit = _sensible_bytes() if candidates else 0
     for model in candidates:
         if model.size_bytes <= limit and _can_chat(model):
@@ -250,12 +230,10 @@ def _best_at_hand(prefer: Prefer | None) -> LocalModel:
     )
 
 
-def _pick(candidates: list[LocalModel], prefer: Prefer | None) -> LocalModel:
-    """One of several that answer to a name: what `prefer` says, else the biggest sensible one this machine can run."""
+def _pick(candidates: list[LocalModel]) -> LocalModel:
+    """One of several that answer to a name: the biggest sensible one this machine can run."""
     if len(candidates) == 1:
         return candidates[0]
-    if prefer is not None and (chosen := prefer(candidates)) is not None:
-        return chosen
     ranked = sorted(_runnable(candidates) or candidates, key=lambda m: m.size_bytes)
     limit = _sensible_bytes()
     return next((m for m in reversed(ranked) if m.size_bytes <= limit), ranked[0])
@@ -280,11 +258,8 @@ def _can_chat(model: LocalModel) -> bool:
     if model.format == "mlx":
         config = folders.read_json(model.path / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (model.path / "chat_template.jinja").is_file()
-    from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
-
     try:
-        header = gguf.read(model.path)
-    except (CatalogError, OSError):
+        header = read_header(model.path)
+    except ModelFileError:
         return False
     return bool(header.text("tokenizer.chat_template")) and f"{header.architecture}.pooling_type" not in header.metadata

@@ -29,11 +29,6 @@ def path() -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def gemma_installed() -> bool:
-    """True when Gemma 3 270M is at hand: assembled already, or all its parts are installed."""
-    return _assembled().is_file() or _gemma_parts() is not None
-
-
 def gemma_path() -> Path | None:
     """Gemma 3 270M, put together in the cache directory on first use (253 MB, checked by hash); None if not installed.
 

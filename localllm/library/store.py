@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import LocalLLMError, ModelFileError, UsageError
 from localllm.library import folders, hf_cache, other_apps, places, starter
+from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
 
 _OWNERS = {"lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp", "starter": "a Python package"}
@@ -224,12 +225,9 @@ def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
 
 
 def _header_problem(path: Path) -> str:
-    from localllm_catalog import gguf
-    from localllm_catalog.errors import CatalogError
-
     try:
-        gguf.read(path)
-    except CatalogError as e:
+        read_header(path)
+    except ModelFileError as e:
         return e.message
     return ""
 

@@ -21,7 +21,7 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     for as many sequences). None where it does not pay, or where the model's memory can't take tokens back (recurrent
     layers, as they are loaded).
     """
-    if facts(plan.model).n_recurrent_layers or plan.draft == "off":
+    if facts(plan.model).n_recurrent_layers or plan.settings.drafter.name == "off":
         return None
     one = _step_s(device, plan, 1)
     gain = max(speed.speculation_gain(EDIT_ACCEPTANCE, n, 0.0, _step_s(device, plan, n + 1) / one) for n in _LENGTHS)
@@ -29,11 +29,7 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
 
 
 def _step_s(device: Device, plan: Plan, rows: int) -> float:
-    share = 1.0 if plan.n_gpu_layers < 0 else plan.n_gpu_layers / (len(plan.model.layers) + 1)
-    predicted = speed.decode(
-        device, plan.model, plan.variant, backend=plan.backend, n_sequences=rows, device_share=share
-    )
-    return 1 / predicted.value
+    return 1 / speed.decode(device, plan.model, plan.variant, plan.settings, n_sequences=rows).value
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:

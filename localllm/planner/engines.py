@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from localllm.device.types import Device
-from localllm.planner import families, speed
+from localllm.planner import laws
 from localllm.planner.types import Plan
-from localllm_catalog.types import Model, Variant
+from localllm_catalog.types import Variant
 
 NAMES = {"llamacpp": "llama.cpp", "mlx": "MLX"}
 # Files whose bits a weight differ by more than this are not two forms of the same choice.
@@ -34,19 +34,16 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
     else:
         word = "faster" if ratio > 1 else "slower"
         head = f"{named} is predicted {word}: {other.decode_tok_s.value:.3g} against the {ours}"
-    (there, here) = (_parts(device, p.model, p) for p in (other, plan))
+    there, here = _parts(device, other), _parts(device, plan)
     return (
         f"{head}; a token reads {there[0] / 1e9:.3g} against {here[0] / 1e9:.3g} GB at {there[1]:.0%} against "
         f"{here[1]:.0%} of the bandwidth, and costs {there[2] * 1e3:.1f} against {here[2] * 1e3:.1f} ms besides"
     )
 
 
-def _parts(device: Device, model: Model, plan: Plan) -> tuple[int, float, float]:
+def _parts(device: Device, plan: Plan) -> tuple[int, float, float]:
     """(bytes read, share of the bandwidth they are read at, fixed seconds) of one token with an empty context."""
-    bandwidth, _ = speed.bandwidth_of(device)
-    terms = speed.decode_terms(
-        model, plan.variant, families.device_keys(device, plan.backend), bandwidth,
-        vendor=families.generation(device.match or device.name)[0],
-    )  # fmt: skip
+    hardware = laws.hardware_of(device, plan.backend)
+    terms = laws.decode_terms(plan.model, plan.variant, hardware)
     read = terms.streamed.total_bytes
-    return read, read / (bandwidth * 1e9 * terms.memory_s), terms.total_s - terms.memory_s
+    return read, read / (hardware.bandwidth_gbps * 1e9 * terms.memory_s), terms.total_s - terms.memory_s

@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import families, memory, quality, speed
+from localllm.planner import families, laws, memory, quality
 from localllm.planner.facts import facts
 from localllm.planner.types import Plan, Range
 from localllm_catalog.types import Model
@@ -31,11 +31,11 @@ def _span(value: Range, unit: str) -> str:
 def _layer_lines(model: Model, plan: Plan) -> list[str]:
     groups: dict[str, list[int]] = {}
     for layer in model.layers:
-        cells = memory.kv_cells(layer, plan.n_ctx, n_ubatch=plan.n_ubatch, slots=plan.slots)
+        cells = memory.kv_cells(layer, plan.settings)
         if layer.kind == "mla":
             what = f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells:,} cells"
         elif layer.kind == "recurrent":
-            what = f"recurrent, {layer.state_elements:,} floats of state × {plan.slots} sequences"
+            what = f"recurrent, {layer.state_elements:,} floats of state × {plan.settings.slots} sequences"
         elif layer.kind == "none":
             what = "no memory"
         elif layer.shares_kv:
@@ -48,24 +48,22 @@ def _layer_lines(model: Model, plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan, device: Device) -> list[str]:
-    need = plan.memory
+    need, settings = plan.memory, plan.settings
     exact = "exact" if plan.variant.exact else "estimated from shapes and format"
     lines = [
         "memory",
         f"  weights      {_mib(need.weights_bytes):>14}   {plan.variant.quant}, {exact}",
-        f"  KV cache     {_mib(need.kv_bytes):>14}   {plan.kv_type}, {plan.n_ctx:,} cells shared by {plan.slots} sequences",
+        f"  KV cache     {_mib(need.kv_bytes):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
         *_layer_lines(plan.model, plan),
     ]
     if need.recurrent_bytes:
         lines.append(f"  state        {_mib(need.recurrent_bytes):>14}   float32, one per sequence")
     how = "a step's activations, logits, buffers kept for reuse" if plan.backend == "mlx" else "flash attention on"
-    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.n_ubatch}, {how}")
+    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.settings.n_batch}, {how}")
     if need.overhead_bytes:
         lines.append(f"  runtime      {_mib(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
-        lines.append(f"  draft        {_mib(need.draft_bytes):>14}   {plan.draft}")
-    if need.mmproj_bytes:
-        lines.append(f"  images       {_mib(need.mmproj_bytes):>14}   encoder and its buffer")
+        lines.append(f"  draft        {_mib(need.draft_bytes):>14}   {plan.settings.drafter.name}")
     total, limit = need.total_bytes, need.limit_bytes
     lines.append(f"  total        {_mib(total):>14}   of {_mib(limit)} usable: {plan.fits}")
     if need.host_bytes:
@@ -76,22 +74,14 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth, basis = speed.bandwidth_of(device)
-    hardware = families.device_keys(device, plan.backend)
-    vendor = families.generation(device.match or device.name)[0]
-    terms = speed.decode_terms(plan.model, plan.variant, hardware, bandwidth, vendor=vendor, kv_type=plan.kv_type)
-    full = speed.decode_terms(
-        plan.model,
-        plan.variant,
-        hardware,
-        bandwidth,
-        vendor=vendor,
-        kv_type=plan.kv_type,
-        depth=plan.n_ctx,
-        n_cpu_cores=device.n_cpu_cores,
+    bandwidth, basis = laws.bandwidth_of(device)
+    hardware = laws.hardware_of(device, plan.backend)
+    terms, full = (
+        laws.decode_terms(plan.model, plan.variant, hardware, depth=depth, kv_type=plan.settings.kv_type)
+        for depth in (0, plan.settings.n_ctx)
     )
     parts, c = terms.streamed, terms.coefficients
-    eta = speed.weight_share(c, hardware, plan.variant)
+    eta = laws.weight_share(c, hardware, plan.variant)
     known = facts(plan.model)
     layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     lines = [
@@ -112,7 +102,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(
             f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs"
         )
-    work = ", and its arithmetic" if hardware[0] == "cpu" and device.n_cpu_cores else ""
+    work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""
     if abs(terms.graph_factor - 1) > 0.005:
         lines.append(f"  graph        {terms.graph_factor:>12.2f}×   as measured for {plan.model.architecture}")
     lines += [
@@ -124,25 +114,21 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth, _ = speed.bandwidth_of(device)
     tflops, basis = families.nominal_tflops(device)
-    terms = speed.prefill_terms(
-        plan.model, plan.variant, families.device_keys(device, plan.backend), bandwidth, tflops,
-        vendor=families.generation(device.match or device.name)[0], n_ubatch=plan.n_ubatch,
-    )  # fmt: skip
+    hardware = laws.hardware_of(device, plan.backend)
+    terms = laws.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     lines = [
         "prompt, per token of 2,048",
         f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {terms.flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
         f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
-        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {plan.n_ubatch} tokens",
+        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {plan.settings.n_batch} tokens",
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
     ]
     if plan.ttft_cached_s is not None:
         lines.append(f"   with prefix {_span(plan.ttft_cached_s, 's')}")
-    if plan.load_s is not None:
-        lines.append(f"  loading      {_span(plan.load_s, 's')}")
+    lines.append(f"  loading      {_span(plan.load_s, 's')}")
     return lines
 
 
@@ -158,7 +144,7 @@ def explain(plan: Plan, device: Device) -> list[str]:
         "quality",
         f"  rating       {rating.points:>10.1f} ± {rating.spread:.1f}   {rating.basis}",
         f"  format       {0.0 - lost:>10.1f}   {plan.variant.quant}",
-        f"  KV type      {0.0 - quality.kv_cost(plan.kv_type):>10.1f}   {plan.kv_type}",
+        f"  KV type      {0.0 - quality.kv_cost(plan.settings.kv_type):>10.1f}   {plan.settings.kv_type}",
         f"  rank score   {plan.score:>10.1f}",
     ]
     if plan.reasons:

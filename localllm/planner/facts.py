@@ -12,7 +12,8 @@ from localllm_catalog.types import Layer, Model
 @dataclass(frozen=True, slots=True)
 class Facts:
     """`groups`: (layer, how many like it). Parameters are counts: `dense_params` are read by every token, of the
-    routed experts `chosen_params` by one and `pool_params` exist; `embedding_params` are rows looked up, never streamed."""
+    routed experts `chosen_params` by one and `pool_params` exist; `embedding_params` are rows looked up, never streamed.
+    `recurrent_state_bytes` is what one sequence's recurrent layers hold."""
 
     groups: tuple[tuple[Layer, int], ...]
     n_layers: int
@@ -22,6 +23,7 @@ class Facts:
     chosen_params: int
     pool_params: int
     embedding_params: int
+    recurrent_state_bytes: int
     has_mla: bool
     is_stateful: bool
 
@@ -69,6 +71,7 @@ def _count(model: Model) -> Facts:
         chosen_params=chosen,
         pool_params=pool,
         embedding_params=0 if model.tied_embeddings else model.vocab_size * model.hidden_size,
+        recurrent_state_bytes=shapes.recurrent_state_bytes(model),
         has_mla="mla" in kinds,
         is_stateful=bool(kinds & {"sliding", "recurrent"}),
     )

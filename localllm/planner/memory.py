@@ -14,15 +14,12 @@ from fractions import Fraction
 
 from localllm.device.types import Device
 from localllm.planner.facts import facts
-from localllm.planner.types import MemoryNeed
+from localllm.planner.types import MemoryNeed, RunSettings, backend_for
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
 MIB = 2**20
 CONTEXT_STEP = 256  # llama.cpp pads every context to this many cells; mlx-lm grows its cache by as many tokens
-DEFAULT_SLOTS = 8
-DEFAULT_UBATCH = 512
-CPU_UBATCH = 256
 _F32 = 4
 _F16 = 2
 # mx.quantize stores a 16-bit scale and a 16-bit bias beside each group of 64 values, or of 32 where 64 does not divide.
@@ -31,8 +28,6 @@ _MLX_GROUPS = (64, 32)
 _MLX_GROUP_EXTRA_BYTES = 4
 # Freed buffers our MLX backend lets MLX keep (localllm_backends/mlx/memory.py).
 _MLX_REUSE_BYTES = 512 * MIB
-# An image encoder's own compute buffer: no closed form is published; Ollama reserves this much beside the mmproj file.
-_MMPROJ_COMPUTE_BYTES = 1024 * MIB
 
 
 def pad(n: int, step: int = CONTEXT_STEP) -> int:
@@ -45,16 +40,16 @@ def padded_context(n_ctx: int) -> int:
     return pad(n_ctx)
 
 
-def kv_cells(layer: Layer, n_ctx: int, *, n_ubatch: int = DEFAULT_UBATCH, slots: int = 1) -> int:
+def kv_cells(layer: Layer, settings: RunSettings) -> int:
     """KV cells of one layer: the padded context, or for a sliding layer its window × sequences + one micro-batch.
 
     llama.cpp: PAD(min(n_ctx, n_swa × n_seq_max + n_ubatch), 256) with a unified cache and `swa_full` off.
     """
     if layer.kind in ("recurrent", "none") or layer.shares_kv:
         return 0
-    context = padded_context(n_ctx)
+    context = padded_context(settings.n_ctx)
     if layer.kind == "sliding" and layer.window:
-        return min(context, pad(min(context, layer.window * slots + n_ubatch)))
+        return min(context, pad(min(context, layer.window * settings.slots + settings.n_batch)))
     return context
 
 
@@ -64,23 +59,16 @@ def _kv_widths(layer: Layer) -> tuple[int, int]:
     return layer.n_kv_heads * layer.head_dim_k, layer.n_kv_heads * layer.head_dim_v
 
 
-def kv_bytes(
-    model: Model,
-    n_ctx: int,
-    *,
-    kv_type_k: str = "f16",
-    kv_type_v: str = "f16",
-    slots: int = 1,
-    n_ubatch: int = DEFAULT_UBATCH,
-) -> int:
+def kv_bytes(model: Model, settings: RunSettings) -> int:
     """Bytes of llama.cpp's KV cache, exactly: Σ layers cells × (width_k × bytes_k + width_v × bytes_v)."""
     elements_k = elements_v = 0
     for layer, count in facts(model).groups:
         width_k, width_v = _kv_widths(layer)
-        cells = count * kv_cells(layer, n_ctx, n_ubatch=n_ubatch, slots=slots)
+        cells = count * kv_cells(layer, settings)
         elements_k += cells * width_k
         elements_v += cells * width_v
-    return int(elements_k * quants.kv_element_bytes(kv_type_k) + elements_v * quants.kv_element_bytes(kv_type_v))
+    bytes_k, bytes_v = quants.kv_element_bytes(settings.kv_type_k), quants.kv_element_bytes(settings.kv_type_v)
+    return int(elements_k * bytes_k + elements_v * bytes_v)
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
@@ -99,35 +87,27 @@ def kv_type_allowed(model: Model, kv_type: str, backend: str = "llamacpp") -> bo
     return all(width % 32 == 0 for layer, _ in facts(model).groups for width in _kv_widths(layer))
 
 
-def recurrent_bytes(model: Model, *, slots: int = 1, n_rewind: int = 0) -> int:
+def recurrent_bytes(model: Model, settings: RunSettings) -> int:
     """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
-    state = sum(count * layer.state_elements for layer, count in facts(model).groups if layer.kind == "recurrent")
-    return _F32 * state * max(1, slots) * (1 + n_rewind)
+    return facts(model).recurrent_state_bytes * max(1, settings.slots) * (1 + settings.n_rewind)
 
 
-def _attention_mask_cells(model: Model, n_ctx: int, n_ubatch: int, slots: int) -> int:
+def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
     layers = [layer for layer, _ in facts(model).groups]
     kinds = {layer.kind for layer in layers}
-    cells = padded_context(n_ctx) if kinds & {"full", "mla"} else 0
+    cells = padded_context(settings.n_ctx) if kinds & {"full", "mla"} else 0
     sliding = next((layer for layer in layers if layer.kind == "sliding"), None)
-    return cells + (kv_cells(sliding, n_ctx, n_ubatch=n_ubatch, slots=slots) if sliding else 0)
+    return cells + (kv_cells(sliding, settings) if sliding else 0)
 
 
-def compute_bytes(
-    model: Model,
-    n_ctx: int,
-    *,
-    slots: int = 1,
-    n_ubatch: int = DEFAULT_UBATCH,
-    n_outputs: int = 1,
-    flash_attention: bool = True,
-) -> int:
+def compute_bytes(model: Model, settings: RunSettings) -> int:
     """llama.cpp's scratch buffer for one micro-batch, from the three moments of a step that can be its peak.
 
     dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice over; output rows:
     (V + 2·E) floats each. Each with the attention mask (f16 under flash attention). Without flash attention the score
     matrix H × n_kv joins. Measured: exact for dense models, at most 30 MiB over for hybrids and mixtures.
     """
+    n_batch, flash = settings.n_batch, settings.flash_attention
     hidden = model.hidden_size
     heads = model.n_heads * model.head_dim
     width = 3 * model.intermediate_size + 3 * hidden + heads if model.intermediate_size else 3 * hidden + heads
@@ -136,15 +116,15 @@ def compute_bytes(
         rows, narrow = x.n_active * hidden, x.n_active * x.intermediate
         shared = 2 * hidden if x.n_shared else 0
         width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
-    cells = _attention_mask_cells(model, n_ctx, n_ubatch, slots)
-    step = _F32 * width * n_ubatch + (_F16 if flash_attention else _F32) * cells * n_ubatch
+    cells = _attention_mask_cells(model, settings)
+    step = _F32 * width * n_batch + (_F16 if flash else _F32) * cells * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
-    output = _F32 * ((model.vocab_size + 2 * hidden) * min(n_outputs, n_ubatch) + 2 * hidden * n_ubatch)
-    if flash_attention:
+    output = _F32 * ((model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch)
+    if flash:
         return max(step, output)
-    n_kv = padded_context(n_ctx)
+    n_kv = padded_context(settings.n_ctx)
     widest = max((sum(_kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
-    scores = _F32 * n_ubatch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
+    scores = _F32 * n_batch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
     return max(step, output, scores)
 
 
@@ -182,15 +162,13 @@ class Placement:
     device_share: float
 
 
-def place_weights(model: Model, variant: Variant, device: Device | None, n_gpu_layers: int = -1) -> Placement:
-    """Where the weights of `variant` go. `n_gpu_layers` -1 = all of them (llama.cpp counts the output as one more).
+def place_weights(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> Placement:
+    """Where the weights of `variant` go.
 
     llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the output matrix on
     the device, except on Metal, where both views map the same file pages.
     """
     total = weights_bytes(variant)
-    n_layers = max(1, len(model.layers))
-    share = 1.0 if n_gpu_layers < 0 else min(1.0, n_gpu_layers / (n_layers + 1))
     if device is None or device.accelerator == "cpu":
         return Placement(total, 0, 1.0)
     if variant.format == "mlx":
@@ -200,6 +178,7 @@ def place_weights(model: Model, variant: Variant, device: Device | None, n_gpu_l
         duplicate = embedding if model.tied_embeddings and device.accelerator != "metal" else 0
         return Placement(total + duplicate, 0, 1.0)
     body = total if model.tied_embeddings else total - embedding
+    share = settings.device_share(model)
     on_device = round(body * share)
     return Placement(on_device, total - on_device + (embedding if model.tied_embeddings and share == 1.0 else 0), share)
 
@@ -229,79 +208,48 @@ def _gpu_margin(device: Device | None) -> Fraction:
     return Fraction(1) if device is None or device.accelerator == "cpu" else Fraction(6, 5)
 
 
-def need(
-    model: Model,
-    variant: Variant,
-    *,
-    n_ctx: int,
-    kv_type_k: str = "f16",
-    kv_type_v: str = "f16",
-    slots: int = DEFAULT_SLOTS,
-    n_ubatch: int = DEFAULT_UBATCH,
-    n_outputs: int = 64,
-    n_rewind: int = 0,
-    flash_attention: bool = True,
-    device: Device | None = None,
-    backend: str = "llamacpp",
-    n_gpu_layers: int = -1,
-    mmproj: bool = False,
-    draft: tuple[Model, Variant] | None = None,
-    own_heads: bool = False,
-    prefix_cache_bytes: int = 0,
-) -> MemoryNeed:
+def need(model: Model, variant: Variant, settings: RunSettings, device: Device | None = None) -> MemoryNeed:
     """Every byte of running `variant` with these settings, split into the accelerator's pool and the host's.
 
-    n_ctx: cells shared by all sequences. slots: llama.cpp's n_seq_max. n_outputs: rows of logits a step may ask for.
-    own_heads: with the model's own draft heads (MTP), where it has any.
     On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None (no limit known)
     the figures are those of a CPU.
     """
-    if backend == "mlx":
-        return _need_mlx(model, variant, n_ctx, kv_type_k, slots, n_ubatch, device, draft, prefix_cache_bytes)
-    placed = place_weights(model, variant, device, n_gpu_layers)
-    discrete = device is not None and device.kind == "discrete"
-    kv = kv_bytes(model, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
-    if own_heads:
-        n_rewind = max(n_rewind, rewind_for_heads(model))
-    state = recurrent_bytes(model, slots=slots, n_rewind=n_rewind)
-    compute = compute_bytes(
-        model, n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=n_outputs, flash_attention=flash_attention
-    )
+    if backend_for(variant) == "mlx":
+        return _need_mlx(model, variant, settings, device)
+    placed = place_weights(model, variant, settings, device)
+    kv, state = kv_bytes(model, settings), recurrent_bytes(model, settings)
     # Every card of several holds the buffers of its own layers' graph.
-    compute = int(compute * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
-    rows = output_bytes(model, slots)
-    drafted = 0
-    if draft is not None:
-        drafted = _draft_bytes(draft, n_ctx=n_ctx, n_ubatch=n_ubatch, slots=slots, device=device, backend=backend)
-    if own_heads and model.mtp_layers:
-        drafted += own_heads_bytes(
-            model, variant, n_ctx, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch
-        )
+    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
+    rows = output_bytes(model, settings.slots)
     on_host = 0
-    if discrete:
+    if device is not None and device.kind == "discrete":
         kv_device, state_device = round(kv * placed.device_share), round(state * placed.device_share)
-        on_host = placed.host_bytes + (kv - kv_device) + (state - state_device) + rows + prefix_cache_bytes
-        kv, state, rows, prefix_cache_bytes = kv_device, state_device, 0, 0
+        on_host = placed.host_bytes + (kv - kv_device) + (state - state_device) + rows
+        kv, state, rows = kv_device, state_device, 0
     return MemoryNeed(
         weights_bytes=placed.device_bytes,
         kv_bytes=kv,
         recurrent_bytes=state,
         compute_bytes=compute + rows,
-        overhead_bytes=overhead_bytes(device) + prefix_cache_bytes,
-        draft_bytes=drafted,
+        overhead_bytes=overhead_bytes(device),
+        draft_bytes=_draft_bytes(model, variant, settings, device),
         limit_bytes=device.memory.limit_bytes if device is not None else 0,
-        mmproj_bytes=variant.mmproj_bytes + _MMPROJ_COMPUTE_BYTES if mmproj and variant.mmproj_bytes else 0,
         host_bytes=on_host,
     )
 
 
-def _draft_bytes(
-    draft: tuple[Model, Variant], *, n_ctx: int, n_ubatch: int, slots: int, device: Device | None, backend: str
-) -> int:
-    small = need(
-        draft[0], draft[1], n_ctx=n_ctx, slots=slots, n_ubatch=n_ubatch, n_outputs=slots, device=device, backend=backend
-    )
-    return small.total_bytes - small.overhead_bytes
+def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> int:
+    """What the drafter adds: a second model with a context of its own, or the model's own heads."""
+    drafter = settings.drafter
+    drafted = 0
+    if drafter.second is not None:
+        # As the engine's worker loads it: the same context, sequences and steps, at 16 bits.
+        plain = RunSettings(settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots)
+        small = need(*drafter.second, replace(plain, n_gpu_layers=settings.n_gpu_layers), device)
+        drafted = small.total_bytes - small.overhead_bytes
+    if drafter.is_own_heads and model.mtp_layers:
+        drafted += own_heads_bytes(model, variant, settings)
+    return drafted
 
 
 # Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/load.py).
@@ -316,28 +264,20 @@ def rewind_for_heads(model: Model) -> int:
     return _HEADS_REWIND_TOKENS if recurrent and model.mtp_layers else 0
 
 
-def own_heads_bytes(
-    model: Model,
-    variant: Variant,
-    n_ctx: int,
-    *,
-    kv_type_k: str = "f16",
-    kv_type_v: str = "f16",
-    slots: int = DEFAULT_SLOTS,
-    n_ubatch: int = DEFAULT_UBATCH,
-) -> int:
+def own_heads_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     """What drafting with the model's own heads takes on llama.cpp: their weights, a context of their layers alone, and
     the model's hidden rows. A head's layer is taken to be like the model's last layer of unbounded attention."""
     attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]
     unbounded = [layer for layer in attention if layer.kind != "sliding"] or attention
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
-    cells, outputs = n_ctx + _HEADS_DRAFT_CELLS * slots, slots * model.mtp_layers
+    outputs = settings.slots * model.mtp_layers
+    own = replace(settings, n_ctx=settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots, n_outputs=outputs)
     return (
         variant.mtp_bytes
-        + kv_bytes(heads, cells, kv_type_k=kv_type_k, kv_type_v=kv_type_v, slots=slots, n_ubatch=n_ubatch)
-        + compute_bytes(heads, cells, slots=slots, n_ubatch=n_ubatch, n_outputs=outputs)
+        + kv_bytes(heads, own)
+        + compute_bytes(heads, own)
         + output_bytes(model, outputs)
-        + _F32 * model.hidden_size * (n_ubatch + outputs)
+        + _F32 * model.hidden_size * (settings.n_batch + outputs)
     )
 
 
@@ -360,48 +300,40 @@ def mlx_element_bytes(model: Model, kv_type: str) -> Fraction:
     return Fraction(bits, 8) + Fraction(_MLX_GROUP_EXTRA_BYTES, group) if bits and group else Fraction(_F16)
 
 
-def mlx_kv_bytes(model: Model, n_ctx: int, *, kv_type: str = "f16", slots: int = 1) -> int:
-    """mlx-lm's caches when `slots` sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
+def mlx_kv_bytes(model: Model, settings: RunSettings) -> int:
+    """mlx-lm's caches when the sequences share `n_ctx` tokens: grown by 256, sliding layers rotate within their window."""
     elements = 0
+    context = pad(settings.n_ctx)
     for layer, count in facts(model).groups:
         if layer.kind in ("recurrent", "none") or layer.shares_kv:
             continue
-        cells = pad(n_ctx) if layer.kind != "sliding" or not layer.window else min(pad(n_ctx), layer.window * slots)
+        bounded = layer.kind == "sliding" and layer.window
+        cells = min(context, layer.window * settings.slots) if bounded else context
         elements += count * cells * sum(_kv_widths(layer))
-    return int(elements * mlx_element_bytes(model, kv_type))
+    return int(elements * mlx_element_bytes(model, settings.kv_type))
 
 
-def mlx_step_bytes(model: Model, n_ubatch: int, slots: int) -> int:
-    """What MLX holds while it computes a step, in bytes: 16-bit activations of `n_ubatch` tokens, each sequence's logits,
+def mlx_step_bytes(model: Model, settings: RunSettings) -> int:
+    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch, each sequence's logits,
     and the freed buffers it keeps for reuse. There is no buffer planned ahead, and no attention mask grows with the context.
     """
-    activations = compute_bytes(model, CONTEXT_STEP, n_ubatch=n_ubatch, n_outputs=1) // 2
-    return activations + output_bytes(model, slots) // 2 + _MLX_REUSE_BYTES
+    activations = compute_bytes(model, replace(settings, n_ctx=CONTEXT_STEP, n_outputs=1)) // 2
+    return activations + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
 
 
-def _need_mlx(
-    model: Model,
-    variant: Variant,
-    n_ctx: int,
-    kv_type: str,
-    slots: int,
-    n_ubatch: int,
-    device: Device | None,
-    draft: tuple[Model, Variant] | None,
-    prefix_cache_bytes: int,
-) -> MemoryNeed:
+def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> MemoryNeed:
     drafted = 0
-    if draft is not None:
-        small, files = draft
-        drafted = weights_bytes(files) + mlx_kv_bytes(small, n_ctx, slots=slots) + recurrent_bytes(small, slots=slots)
+    if settings.drafter.second is not None:
+        small, files = settings.drafter.second
+        plain = RunSettings(settings.n_ctx, slots=settings.slots)
+        drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
-        kv_bytes=mlx_kv_bytes(model, n_ctx, kv_type=kv_type, slots=slots),
+        kv_bytes=mlx_kv_bytes(model, settings),
         # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
-        recurrent_bytes=recurrent_bytes(model, slots=slots),
-        compute_bytes=mlx_step_bytes(model, n_ubatch, slots),
-        overhead_bytes=overhead_bytes(device) + prefix_cache_bytes,
+        recurrent_bytes=recurrent_bytes(model, replace(settings, n_rewind=0)),
+        compute_bytes=mlx_step_bytes(model, settings),
+        overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,
         limit_bytes=device.memory.limit_bytes if device is not None else 0,
-        mmproj_bytes=0,
     )

@@ -8,6 +8,7 @@ and date. Every figure carries its basis and an uncertainty in points.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from localllm_catalog import quants
@@ -40,6 +41,8 @@ _PRIOR = (-25.3, 8.9, 6.0, 12.0)
 _PRIOR_SPREAD = 7.0
 # Beyond this date the line of the prior is not trusted to go on rising.
 _PRIOR_LAST_YEARS = 2.7
+_UNDATED = (2024, 6)
+_DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 
 
 def rate(model: Model) -> Rating:
@@ -63,8 +66,9 @@ def rate(model: Model) -> Rating:
 
 def _prior(model: Model) -> float:
     a, b, c, d = _PRIOR
-    date = model.release_date or "2024-06"
-    years = int(date[:4]) - 2024 + (int(date[5:7]) / 12 if len(date) >= 7 else 0.5)
+    date = _DATE.match(model.release_date)
+    year, month = (int(date[1]), int(date[2] or 6)) if date else _UNDATED
+    years = year - 2024 + month / 12
     total, active = max(model.params_total, 10**7) / 1e9, max(model.params_active, 10**7) / 1e9
     return a + b * math.log10(total) + c * math.log10(active) + d * min(years, _PRIOR_LAST_YEARS)
 
@@ -89,6 +93,7 @@ def format_cost(model: Model, variant: Variant) -> float:
 
 
 def kv_cost(kv_type: str) -> float:
-    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507 (66.53 f16, 66.26 q8_0, 63.70 q4_0)."""
+    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26 q8_0, 63.70 q4_0:
+    https://huggingface.co/adriabama06, the only published sweep known; other types have no figure)."""
     known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
     return known.get(kv_type, 0.6)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from localllm.device.types import Device
-from localllm.planner import families, speed
+from localllm.planner import families, laws
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
 
@@ -36,7 +36,7 @@ class Roofline:
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     """The roofline of `device` with `plans` on it (log-log)."""
-    bandwidth, basis = speed.bandwidth_of(device)
+    bandwidth, basis = laws.bandwidth_of(device)
     tflops, _ = families.nominal_tflops(device)
     points = tuple(
         Point(streamed(p.model, p.variant).total_bytes / 1e9, p.decode_tok_s.value, f"{p.model.name} {p.variant.quant}")

@@ -27,7 +27,7 @@ def memory_to_json(need: MemoryNeed) -> dict[str, int]:
         "compute_bytes": need.compute_bytes,
         "overhead_bytes": need.overhead_bytes,
         "draft_bytes": need.draft_bytes,
-        "mmproj_bytes": need.mmproj_bytes,
+        "mmproj_bytes": 0,  # published; no engine here loads an image encoder
         "total_bytes": need.total_bytes,
         "host_bytes": need.host_bytes,
         "limit_bytes": need.limit_bytes,
@@ -36,6 +36,7 @@ def memory_to_json(need: MemoryNeed) -> dict[str, int]:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """One plan."""
+    settings = plan.settings
     return {
         "model": plan.model.id,
         "name": plan.model.name,
@@ -50,13 +51,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "exact": plan.variant.exact,
         },
         "backend": plan.backend,
-        "n_ctx": plan.n_ctx,
+        "n_ctx": settings.n_ctx,
         "max_ctx": plan.max_ctx or None,
-        "kv_type": plan.kv_type,
-        "slots": plan.slots,
-        "n_ubatch": plan.n_ubatch,
-        "n_gpu_layers": plan.n_gpu_layers,
-        "draft": plan.draft,
+        "kv_type": settings.kv_type,
+        "slots": settings.slots,
+        "n_ubatch": settings.n_batch,
+        "n_gpu_layers": settings.n_gpu_layers,
+        "draft": settings.drafter.name,
         "draft_gain": _round(plan.draft_gain),
         "fits": plan.fits,
         "memory": memory_to_json(plan.memory),
@@ -66,8 +67,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "prefill_tok_s": range_to_json(plan.prefill_tok_s),
         "ttft_s": range_to_json(plan.ttft_s),
         "ttft_cached_s": range_to_json(plan.ttft_cached_s) if plan.ttft_cached_s is not None else None,
-        "load_s": range_to_json(plan.load_s) if plan.load_s is not None else None,
-        "quality": {"points": plan.quality, "basis": plan.quality_basis} if plan.quality is not None else None,
+        "load_s": range_to_json(plan.load_s),
+        "quality": {"points": plan.quality, "basis": plan.quality_basis},
         "score": plan.score,
         "why": plan.why,
         "reasons": list(plan.reasons),

@@ -30,7 +30,7 @@ def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the need)."""
     needed = plan.memory.total_bytes + plan.memory.host_bytes
     usable = device.memory.limit_bytes
-    at = f"at {plan.n_ctx // 1024}k context"
+    at = f"at {plan.settings.n_ctx // 1024}k context"
     return f"{plan.variant.quant} needs {gb(needed)} {at}, {place(device)} has {gb(usable)} usable"
 
 
@@ -58,7 +58,7 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
         return []
     fastest = max(picks, key=lambda p: p.decode_tok_s.value)
     smallest = min(picks, key=lambda p: p.memory.total_bytes)
-    best_quality = max(picks, key=lambda p: p.quality or 0.0)
+    best_quality = max(picks, key=lambda p: p.quality)
     # What is true of every pick is said once, with the first.
     all_slow = len(picks) > 1 and fastest.decode_tok_s.value < need.good_tok_s
     return [replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow)) for p in picks]
@@ -87,7 +87,7 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
     ratio = plan.decode_tok_s.value / first.decode_tok_s.value
     if ratio >= 1.25:
         return f"{ratio:.1f}× as fast as the first"
-    if (plan.quality or 0) > (first.quality or 0) + 0.5:
+    if plan.quality > first.quality + 0.5:
         return "better than the first where quality matters most"
     saved = first.memory.total_bytes - plan.memory.total_bytes
     if saved > 0.2 * first.memory.total_bytes:
@@ -104,9 +104,9 @@ def _trade(plan: Plan, first: Plan, need: Need, all_slow: bool) -> str:
         return "leaves little memory for anything else"
     if plan.fits == "split":
         return "part of it runs from system memory"
-    if plan.kv_type not in ("f16", "bf16", "f32"):
-        return f"needs a {plan.kv_type} cache to fit"
-    lost = (first.quality or 0.0) - (plan.quality or 0.0)
+    if plan.settings.kv_type not in ("f16", "bf16", "f32"):
+        return f"needs a {plan.settings.kv_type} cache to fit"
+    lost = first.quality - plan.quality
     if plan is not first and lost >= 1:
         return f"{lost:.0f} points less on the quality index"
     return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from localllm_catalog import parsed, quants, shapes
-from localllm_catalog.errors import BadCatalogError
+from localllm_catalog.errors import BadCatalogError, CatalogError
 from localllm_catalog.layout import build_layers
 from localllm_catalog.names import check_file, check_repo
 from localllm_catalog.types import Experts, Model, Purpose, Quality, Sampling, Variant
@@ -108,17 +108,46 @@ def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:
             if table["id"] in raw:
                 raise BadCatalogError(f"{path.name}: {table['id']} is already in {raw[table['id']]['_file']}")
             raw[table["id"]] = table
-    if user_dir is not None and user_dir.is_dir():
-        for path in sorted(user_dir.glob("*.toml")):
-            for table in read_family(path):
-                raw[table["id"]] = _overlay(raw.get(table["id"]), table)
+    for path in _files_in(user_dir) if user_dir is not None else ():
+        for table in read_family(path):
+            _check_values(table, f"{path.name}: {table['id']}")
+            raw[table["id"]] = _overlay(raw.get(table["id"]), table)
     models = tuple(build_model(table, sources) for table in raw.values())
     return Catalog(models, {model.id: model for model in models})
 
 
-def load_sources(path: Path = SOURCES_FILE) -> dict[str, Source]:
-    """Source labels used by the family files, by label."""
-    return _sources(read_sources(path))
+def _files_in(folder: Path) -> list[Path]:
+    """The *.toml files of the user's folder; none where there is no such folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".toml")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise BadCatalogError(f"{folder} cannot be read: {error.strerror}", "check its permissions") from error
+
+
+# What a user's file may say: text where text is meant, and in numbers nothing negative, of these at least one, and no
+# more than real models have (a header is held to the same: from_gguf.py).
+_TEXT = frozenset({
+    "name", "hf_repo", "licence", "release_date", "architecture", "tokenizer", "tokenizer_pre", "notes", "params_note", "kind", "format",
+    "control", "repo", "quant", "file", "mmproj", "source",
+})  # fmt: skip
+_AT_LEAST_ONE = frozenset({"params", "active", "layers", "hidden", "heads", "head_dim", "vocab", "context", "count"})
+_MOST_LAYERS = 2_048
+_MOST = 1 << 50
+
+
+def _check_values(table: Mapping[str, Any], where: str) -> None:
+    for key, value in table.items():
+        if key in _TEXT and not isinstance(value, str):
+            raise BadCatalogError(f"{where}: {key} is {value!r}, not text")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            least, most = int(key in _AT_LEAST_ONE), _MOST_LAYERS if key == "layers" else _MOST
+            if not least <= value <= most:
+                raise BadCatalogError(f"{where}: {key} is {value}, not a number from {least} to {most:,}")
+        for part in value if isinstance(value, list) else (value,):
+            if isinstance(part, Mapping):
+                _check_values(part, f"{where}: {key}")
 
 
 def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Source]:
@@ -155,8 +184,10 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadCatalogError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        raise BadCatalogError(f"{path} is not a catalog file: its values are nested without end") from None
     except OSError as error:
-        raise BadCatalogError(f"{path} cannot be read: {error.strerror}") from error
+        raise BadCatalogError(f"{path} cannot be read: {error.strerror}", "check its permissions") from error
 
 
 def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +213,9 @@ def build_model(raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
         return _with_variants(_build(raw, sources), raw, sources)
     except KeyError as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']} does not say {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error}") from error
-    except BadCatalogError as error:
+    except CatalogError as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error.message}", error.hint) from error
 
 
@@ -242,6 +273,8 @@ def _build(raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
 
 
 def _experts(facts: Mapping[str, Any]) -> Experts:
+    if int(facts["active"]) > int(facts["count"]):
+        raise BadCatalogError(f"{facts['active']} of {facts['count']} experts can't be active")
     return Experts(
         n_experts=int(facts["count"]),
         n_active=int(facts["active"]),

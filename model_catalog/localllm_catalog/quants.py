@@ -243,8 +243,6 @@ def mlx_bits(mode: str) -> Fraction:
     return int(bits_text) + Fraction(32, int(group))
 
 
-MLX_FORMATS = ("3bit", "4bit", "5bit", "6bit", "8bit", "mxfp4", "mxfp8", "nvfp4", "bf16")
-
 # --- KV cache -------------------------------------------------------------------------------------------------------
 
 # Bytes per cached element: all that llama.cpp accepts for -ctk/-ctv.
@@ -259,10 +257,6 @@ KV_TYPES: dict[str, Fraction] = {
     "q4_0": Fraction(18, 32),
     "iq4_nl": Fraction(18, 32),
 }
-
-# MMLU-Pro of Qwen3-4B-2507 (UD-Q4_K_XL weights) by cache type; 69.60 with bf16 weights and cache
-# (https://huggingface.co/adriabama06). The only published sweep known; other types have no figure.
-KV_MMLU_PRO = {"f16": 66.53, "q8_0": 66.26, "q4_0": 63.70}
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:

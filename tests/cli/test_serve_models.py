@@ -82,7 +82,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
         plan = real(*args, **kwargs)  # type: ignore[arg-type]
         assert plan is not None
         # A machine with room for three quarters of what both would take alone, and memory that is all context.
-        kv = plan.n_ctx * 1000
+        kv = plan.settings.n_ctx * 1000
         need = dataclasses.replace(plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000)
         return dataclasses.replace(plan, memory=need)
 

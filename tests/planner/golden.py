@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from localllm.device.named import resolve
-from localllm.planner import recommend
+from localllm.planner.plan import Overrides, plan_for
 from localllm.planner.types import Plan, Workload
 from localllm_catalog import catalog
 
@@ -56,8 +56,8 @@ def plan(machine: str, model_id: str, workload: Workload | None = None, **fixed:
     model = CATALOG.by_id[model_id]
     wanted = ("Q4_K_M", "MXFP4")
     variant = next(v for q in wanted for v in model.variants if v.quant == q and v.format == "gguf")
-    overrides = recommend.Overrides(kv_type=fixed.get("kv_type", ""))
-    return recommend.plan_for(resolve(machine), model, variant, workload or Workload(), overrides=overrides)
+    overrides = Overrides(kv_type=fixed.get("kv_type", ""))
+    return plan_for(resolve(machine), model, variant, workload or Workload(), overrides=overrides)
 
 
 def cell(found: Plan) -> str:

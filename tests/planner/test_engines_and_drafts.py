@@ -10,8 +10,8 @@ import pytest
 
 from localllm.device.named import resolve
 from localllm.planner import drafting, engines, explain, memory, recommend, speed
-from localllm.planner.recommend import Overrides
-from localllm.planner.types import Plan, Workload
+from localllm.planner.plan import Overrides, plan_for
+from localllm.planner.types import Drafter, Plan, RunSettings, Workload
 from localllm_backends.contract import KvType
 from localllm_catalog import catalog
 from localllm_catalog.types import Purpose
@@ -24,8 +24,9 @@ MACS = ("M2 16GB", "M4 Pro 48GB", "M4 Max 128GB", "M5 Max 128GB", "M3 Ultra 512G
 def plan(machine: str, model_id: str, quant: str, *, fmt: str, **fixed: str) -> Plan:
     model = CATALOG.by_id[model_id]
     variant = next(v for v in model.variants if v.quant == quant and v.format == fmt)
-    overrides = Overrides(kv_type=fixed.get("kv_type", ""), draft=fixed.get("draft", ""))
-    return recommend.plan_for(resolve(machine), model, variant, Workload(), overrides=overrides, models=CATALOG.models)
+    draft = fixed.get("draft", "")
+    overrides = Overrides(kv_type=fixed.get("kv_type", ""), draft=draft, draft_model=CATALOG.by_id.get(draft))
+    return plan_for(resolve(machine), model, variant, Workload(), overrides=overrides)
 
 
 # --- memory by MLX's rules ------------------------------------------------------------------------------------------
@@ -37,9 +38,9 @@ def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
     need = found.memory
     assert need.weights_bytes == found.variant.file_bytes
     assert need.kv_bytes == 147_456 * 16_384
-    assert (need.host_bytes, need.recurrent_bytes, need.mmproj_bytes) == (0, 0, 0)
-    longer = memory.need(found.model, found.variant, n_ctx=131_072, device=resolve("M4 Max 128GB"), backend="mlx")
-    shorter = memory.need(found.model, found.variant, n_ctx=1024, device=resolve("M4 Max 128GB"), backend="mlx")
+    assert (need.host_bytes, need.recurrent_bytes) == (0, 0)
+    longer = memory.need(found.model, found.variant, RunSettings(n_ctx=131_072), resolve("M4 Max 128GB"))
+    shorter = memory.need(found.model, found.variant, RunSettings(n_ctx=1024), resolve("M4 Max 128GB"))
     assert longer.compute_bytes == shorter.compute_bytes
 
 
@@ -54,7 +55,9 @@ def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
 def test_mlx_kv_elements(model_id: str, kv_type: str, bytes_per_element: Fraction) -> None:
     model = CATALOG.by_id[model_id]
     assert memory.mlx_element_bytes(model, kv_type) == bytes_per_element
-    assert memory.mlx_kv_bytes(model, 4096, kv_type=kv_type) == 36 * 8 * 256 * 4096 * bytes_per_element
+    assert (
+        memory.mlx_kv_bytes(model, RunSettings(4096).with_kv_type(kv_type)) == 36 * 8 * 256 * 4096 * bytes_per_element
+    )
 
 
 def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
@@ -68,7 +71,7 @@ def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
 def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
     assert not memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", "mlx")
     assert memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
-    assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").kv_type == "f16"
+    assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").settings.kv_type == "f16"
 
 
 def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
@@ -76,7 +79,7 @@ def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
     for machine in MACS:
         for purpose in PURPOSES:
             answer = recommend.recommend(resolve(machine), CATALOG.models, Workload(purpose), limit=0)
-            assert {p.kv_type for p in answer.plans} <= words
+            assert {p.settings.kv_type for p in answer.plans} <= words
 
 
 # --- which engine ---------------------------------------------------------------------------------------------------
@@ -147,7 +150,7 @@ def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
     gain = drafting.edit_gain(device, dense)
     assert gain is not None
     assert 1.1 <= gain <= (1 - drafting.EDIT_ACCEPTANCE**17) / (1 - drafting.EDIT_ACCEPTANCE)
-    assert drafting.edit_gain(device, replace(dense, draft="off")) is None
+    assert drafting.edit_gain(device, replace(dense, settings=replace(dense.settings, drafter=Drafter("off")))) is None
     hybrid = plan("M4 Max 128GB", "qwen3.8-27b", "Q4_K_M", fmt="gguf")
     assert drafting.edit_gain(device, hybrid) is None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.planner import memory
+from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, plan_probe
 from localllm_backends.llamacpp.plan_probe import Planned, Settings
@@ -37,26 +38,28 @@ def read(name: str, files: Path) -> tuple[Model, Path]:
     return from_gguf.model_from_gguf(gguf.read(path)), path
 
 
-def predicted(model: Model, s: Settings) -> memory.MemoryNeed:
-    return memory.need(
-        model,
-        model.variants[0],
+def run_settings(s: Settings) -> RunSettings:
+    return RunSettings(
         n_ctx=s.n_ctx,
         kv_type_k=s.kv_type_k,
         kv_type_v=s.kv_type_v,
         slots=s.n_seq_max,
-        n_ubatch=s.n_ubatch,
+        n_batch=s.n_ubatch,
         n_outputs=max(s.n_outputs, s.n_seq_max * (1 + s.n_rewind)),
         n_rewind=s.n_rewind,
         flash_attention=s.flash_attention,
     )
 
 
+def predicted(model: Model, s: Settings) -> MemoryNeed:
+    return memory.need(model, model.variants[0], run_settings(s))
+
+
 def check(model: Model, s: Settings, planned: Planned) -> None:
     need = predicted(model, s)
     # Weights and cell counts are exact; the log rounds each cache to a hundredth of a MiB.
     assert need.weights_bytes == planned.weights_bytes
-    cells = {memory.kv_cells(layer, s.n_ctx, n_ubatch=s.n_ubatch, slots=s.n_seq_max) for layer in model.layers} - {0}
+    cells = {memory.kv_cells(layer, run_settings(s)) for layer in model.layers} - {0}
     assert cells == {c for c, _ in planned.kv_cells}, s
     assert abs(need.kv_bytes - planned.kv_bytes) <= _LOG_ROUNDING * len(planned.kv_cells), s
     assert abs(need.recurrent_bytes - planned.recurrent_bytes) <= _LOG_ROUNDING, s
@@ -94,16 +97,13 @@ def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_b
     spec = LoadSpec(str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, kv_type_k=kv, kv_type_v=kv)  # type: ignore[arg-type]
     backend = backend_type.load(spec)
     try:
-        need = memory.need(
-            model,
-            model.variants[0],
+        ran = RunSettings(
             n_ctx=n_ctx,
-            kv_type_k=kv,
-            kv_type_v=kv,
             slots=slots + 1,  # the backend adds one to receive imported prefixes
-            n_ubatch=backend.info.n_batch,
+            n_batch=backend.info.n_batch,
             n_outputs=backend.info.n_outputs,
         )
+        need = memory.need(model, model.variants[0], ran.with_kv_type(kv))
         real = backend.memory()
     finally:
         backend.close()

@@ -13,9 +13,9 @@ from localllm.device.named import resolve
 from localllm.device.table import rows
 from localllm.device.types import Device, Figure, Memory
 from localllm.planner import explain, memory, needs, quality, recommend, roofline, roofline_png, serialise, verify
-from localllm.planner.recommend import Overrides
+from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.speed import Measured
-from localllm.planner.types import Plan, Workload
+from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
 from planner import golden
 
@@ -69,9 +69,7 @@ def test_the_kv_type_changes_the_verdict_at_128k() -> None:
     small = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct", long, kv_type="q4_0")
     assert (full.fits, small.fits) == ("no", "yes")
     chosen = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct", long)
-    assert chosen.kv_type == "q4_0"
-    assert chosen.quality is not None
-    assert full.quality is not None
+    assert chosen.settings.kv_type == "q4_0"
     assert chosen.quality < full.quality
 
 
@@ -107,8 +105,11 @@ def test_purposes_ask_for_different_models() -> None:
     }
     assert all(m.model.fim or "autocomplete" in m.model.purposes for m in first["autocomplete"])
     assert all(m.decode_tok_s.value >= 30 for m in first["autocomplete"])
-    assert all(m.n_ctx >= 65536 or m.n_ctx == memory.padded_context(m.model.native_context) for m in first["coding"])
-    assert first["chat"][0].n_ctx == 16384
+    assert all(
+        m.settings.n_ctx >= 65536 or m.settings.n_ctx == memory.padded_context(m.model.native_context)
+        for m in first["coding"]
+    )
+    assert first["chat"][0].settings.n_ctx == 16384
     assert all(p.ttft_cached_s is not None and p.ttft_cached_s.value < p.ttft_s.value for p in first["coding"])
 
 
@@ -120,7 +121,7 @@ def test_the_speed_asked_for_is_kept() -> None:
 
 def test_parallel_requests_each_get_the_context() -> None:
     one, four = (golden.plan("RTX 5090", "qwen3-8b", Workload(parallel=n)) for n in (1, 4))
-    assert four.n_ctx == 4 * one.n_ctx
+    assert four.settings.n_ctx == 4 * one.settings.n_ctx
     assert four.memory.kv_bytes == 4 * one.memory.kv_bytes
 
 
@@ -130,31 +131,75 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     device = replace(card, host=host, host_bandwidth_gbps=Figure(80.0, "given"))
     model = BY_ID["gpt-oss-120b"]
     variant = next(v for v in model.variants if v.format == "gguf")
-    plan = recommend.plan_for(device, model, variant, Workload())
+    plan = plan_for(device, model, variant, Workload())
     assert plan.fits == "split"
-    assert 0 < plan.n_gpu_layers < len(model.layers)
+    assert 0 < plan.settings.n_gpu_layers < len(model.layers)
     assert plan.memory.total_bytes <= card.memory.limit_bytes
     assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant.file_bytes
-    assert recommend.plan_for(card, model, variant, Workload()).fits == "no"
+    assert plan_for(card, model, variant, Workload()).fits == "no"
 
 
 def test_free_memory_is_a_soft_limit() -> None:
     device = resolve("M4 Max 128GB")
     busy = replace(device, memory=replace(device.memory, available_bytes=10 << 30))
-    plan = recommend.plan_for(busy, BY_ID["qwen3-32b"], golden.plan("H100", "qwen3-32b").variant, Workload())
+    plan = plan_for(busy, BY_ID["qwen3-32b"], golden.plan("H100", "qwen3-32b").variant, Workload())
     assert plan.fits == "tight"
+
+
+def test_a_state_beside_full_attention_is_counted_too() -> None:
+    """Falcon-H1's layers have both: attention over everything, and a recurrent state per sequence."""
+    plain = BY_ID["qwen3-8b"]
+    both = replace(plain, layers=tuple(replace(x, state_elements=1000) for x in plain.layers))
+    settings = RunSettings(4096, slots=3)
+    with_state, without = (memory.need(m, plain.variants[0], settings) for m in (both, plain))
+    assert with_state.recurrent_bytes == 4 * 1000 * len(plain.layers) * 3
+    assert with_state.kv_bytes == without.kv_bytes
+
+
+def drafted_by(model_id: str) -> Overrides:
+    return Overrides(draft=model_id, draft_model=BY_ID[model_id])
 
 
 def test_a_draft_model_is_counted_and_its_gain_shown() -> None:
     device, model = resolve("RTX 5090"), BY_ID["qwen3-32b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M")
-    plan = recommend.plan_for(
-        device, model, variant, Workload(), overrides=Overrides(draft="qwen3-0.6b"), models=MODELS
-    )
-    alone = recommend.plan_for(device, model, variant, Workload())
+    plan = plan_for(device, model, variant, Workload(), overrides=drafted_by("qwen3-0.6b"))
+    alone = plan_for(device, model, variant, Workload())
     assert plan.memory.draft_bytes > 4e8
     assert plan.memory.total_bytes == alone.memory.total_bytes + plan.memory.draft_bytes
     assert plan.draft_gain > 1.2
+
+
+def test_the_drafter_costs_the_same_whoever_asks() -> None:
+    device, model = resolve("RTX 5090"), BY_ID["qwen3-32b"]
+    drafted = drafted_by("qwen3-0.6b")
+    for listed in recommend.variants_of(device, model, Workload(), overrides=drafted):
+        alone = plan_for(device, model, listed.variant, Workload(), overrides=drafted)
+        assert listed.memory.draft_bytes == alone.memory.draft_bytes > 4e8
+
+
+def test_the_longest_context_is_that_beside_the_drafter() -> None:
+    device, model = resolve("RTX 4090"), BY_ID["qwen3-32b"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M")
+    plain = plan_for(device, model, variant, Workload(context=4096))
+    drafted = plan_for(device, model, variant, Workload(context=4096), overrides=drafted_by("qwen3-0.6b"))
+    longest = max_context(device, drafted)
+    assert 0 < longest < max_context(device, plain)
+    at_longest = replace(drafted.settings, n_ctx=longest)
+    assert memory.need(model, variant, at_longest, device).total_bytes <= device.memory.limit_bytes
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-3b-instruct", "llama-3.2-1b-instruct"])
+def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> None:
+    host = Memory(128 << 30, 120 << 30, 110 << 30, "given")
+    device = replace(resolve("RTX 4090"), host=host, host_bandwidth_gbps=Figure(80.0, "given"))
+    model = BY_ID["llama-3.3-70b-instruct"]
+    variant = next(v for v in model.variants if v.quant == "Q4_K_M")
+    plain = plan_for(device, model, variant, Workload())
+    drafted = plan_for(device, model, variant, Workload(), overrides=drafted_by(name))
+    assert (plain.fits, drafted.fits) == ("split", "split")
+    assert 0 < drafted.settings.n_gpu_layers < plain.settings.n_gpu_layers
+    assert drafted.memory.total_bytes <= device.memory.limit_bytes
 
 
 # --- properties -----------------------------------------------------------------------------------------------------
@@ -173,7 +218,7 @@ def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
             assert plan.memory.total_bytes <= device.memory.limit_bytes
             assert plan.decode_tok_s.low <= plan.decode_tok_s.value <= plan.decode_tok_s.high
             assert plan.decode_tok_s_full.value <= plan.decode_tok_s.value
-            assert plan.max_ctx >= plan.n_ctx
+            assert plan.max_ctx >= plan.settings.n_ctx
             assert plan.why
             assert all(len(line) <= 120 for line in explain.explain(plan, device))
 
@@ -188,13 +233,11 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
     device = resolve("RTX 3060 12GB")
     plan = golden.plan("RTX 3060 12GB", "llama-3.1-8b-instruct")
-    longest = recommend.max_context(device, plan)
+    longest = max_context(device, plan)
     assert longest < plan.model.native_context
 
     def fits(n_ctx: int) -> bool:
-        need = recommend.memory_for(
-            device, plan.model, plan.variant, n_ctx=n_ctx, kv_type=plan.kv_type, slots=plan.slots
-        )
+        need = memory.need(plan.model, plan.variant, replace(plan.settings, n_ctx=n_ctx), device)
         return need.total_bytes <= device.memory.limit_bytes
 
     assert fits(longest)
@@ -323,5 +366,5 @@ def test_one_model_lists_every_variant_whether_or_not_it_fits() -> None:
     assert {p.fits for p in plans} >= {"yes", "no"}
     for plan in plans:
         if plan.fits == "no":
-            assert plan.max_ctx < plan.n_ctx
+            assert plan.max_ctx < plan.settings.n_ctx
             assert "needs" in plan.why

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import families, memory, speed
+from localllm.planner import families, laws, memory, speed
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
+from localllm.planner.types import RunSettings
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Model, Variant
 
@@ -72,7 +73,7 @@ def test_an_8b_at_q4_is_bound_by_bandwidth_over_4_and_a_half_gigabytes(machine: 
 
 
 def test_a_million_tokens_of_qwen3_8b_take_147_gb() -> None:
-    assert memory.kv_bytes(model("qwen3-8b"), 1_000_000 // 256 * 256) == pytest.approx(147e9, rel=0.005)
+    assert memory.kv_bytes(model("qwen3-8b"), RunSettings(1_000_000 // 256 * 256)) == pytest.approx(147e9, rel=0.005)
 
 
 def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> None:
@@ -91,10 +92,8 @@ def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
     hardware = families.hardware_keys(row["device"], row["engine"])
     generated = int(row["test"][2:]) if row["test"].startswith("tg") else 0
     depth = int(float(row["depth"] or 0) + generated / 2)
-    terms = speed.decode_terms(
-        m, v, hardware, float(row["bandwidth_gbps"]), vendor=families.generation(row["device"])[0], depth=depth
-    )
-    return 1 / terms.total_s
+    machine = laws.Hardware(hardware, families.generation(row["device"])[0], float(row["bandwidth_gbps"]), tflops=0.0)
+    return 1 / laws.decode_terms(m, v, machine, depth=depth).total_s
 
 
 def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
@@ -141,8 +140,7 @@ def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
         for v in m.variants:
             if v.format == "mlx" and device.accelerator != "metal":
                 continue
-            backend = "mlx" if v.format == "mlx" else "llamacpp"
-            assert speed.decode(device, m, v, backend=backend).value <= 1.2 * speed.decode_bound(device, m, v)
+            assert speed.decode(device, m, v).value <= 1.2 * speed.decode_bound(device, m, v)
 
 
 @given(depth=st.integers(0, 200_000), more=st.integers(1, 60_000), n=st.integers(1, 32))
@@ -158,7 +156,7 @@ def test_a_sliding_window_stops_costing_once_full() -> None:
     device, m = resolve("RTX 4090"), model("gpt-oss-20b")
     v = variant(m, "MXFP4")
     full_layers = sum(layer.kind == "full" for layer in m.layers)
-    one, two = (speed.kv_read_bytes(m, depth) for depth in (10_000, 20_000))
+    one, two = (laws.kv_read_bytes(m, depth) for depth in (10_000, 20_000))
     assert two - one == 10_000 * full_layers * 8 * 128 * 2
     assert speed.decode(device, m, v, depth=20_000).value < speed.decode(device, m, v).value
 
@@ -167,7 +165,8 @@ def test_layers_in_system_memory_add_their_own_time() -> None:
     device = replace(resolve("RTX 4090"), host_bandwidth_gbps=Figure(60.0, "given"))
     m = model("llama-3.3-70b-instruct")
     v = variant(m, "Q4_K_M")
-    whole, most = (speed.decode(device, m, v, device_share=s).value for s in (1.0, 0.9))
+    layers = len(m.layers) + 1
+    whole, most = (speed.decode(device, m, v, RunSettings(n_gpu_layers=n)).value for n in (layers, round(0.9 * layers)))
     assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s beside 1,008
 
 
@@ -213,7 +212,7 @@ def test_prefill_and_the_first_token_follow_a_measurement() -> None:
     device, m = cpu(), model("smollm2-135m-instruct")
     v = variant(m, "Q4_1")
     run = Measured(m, v, "llamacpp", 131.0, 0, prefill_tok_s=320.0, prompt_tokens=128)
-    prefill = speed.prefill(device, m, v, prompt_tokens=128, n_ubatch=128, measured=[run])
+    prefill = speed.prefill(device, m, v, RunSettings(n_batch=128), prompt_tokens=128, measured=[run])
     assert prefill.value == pytest.approx(320, rel=0.02)
     decode = speed.decode(device, m, v, measured=[run])
     cold, warm = speed.ttft(prefill, decode, 1000), speed.ttft(prefill, decode, 1000, cached_tokens=900)

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.cli import connect as command
 from localllm.engine.messages import Failure
-from localllm.errors import LocalLLMError, NotFoundError, UsageError
+from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.editors import RECIPES, ConfigFile, Target
 from localllm.server.router import ServedModel
 from support.http_server import running_server
@@ -127,5 +127,5 @@ def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_no_server_is_said_so() -> None:
-    with pytest.raises(command.NotReachableError, match="no localllm server"):
+    with pytest.raises(ServerUnreachableError, match="no localllm server"):
         command.connect("zed", None, "http://127.0.0.1:9", None, False, False)

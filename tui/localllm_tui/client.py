@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import httpx
 
-from localllm.errors import LocalLLMError, by_code
+from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 
 _PREFILL = re.compile(r"prefill\D+(\d+)\s*/\s*(\d+)")
 _LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
@@ -19,16 +19,9 @@ _LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Words of our server that deserve a sentence.
 _SAID = {"loading": "loading the model", "queued, 0 ahead": "starting"}
+_START_AGAIN = "start it again with `localllm serve`, or start the chat again; what was said is kept"
 # Names under which servers publish a model's context length; ours comes first.
 _CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window", "max_context_length")
-
-
-class ServerUnreachableError(LocalLLMError):
-    """The server refused the connection, or went away while it was answering."""
-
-    code = "server_unreachable"
-    exit_code = 6
-    default_hint = "start it again with `localllm serve`, or start the chat again; what was said is kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +136,18 @@ class ChatClient:
         try:
             response = await self.http.get("models")
         except httpx.HTTPError as e:
-            raise ServerUnreachableError(f"the server at {self.base_url} does not answer: {_reason(e)}") from e
+            raise ServerUnreachableError(
+                f"the server at {self.base_url} does not answer: {_reason(e)}", hint=_START_AGAIN
+            ) from e
         if response.status_code != 200:
             raise _error(response.status_code, response.content)
         try:
             entries = response.json()["data"]
             return [ServedModel(str(m["id"]), _context(m)) for m in entries]
         except (ValueError, KeyError, TypeError) as e:
-            raise ServerUnreachableError(f"{self.base_url} does not speak the OpenAI API: {_reason(e)}") from e
+            raise ServerUnreachableError(
+                f"{self.base_url} does not speak the OpenAI API: {_reason(e)}", hint=_START_AGAIN
+            ) from e
 
     @property
     def compacts(self) -> bool:
@@ -182,7 +179,7 @@ class ChatClient:
                     async for event in events:
                         yield event
         except httpx.HTTPError as e:
-            raise ServerUnreachableError(f"the connection to the server broke: {_reason(e)}") from e
+            raise ServerUnreachableError(f"the connection to the server broke: {_reason(e)}", hint=_START_AGAIN) from e
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
@@ -202,7 +199,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
         try:
             chunk = json.loads(data)
         except ValueError as e:
-            raise ServerUnreachableError("the server sent a line that is not JSON") from e
+            raise ServerUnreachableError("the server sent a line that is not JSON", hint=_START_AGAIN) from e
         if chunk.get("error"):
             raise _error_body(chunk["error"])
         if chunk.get("usage"):

@@ -20,6 +20,7 @@ from localllm.engine.messages import Finish, Request, Sampling
 from localllm.engine.speculation.own_heads import OwnHeads
 from localllm.errors import UnsupportedError
 from localllm.planner import memory
+from localllm.planner.types import RunSettings
 from localllm.settings import Settings
 from localllm_backends.contract import Backend, DraftingBackend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
@@ -247,8 +248,7 @@ def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) ->
 def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
     model = model_from_gguf(gguf.read(path))
     (variant,) = model.variants
-    shape = {"n_ctx": 4096, "slots": 4, "n_ubatch": 64}
-    planned = memory.own_heads_bytes(model, variant, **shape)
+    planned = memory.own_heads_bytes(model, variant, RunSettings(4096, slots=4, n_batch=64))
     reports = []
     for mtp in (False, True):
         backend = llamacpp.load(LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, n_outputs=4, mtp=mtp))
@@ -258,7 +258,7 @@ def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
     # llama.cpp counts the heads' weights in both; its spare sequence is one more than the slots.
     real = variant.mtp_bytes + on.total_bytes - off.total_bytes
     assert real * 0.9 <= planned <= real * 1.25 + 2**20
-    kv = memory.kv_bytes(model, 4096) // 2
+    kv = memory.kv_bytes(model, RunSettings(4096)) // 2
     assert kv <= on.kv_bytes - off.kv_bytes <= kv * 1.1
 
 

@@ -1,0 +1,91 @@
+"""The one door to the catalog: loads it, reads what model files say, and turns the catalog's own errors into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import CatalogFileError, ModelFileError
+
+if TYPE_CHECKING:
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.gguf import GgufHeader
+    from localllm_catalog.types import Model
+
+
+def user_folder() -> Path:
+    """The folder of the user's own catalog files."""
+    from localllm import paths
+
+    return paths.config_dir() / "models"
+
+
+def load_catalog() -> Catalog:
+    """The shipped models and the user's own; what was parsed is kept in the cache folder.
+
+    Raises CatalogFileError naming the file, what is wrong in it and what to do.
+    """
+    from localllm import paths
+    from localllm_catalog import catalog
+    from localllm_catalog.errors import CatalogError
+
+    folder = user_folder()
+    try:
+        return catalog.load(folder, paths.cache_dir() / "catalog.json")
+    except CatalogError as e:
+        mend = (
+            f"mend the file or move it out of {folder}; `python -m localllm_catalog.check {folder}` lists every mistake"
+        )
+        raise CatalogFileError(e.message, hint=f"{e.hint}; {mend}" if e.hint else mend) from e
+
+
+def read_header(source: Path | str, headers: Mapping[str, str] | None = None) -> GgufHeader:
+    """The header of a GGUF file on this disk, or at an address (`headers`: what to send with the request).
+
+    Raises ModelFileError saying what is wrong with it.
+    """
+    from localllm_catalog import gguf
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        return gguf.read(source, headers)
+    except (CatalogError, OSError) as e:
+        raise _unreadable(source, e) from e
+
+
+def read_model(source: Path | str, *, known: Model | None = None, headers: Mapping[str, str] | None = None) -> Model:
+    """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant: these files.
+
+    `known` (the catalog's entry) lends what files cannot say. Raises ModelFileError.
+    """
+    from localllm_catalog import from_gguf
+    from localllm_catalog.errors import CatalogError
+
+    if isinstance(source, Path) and source.is_dir():
+        return _read_folder(source, known)
+    header = read_header(source, headers)
+    try:
+        return from_gguf.model_from_gguf(header, known=known)
+    except CatalogError as e:
+        raise _unreadable(source, e) from e
+
+
+def _read_folder(folder: Path, known: Model | None) -> Model:
+    import json
+
+    from localllm_catalog import from_hf
+    from localllm_catalog.errors import CatalogError
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        files = {f.name: f.stat().st_size for f in folder.glob("*.safetensors")}
+        return from_hf.model_from_config(config, files, known=known)
+    except (CatalogError, OSError, ValueError) as e:
+        raise _unreadable(folder, e) from e
+
+
+def _unreadable(source: Path | str, error: Exception) -> ModelFileError:
+    name = str(source).rstrip("/").rpartition("/")[2]
+    hint = getattr(error, "hint", "") or None
+    return ModelFileError(f"{name} can't be read as a model: {error}", hint=hint)

@@ -1,0 +1,218 @@
+"""The two laws of speed, term by term: seconds of one decode step, and of one prompt token, by cause.
+
+decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + recurrent layers·c ] + KV read / (f·BW)
+         on a CPU attention is arithmetic on few cores, and takes whichever is longer: that or reading the KV
+prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + weights / (η·BW·micro-batch) + layers·a / micro-batch
+
+A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
+routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from localllm.device.types import Device
+from localllm.planner import efficiency, families
+from localllm.planner.facts import facts
+from localllm.planner.streams import Streamed, streamed
+from localllm.planner.types import DEFAULT_BATCH
+from localllm_catalog import quants
+from localllm_catalog.types import Layer, Model, Variant
+
+ASSUMED_BANDWIDTH_GBPS = 20.0
+# One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax on Zen 4 (AVX-512), two
+# cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
+CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
+# llama.cpp lays most formats out anew for the CPU's vectors when it loads them; these it multiplies as they lie, which
+# the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s at one token: Q4_1 23; Q4_0 30, Q4_K 33,
+# Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
+# Zen 5 cores and 1.2 on these.)
+_CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
+_CPU_LAID_OUT_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`), its
+    maker, GB/s of its memory, nominal FP16 TFLOP/s, and the cores of the CPU that computes (0: a GPU does, or unknown:
+    attention then only reads its cache)."""
+
+    keys: tuple[str, ...]
+    vendor: str
+    bandwidth_gbps: float
+    tflops: float
+    n_cpu_cores: int = 0
+
+    @property
+    def engine(self) -> str:
+        """The kernel set that runs, the most general of the keys."""
+        return self.keys[0]
+
+    def keys_for(self, model: Model, variant: Variant) -> tuple[str, ...]:
+        """Keys of where it runs and of what runs."""
+        mlx = variant.format == "mlx"
+        return (*self.keys, *format_keys(model, variant.quant, engine=self.engine, vendor=self.vendor, mlx=mlx))
+
+
+def hardware_of(device: Device, backend: str) -> Hardware:
+    """`device` as `backend` uses it."""
+    vendor = families.generation(device.match or device.name)[0]
+    tflops, _ = families.nominal_tflops(device)
+    return Hardware(families.device_keys(device, backend), vendor, bandwidth_of(device)[0], tflops, device.n_cpu_cores)
+
+
+def bandwidth_of(device: Device) -> tuple[float, str]:
+    """(GB/s, basis) of the accelerator's memory; assumed where nothing is known."""
+    if device.bandwidth_gbps is None:
+        return ASSUMED_BANDWIDTH_GBPS, "assumed"
+    return device.bandwidth_gbps.value, device.bandwidth_gbps.basis
+
+
+def format_keys(model: Model, quant: str, *, engine: str, vendor: str, mlx: bool) -> tuple[str, ...]:
+    """Keys of what runs, beside where: the format's kernels, the architecture's graph, the model's own."""
+    q = families.quant_class(quant, mlx=mlx)
+    kind = "moe" if model.experts is not None else "dense"
+    arch = model.architecture or kind
+    return (f"quant:{q}", f"quant:{q}.{engine}.{vendor}", f"quant:{q}.{engine}.{vendor}.{kind}", f"arch:{arch}",
+            f"arch:{arch}.{engine}", f"model:{model.id}", f"model@{engine}:{model.id}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Seconds of one decode step, by cause: what `--explain` prints line by line."""
+
+    weights_s: float
+    routed_s: float
+    layers_s: float
+    experts_s: float
+    recurrent_s: float
+    kv_s: float
+    graph_factor: float
+    coefficients: dict[str, float]
+    streamed: Streamed
+    kv_read_bytes: int
+
+    @property
+    def memory_s(self) -> float:
+        """Seconds of the step that a faster memory would shorten."""
+        return (self.weights_s + self.routed_s) * self.graph_factor + self.kv_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        core = self.weights_s + self.routed_s + self.layers_s + self.experts_s + self.recurrent_s
+        return core * self.graph_factor + self.kv_s
+
+
+def decode_terms(
+    model: Model,
+    variant: Variant,
+    hardware: Hardware,
+    *,
+    depth: int = 0,
+    kv_type: str = "f16",
+    n_sequences: int = 1,
+) -> Terms:
+    """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
+    c = efficiency.coefficients("decode", hardware.keys_for(model, variant))
+    bandwidth = hardware.bandwidth_gbps * 1e9
+    parts = streamed(model, variant)
+    routed = parts.step_bytes(model, n_sequences) - parts.dense_bytes
+    known = facts(model)
+    kv = kv_read_bytes(model, depth, kv_type) * n_sequences
+    # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
+    eta = weight_share(c, hardware, variant)
+    kv_s = kv / (bandwidth * min(0.98, c["kv_mla" if known.has_mla else "kv"]))
+    if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
+        flops = sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in known.groups)
+        kv_s = max(kv_s, n_sequences * flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
+    return Terms(
+        weights_s=parts.dense_bytes / (eta * bandwidth),
+        routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
+        layers_s=known.n_layers * c["layer_s"],
+        experts_s=known.n_expert_layers * c["expert_layer_s"],
+        recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"],
+        kv_s=kv_s,
+        graph_factor=c["graph"] * (c["moe"] if model.experts is not None else 1.0),
+        coefficients=c,
+        streamed=parts,
+        kv_read_bytes=kv,
+    )
+
+
+def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
+    """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
+    gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
+    return min(0.98, gain * coefficients["eta"] / coefficients["quant"])
+
+
+def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
+    """KV bytes one token's attention reads after `depth` tokens."""
+    return int(facts(model).kv_elements(depth) * quants.kv_element_bytes(kv_type)) if depth > 0 else 0
+
+
+# --- prefill --------------------------------------------------------------------------------------------------------
+
+
+def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
+    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add)."""
+    if layer.kind == "mla":
+        return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
+    if layer.kind not in ("full", "sliding"):
+        return 0.0
+    seen = min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth
+    return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTerms:
+    """Seconds one prompt token costs, by cause."""
+
+    matmul_s: float
+    attention_s: float
+    weights_s: float
+    layers_s: float
+    flops: float
+    attention_flops: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds per token."""
+        return self.matmul_s + self.attention_s + self.weights_s + self.layers_s
+
+
+def prefill_terms(
+    model: Model,
+    variant: Variant,
+    hardware: Hardware,
+    *,
+    prompt_tokens: int = 2048,
+    depth: int = 0,
+    n_batch: int = DEFAULT_BATCH,
+) -> PrefillTerms:
+    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per token."""
+    c = efficiency.coefficients("prefill", hardware.keys_for(model, variant))
+    parts = streamed(model, variant)
+    batch = max(1, min(prompt_tokens, 2048 if variant.format == "mlx" else n_batch))
+    # Logits are computed for the last token only, so the output matrix does not count.
+    weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
+    mean_depth = depth + prompt_tokens / 2
+    known = facts(model)
+    attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in known.groups)
+    compute = hardware.tflops * 1e12
+    moe = c["moe"] if model.experts is not None else 1.0
+    return PrefillTerms(
+        matmul_s=2 * weights * c["quant"] * c["graph"] * moe / (compute * c["matmul"]),
+        attention_s=attention / (compute * c["attention"]),
+        weights_s=parts.step_bytes(model, batch) / (hardware.bandwidth_gbps * 1e9 * min(0.98, c["eta"])) / batch,
+        layers_s=(
+            known.n_layers * c["layer_s"]
+            + known.n_expert_layers * c["expert_layer_s"]
+            + known.n_recurrent_layers * c["recurrent_layer_s"]
+        )
+        / batch,
+        flops=2.0 * weights,
+        attention_flops=attention,
+    )
