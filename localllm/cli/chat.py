@@ -38,7 +38,7 @@ def chat(
     import os
     from contextlib import ExitStack
 
-    from localllm_tui.attach import check_room, read_text
+    from localllm_tui.control.attach import check_room, read_text
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
     attached = [read_text(path) for path in attach or ()]
@@ -71,8 +71,8 @@ def _run(
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
-    from localllm_tui.client import ChatClient
-    from localllm_tui.session import Session, with_files
+    from localllm_tui.control.client import ChatClient
+    from localllm_tui.control.session import Session, with_files
 
     history: History | None = None
     last: ConversationSummary | None = None

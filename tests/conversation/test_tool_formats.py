@@ -11,7 +11,7 @@ import pytest
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat
 from localllm.conversation.tools import FORMATS, format_for
-from localllm.conversation.tools.base import JsonEnd
+from localllm.conversation.tools.readers import JsonEnd
 
 Calls = list[tuple[str, dict[str, Any]]]
 

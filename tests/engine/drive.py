@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from localllm.engine.core import Engine
-from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
+from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text, TokenLogprob
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -17,6 +17,7 @@ class Outcome:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     ends: dict[str, list[Finish | Failure]] = field(default_factory=dict)
 
     def take(self, events: Iterable[Event]) -> None:
@@ -25,6 +26,7 @@ class Outcome:
                 assert event.id not in self.ends, "text after the end"
                 self.text[event.id] = self.text.get(event.id, "") + event.text
                 self.tokens.setdefault(event.id, []).extend(event.tokens)
+                self.logprobs.setdefault(event.id, []).extend(event.logprobs)
             elif isinstance(event, Finish | Failure):
                 self.ends.setdefault(event.id, []).append(event)
 

@@ -17,6 +17,9 @@ from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 
 PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
+# Kernels round differently for different batches, so two texts may part where the best two tokens were this close (in
+# nats): that is so at one of the thirty below.
+NEAR_TIE = 0.1
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -67,9 +70,15 @@ def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, st
 
 
 def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
-    free = Request("free", PROMPT, max_tokens=30, sampling=GREEDY)
-    alone = run(engine, free).tokens["free"]
+    free = Request("free", PROMPT, max_tokens=30, sampling=GREEDY, logprobs=2)
+    alone = run(engine, free).logprobs["free"]
+    assert len(alone) == 30
     tied = Request("tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA)))
     outcome = run(engine, free, tied)
-    json.loads(outcome.text["tied"])
-    assert outcome.tokens["free"][:5] == alone[:5]
+    assert set(json.loads(outcome.text["tied"])) == {"name", "legs", "soft"}
+    together = outcome.logprobs["free"]
+    assert len(together) == 30
+    parted = next((i for i in range(30) if together[i].token != alone[i].token), None)
+    if parted is not None:
+        best, second = alone[parted].top
+        assert best[2] - second[2] < NEAR_TIE, f"token {parted} of 30 is another one"

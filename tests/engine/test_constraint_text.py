@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.conversation.tools.lazy import _json
+from localllm.conversation.tools.lark import json_value
 from localllm.engine.constraint import GrammarCompiler, _Vocabulary
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, LoadSpec
@@ -43,7 +43,7 @@ def test_a_schema_ends_though_the_model_prefers_space(backend: Backend, kind: st
     schema = (
         '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
     )
-    source = schema if kind == "json_schema" else f"start: {_json(json.loads(schema))}\n"
+    source = schema if kind == "json_schema" else f"start: {json_value(json.loads(schema))}\n"
     constraint = GrammarCompiler(backend)((kind, source))
     pieces: list[bytes] = []
     while not constraint.finished and len(pieces) < 150:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
-from localllm.conversation.tools.base import JsonEnd
+from localllm.conversation.tools.readers import JsonEnd
 from localllm.engine.messages import (
     Event,
     Failure,

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.client import ChatClient
+from localllm_tui.control.client import ChatClient
 from tui.scripted_sse import ScriptedServer
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
-from localllm_tui.client import (
+from localllm_tui.control.client import (
     ChatClient,
     Done,
     Prefill,

@@ -298,13 +298,18 @@ def test_a_closed_terminal_ends_the_chat_with_the_answer_kept(
 
 
 @pty
-def test_no_colour_when_it_is_not_wanted(server: ScriptedServer, terminal: Callable[..., Terminal]) -> None:
-    chat_ = terminal(NO_COLOR="1")
-    chat_.until("Enter sends")
-    chat_.type("\x11")
-    assert chat_.rest() == 0
-    hues = [c for c in _colours(chat_.seen) if len(set(c)) > 1]
-    assert hues == []
+def test_no_colour_when_it_is_not_wanted(
+    server: ScriptedServer, terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hues(chat_: Terminal) -> list[tuple[int, int, int]]:
+        chat_.until("Enter sends")
+        chat_.type("\x11")
+        assert chat_.rest() == 0
+        return [c for c in _colours(chat_.seen) if len(set(c)) > 1]
+
+    assert hues(terminal(NO_COLOR="1")) == []
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert hues(terminal())
 
 
 @pty

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from localllm.conversation.history import History
 from localllm.errors import UsageError
-from localllm_tui.drafts import Drafts
-from localllm_tui.session import TITLE_CHARS, Session, code_blocks, fenced, title_of
+from localllm_tui.control.drafts import Drafts
+from localllm_tui.control.session import TITLE_CHARS, Session, code_blocks, fenced, title_of
 
 
 class Clock:

@@ -9,8 +9,8 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui import plain
-from localllm_tui.client import ChatClient
-from localllm_tui.session import Session
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.session import Session
 from tui.conftest import Driver
 from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 from textual import events
-from textual.binding import Binding
+from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
-from localllm_tui.commands import matching
+from localllm_tui.bindings import bindings_of, caught_by
+from localllm_tui.control.commands import matching
+from localllm_tui.control.keys import COMPOSER
+
+_CAUGHT = caught_by(COMPOSER)
 
 
 class Composer(TextArea):
@@ -22,11 +29,7 @@ class Composer(TextArea):
         & .text-area--cursor-line { background: transparent; }
     }
     """
-    BINDINGS = [  # noqa: RUF012 (Textual's own type)
-        Binding("ctrl+j,shift+enter,alt+enter,ctrl+enter", "newline", show=False),
-        Binding("pageup", "scroll_transcript(-1)", show=False),
-        Binding("pagedown", "scroll_transcript(1)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPOSER)
 
     class Submitted(Message):
         """Enter was pressed on `text`."""
@@ -48,19 +51,22 @@ class Composer(TextArea):
         self._recalled = 0
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.Submitted(self.text))
-        elif event.key == "tab":
-            event.stop()
-            event.prevent_default()
-            self._complete()
-        elif event.key in ("up", "down") and self._browse(-1 if event.key == "up" else 1):
+        action = _CAUGHT.get(event.key)
+        if action is not None and self._act(action):
             event.stop()
             event.prevent_default()
         else:
             await super()._on_key(event)
+
+    def _act(self, action: str) -> bool:
+        """Do a caught key's action; False leaves the key to TextArea."""
+        acts: dict[str, Callable[[], bool]] = {
+            "send": self._send,
+            "complete": self._complete,
+            "earlier": lambda: self._browse(-1),
+            "later": lambda: self._browse(1),
+        }
+        return acts[action]()
 
     def replace_text(self, text: str) -> None:
         """Set the text with the cursor at its end."""
@@ -73,7 +79,11 @@ class Composer(TextArea):
     def action_scroll_transcript(self, pages: int) -> None:
         self.post_message(self.ScrollTranscript(pages))
 
-    def _complete(self) -> None:
+    def _send(self) -> bool:
+        self.post_message(self.Submitted(self.text))
+        return True
+
+    def _complete(self) -> bool:
         found = matching(self.text)
         if found:
             common = found[0].name
@@ -82,6 +92,7 @@ class Composer(TextArea):
                     common = common[:-1]
             whole = len(found) == 1
             self.replace_text(f"/{common}" + (" " if whole and found[0].argument else ""))
+        return True  # a tab would only move the focus
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""

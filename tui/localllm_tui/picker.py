@@ -10,15 +10,17 @@ from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.conversation.history import ConversationSummary, History
-from localllm_tui.meter import ago, elide
-from localllm_tui.terminal import printable
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control.keys import PICKER, Moment, hints
+from localllm_tui.control.meter import ago, elide
+from localllm_tui.control.terminal import printable
 
 
 class Picker(ModalScreen[str | None]):
@@ -32,10 +34,7 @@ class Picker(ModalScreen[str | None]):
     }
     Picker OptionList { height: 1fr; border: none; background: transparent; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "close", "Close", show=False),
-        Binding("ctrl+x", "remove", "Remove", show=False, priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
     def __init__(self, history: History, query: str = "") -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Picker(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations"
-            box.border_subtitle = "Enter opens · Ctrl+X removes · Esc closes"
+            box.border_subtitle = hints(Moment.CHOOSING)
             yield Input(self.query_text, placeholder="search titles and texts")
             yield OptionList()
             yield Static("", id="found", markup=False)

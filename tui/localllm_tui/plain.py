@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from contextlib import aclosing
 from typing import TextIO
 
 from localllm.errors import ContextLengthError, LocalLLMError
-from localllm_tui import commands
-from localllm_tui.client import ChatClient, Done, LeftOut, Prefill, Reasoning, Text, Waiting
-from localllm_tui.meter import Meter
-from localllm_tui.session import Answer, Session
-from localllm_tui.terminal import printable
+from localllm_tui.control import commands
+from localllm_tui.control.answering import Answering
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.session import Answer, Session
+from localllm_tui.control.terminal import printable
 
 
 async def answer_to(
@@ -30,47 +29,16 @@ async def answer_to(
 
     `keep` stores it as it comes. However it ends, what was printed is kept. Raises LocalLLMError.
     """
-    meter = Meter()
-    reason, ends_line = "stopped", True
-    progress = _Progress(err)
-    # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
-    shown = printable if out.isatty() else str
+    answering = Answering(keep)
+    page = _Page(out, err)
     try:
-        async with aclosing(client.stream(model, messages, compact=compact)) as stream:
-            async for event in stream:
-                if isinstance(event, (Text, Reasoning)):
-                    meter.delta()
-                    if keep is not None:
-                        keep.add(**{"text" if isinstance(event, Text) else "reasoning": event.text})
-                if isinstance(event, Text):
-                    progress.clear()
-                    out.write(shown(event.text))
-                    out.flush()
-                    ends_line = event.text.endswith("\n")
-                elif isinstance(event, Reasoning):
-                    progress.say("thinking…")
-                elif isinstance(event, Prefill):
-                    progress.say(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
-                elif isinstance(event, Waiting):
-                    progress.say(printable(event.note) + "…")
-                elif isinstance(event, LeftOut):
-                    meter.left_out = event.messages
-                elif isinstance(event, Done):
-                    reason, meter.usage = event.reason, event.usage
-    except LocalLLMError:
-        reason = "error"
-        raise
+        await answering.run(client.stream(model, messages, compact=compact), page)
     finally:
-        progress.clear()
-        if not ends_line:
-            out.write("\n")
-            out.flush()
-        if keep is not None:
-            keep.finish({**meter.meta(), "finish_reason": reason})
-    if reason == "length":
+        page.end()
+    if answering.reason == "length":
         print("note: the answer was cut at the token limit", file=err)
-    if meter.left_out:
-        print(f"note: the {meter.left_out} oldest messages were left out to fit the context", file=err)
+    if answering.meter.left_out:
+        print(f"note: the {answering.meter.left_out} oldest messages were left out to fit the context", file=err)
 
 
 def ask_once(
@@ -108,10 +76,16 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
             if session.dialogue[-1].role == "user":
                 _answer(client, model, session)
         elif command is not None:
-            print("here only /new, /compact and /quit work; without --plain the chat has more", file=sys.stderr)
+            print(f"here only {_known()} work; without --plain the chat has more", file=sys.stderr)
         elif line:
             session.ask(commands.question(line))
             _answer(client, model, session)
+
+
+def _known() -> str:
+    """The commands there are here, in words."""
+    *names, last = (f"/{c.name}" for c in commands.COMMANDS if c.plain)
+    return f"{', '.join(names)} and {last}"
 
 
 def _answer(client: ChatClient, model: str, session: Session) -> None:
@@ -127,21 +101,35 @@ def _answer(client: ChatClient, model: str, session: Session) -> None:
             print("/compact leaves out the oldest messages and asks again", file=sys.stderr)
 
 
-class _Progress:
-    """One line on a terminal that the next one, or the answer, replaces."""
+class _Page:
+    """An answer on a stream of text. Progress is one line on a terminal that the next one, or the answer, replaces."""
 
-    def __init__(self, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._out = out
         self._err = err if err.isatty() else None
+        # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
+        self._shown = printable if out.isatty() else str
         self._said = ""
+        self._ends_line = True
 
-    def say(self, what: str) -> None:
+    def feed(self, text: str = "", reasoning: str = "") -> None:
+        if reasoning:
+            self.progress("thinking…")
+        if text:
+            self.progress("")
+            self._out.write(self._shown(text))
+            self._out.flush()
+            self._ends_line = text.endswith("\n")
+
+    def progress(self, what: str) -> None:
         if self._err is not None and what != self._said:
             self._err.write(f"\r\x1b[K{what}")
             self._err.flush()
             self._said = what
 
-    def clear(self) -> None:
-        if self._err is not None and self._said:
-            self._err.write("\r\x1b[K")
-            self._err.flush()
-            self._said = ""
+    def end(self) -> None:
+        """The answer is over: end its last line."""
+        self.progress("")
+        if not self._ends_line:
+            self._out.write("\n")
+            self._out.flush()

@@ -13,7 +13,10 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Collapsible, Markdown, Static
 
-from localllm_tui.terminal import printable
+from localllm.conversation.history import StoredMessage
+from localllm_tui.control.session import typed_in
+from localllm_tui.control.terminal import printable
+from localllm_tui.control.wording import note_under
 
 # Twenty times a second reads as continuous. But laying out and drawing a long answer takes time that the model wants
 # too: a frame waits until all the work of this thread since the last one is at most this share of the time passed,
@@ -88,6 +91,11 @@ class Question(Vertical):
     Question > .who { text-style: bold; }
     """
 
+    @classmethod
+    def of(cls, turn: StoredMessage) -> Question:
+        """A stored question: what was typed, and the names of the files."""
+        return cls(typed_in(turn), list(turn.meta.get("attached", ())))
+
     def __init__(self, text: str, attached: list[str] | None = None) -> None:
         super().__init__()
         self.text = text
@@ -119,6 +127,12 @@ class AnswerView(Vertical):
     AnswerView > Collapsible Contents { padding: 0 0 0 2; }
     AnswerView .thinking { text-style: dim italic; }
     """
+
+    @classmethod
+    def of(cls, turn: StoredMessage, model: str) -> AnswerView:
+        """A stored answer; `model` gave it where the turn does not say."""
+        who = str(turn.meta.get("model") or model)
+        return cls(who, turn.content, turn.reasoning or "", note_under(turn))
 
     def __init__(self, who: str, text: str = "", reasoning: str = "", note: str = "") -> None:
         super().__init__()
@@ -296,8 +310,3 @@ class Trouble(Vertical):
             yield Static(f"Hint: {hint}", markup=False)
         if way_on:
             yield Static(way_on, markup=False)
-
-
-def is_turn(widget: Widget) -> bool:
-    """Whether `widget` shows a part of the conversation itself."""
-    return isinstance(widget, (Question, AnswerView))

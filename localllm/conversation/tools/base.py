@@ -1,259 +1,74 @@
-"""What the tool-call formats are made of: a JSON value's end found as it streams, and two kinds of readers.
-
-A reader gets the text after an opening marker. It reports a call as soon as its name and the beginning of its
-arguments are certain, streams the arguments, and gives back as plain text what turns out not to be a call: a malformed
-call costs the user a tool call, never an error.
-"""
+"""What a tool-call format is. Everything about one way of writing calls stands in that format's own file."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta, Drop
+from localllm.conversation.reply import CallReader, Drop
 
 Tool: TypeAlias = Mapping[str, Any]
-Call: TypeAlias = tuple[str, str]
-"""A function's name and its arguments as JSON text."""
+"""A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
+"""Functions: name and the JSON schema of the parameters."""
+Grammar: TypeAlias = tuple[str, str]
+"""A kind of grammar the engine knows and its source."""
 
-_TURNS = re.compile(r'["\\{}\[\]]')
+
+class UnheldError(Exception):
+    """A format's grammar has no way to write some name or value. Its calls are then read as the model writes them."""
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """One way models write calls.
+class Start:
+    """What follows an opening: `lead` always, then what `grammar` allows, then `closing` always. `again`: another call
+    may come behind it."""
+
+    lead: str
+    grammar: Grammar
+    closing: str = ""
+    again: bool = False
+
+
+class ToolFormat(ABC):
+    """One way models write calls: how it is told, how it is read, and the grammar that holds a call to its schema.
 
     `signs`: a template that contains one of them writes this format. `markers` open a call. `control`: the markers are
-    control tokens, which the engine must render. `drops`: structure that is neither answer nor call. `opening` wraps a
-    forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the default.
+    control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a control token
+    between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor call. `opening`
+    wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the
+    default. `think`: the reasoning's markers, where the format itself has them.
     """
 
-    name: str
-    signs: tuple[str, ...]
-    markers: tuple[str, ...]
-    reader: Callable[[int, str, Sequence[Tool]], CallReader]
-    control: bool = False
-    opening: str | None = None
-    arguments_key: str = "arguments"
-    drops: tuple[Drop, ...] = ()
-    think: tuple[str, str] | None = None
+    name: ClassVar[str]
+    signs: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]]
+    control: ClassVar[bool] = False
+    named_tokens: ClassVar[bool] = False
+    opening: ClassVar[str | None] = None
+    arguments_key: ClassVar[str] = "arguments"
+    drops: ClassVar[tuple[Drop, ...]] = ()
+    think: ClassVar[tuple[str, str] | None] = None
 
+    @abstractmethod
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> CallReader:
+        """A reader of the calls behind `marker`, the first of which is the reply's call number `first`."""
 
-class JsonEnd:
-    """Finds where a JSON object or array that arrives in pieces ends."""
+    @abstractmethod
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """Openings of calls and what may follow them, the first of a reply before those of further calls. Raises
+        UnheldError where the grammar can't write what some tool asks for."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def feed(self, text: str) -> int:
-        """Index just after the value's last bracket, or -1 while it goes on."""
-        at = 0
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while (match := _TURNS.search(text, at)) is not None:
-            at = match.end()
-            char = match.group()
-            if self._in_string:
-                if char == '"':
-                    self._in_string = False
-                elif char == "\\":
-                    self._escaped = at >= len(text)
-                    at += 1
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return at
-        return -1
-
-
-class JsonReader:
-    """Calls whose arguments are a JSON object after a recognisable head.
-
-    `head` matches up to the arguments' `{` with the name in its first non-empty group; `end` closes the block (None:
-    it is over when the arguments are). `whole` reads a complete block that `head` did not match; `names` limits calls
-    to known functions, for formats whose opening could as well be an answer in JSON.
-    """
-
-    def __init__(
-        self,
-        first: int,
-        opening: str,
-        head: re.Pattern[str],
-        *,
-        end: str | None,
-        whole: Callable[[str], list[Call] | None] | None = None,
-        names: frozenset[str] | None = None,
-    ) -> None:
-        self._next = first
-        self._first = first
-        self._opening, self._head, self._end = opening, head, end
-        self._whole = whole or json_calls
-        self._names = names
-        self._held = ""
-        self._scan: JsonEnd | None = None
-        self.rest: str | None = None
-
-    def begin(self, text: str) -> None:
-        """Count the marker itself as the beginning of the block."""
-        self._opening, self._held = "", text
-
-    def feed(self, text: str) -> list[Delta]:
-        """Take more text."""
-        out: list[Delta] = []
-        while self.rest is None:
-            if self._scan is not None:
-                text = self._arguments(text, out)
-                if self._scan is not None:
-                    return out
-                if self._end is None:
-                    self.rest = text
-                    return out
-                continue
-            self._held += text
-            text = ""
-            match = self._head.match(self._held)
-            if match is not None:
-                name = _unquote(next(g for g in match.groups() if g))
-                if self._names is not None and name not in self._names:
-                    self._give_up(out)
-                    return out
-                out.append(CallStart(self._next, name))
-                self._next += 1
-                self._scan = JsonEnd()
-                text, self._held = self._held[match.end() :], ""
-                continue
-            at = self._held.find(self._end) if self._end is not None else -1
-            if at < 0:
-                return out
-            assert self._end is not None
-            block, self.rest = self._held[:at], self._held[at + len(self._end) :]
-            self._block(block, out, self._end)
-        return out
-
-    def close(self) -> list[Delta]:
-        """The reply ended inside the block."""
-        out: list[Delta] = []
-        if self._scan is None and self.rest is None:
-            self._block(self._held, out, "")
-        self._held = ""
-        return out
-
-    def _arguments(self, text: str, out: list[Delta]) -> str:
-        assert self._scan is not None
-        at = self._scan.feed(text)
-        piece = text if at < 0 else text[:at]
-        if piece:
-            out.append(CallArguments(self._next - 1, piece))
-        if at < 0:
-            return ""
-        self._scan = None
-        return text[at:]
-
-    def _block(self, block: str, out: list[Delta], end: str) -> None:
-        """A block that ended without the head having matched (again)."""
-        if self._next > self._first:
-            return  # what follows the last call's arguments is its punctuation
-        calls = self._whole(block)
-        if calls is None or (self._names is not None and any(n not in self._names for n, _ in calls)):
-            out.append(Content(self._opening + block + end))
-            return
-        for name, arguments in calls:
-            out += [CallStart(self._next, name), CallArguments(self._next, arguments)]
-            self._next += 1
-
-    def _give_up(self, out: list[Delta]) -> None:
-        out.append(Content(self._opening + self._held))
-        self.rest, self._held = "", ""
-
-
-class BlockReader:
-    """Calls in a block that is read whole once its `end` came: for formats that are not JSON."""
-
-    def __init__(self, first: int, opening: str, end: str, parse: Callable[[str], list[Call] | None]) -> None:
-        self._next, self._opening, self._end, self._parse = first, opening, end, parse
-        self._held = ""
-        self.rest: str | None = None
-
-    def feed(self, text: str) -> list[Delta]:
-        """Take more text."""
-        self._held += text
-        at = self._held.find(self._end)
-        if at < 0:
-            return []
-        self.rest = self._held[at + len(self._end) :]
-        return self._read(self._held[:at], self._end)
-
-    def close(self) -> list[Delta]:
-        """The reply ended: read what there is, as if closed."""
-        return self._read(self._held, "")
-
-    def _read(self, block: str, end: str) -> list[Delta]:
-        calls = self._parse(block)
-        if not calls:
-            return [Content(self._opening + block + end)]
-        out: list[Delta] = []
-        for name, arguments in calls:
-            out += [CallStart(self._next, name), CallArguments(self._next, arguments)]
-            self._next += 1
-        return out
-
-
-def json_calls(block: str) -> list[Call] | None:
-    """Calls in complete JSON: an object or an array of them, under any of the key names models use."""
-    try:
-        value = json.loads(block)
-    except (ValueError, RecursionError):
+    def unmarked_call(self, tools: Named) -> str | None:
+        """The Lark of one call, where no marker needs to open it; None where one does."""
         return None
-    found: list[Call] = []
-    for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, dict):
-            return None
-        inner = item.get("function")
-        item = inner if isinstance(inner, dict) else item
-        name = item.get("name")
-        arguments: Any = next((item[k] for k in ("arguments", "parameters", "args") if k in item), {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        found.append((name, as_json(arguments)))
-    return found or None
 
-
-def as_json(value: object) -> str:
-    """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate pair."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
-def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
-    """A parameter's text as the type its schema says; as it is where the schema wants text or says nothing."""
-    schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
-    properties = schema.get("properties")
-    described = properties.get(name) if isinstance(properties, Mapping) else None
-    kind = described.get("type") if isinstance(described, Mapping) else None
-    if kind == "string" or (isinstance(kind, list) and "string" in kind and value != "null"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    def framed(self, choices: str, answer: str) -> str | None:
+        """A Lark grammar of `choices` (rules, one of them `answer`, whose text is `answer`) where the format lets
+        nothing stand by itself; None where it does."""
+        return None
 
 
 def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
@@ -263,19 +78,3 @@ def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
         return "", {}
     schema = function.get("parameters")
     return str(function.get("name", "")), schema if isinstance(schema, Mapping) else {}
-
-
-def _unquote(name: str) -> str:
-    if name.startswith('"'):
-        try:
-            return str(json.loads(name))
-        except ValueError:
-            return name.strip('"')
-    return name
-
-
-# {"name": "f", "arguments": {   in any spacing, with the array's punctuation before a second one
-JSON_HEAD = re.compile(
-    r'[\s\]},;]*\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
-    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)

@@ -2,100 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, as_json
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.gemma_notation import calls_in, gemma_calls
+from localllm.conversation.tools.readers import BlockReader
 
-_CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
-_BARE = re.compile(r"[^,:{}\[\]<]+")
-_SPACE = re.compile(r"\s*")
+_OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 
 
-def calls_in(quote: str) -> Callable[[str], list[Call] | None]:
-    """A parser of one call's block in Gemma's notation: JSON without quotes around keys, and `quote` around texts."""
+class FunctionGemma(ToolFormat):
+    """One call in Gemma's notation between two control tokens."""
 
-    def parse(block: str) -> list[Call] | None:
-        match = _CALL.match(block)
-        if match is None:
-            return None
-        try:
-            values, at = _value(block, match.end(), quote)
-        except (ValueError, RecursionError):
-            return None
-        if block[at:].strip():
-            return None
-        return [(match[1], as_json(values))]
+    name = "function_gemma"
+    signs = (_OPEN,)
+    markers = (_OPEN,)
+    control = True
+    named_tokens = True
 
-    return parse
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the block up to its closing token."""
+        return BlockReader(first, marker, _CLOSE, calls_in(_QUOTE))
 
-
-def _value(block: str, at: int, quote: str) -> tuple[object, int]:
-    """The value at `at` and where it ends. Raises ValueError where there is none."""
-    at = _behind_space(block, at)
-    if block.startswith(quote, at):
-        end = block.index(quote, at + len(quote))
-        return block[at + len(quote) : end], end + len(quote)
-    if block.startswith("{", at):
-        members: dict[str, object] = {}
-        at = _behind_space(block, at + 1)
-        while not block.startswith("}", at):
-            key, at = _key(block, at, quote)
-            members[key], at = _value(block, at, quote)
-            at = _behind_comma(block, at, "}")
-        return members, at + 1
-    if block.startswith("[", at):
-        items: list[object] = []
-        at = _behind_space(block, at + 1)
-        while not block.startswith("]", at):
-            item, at = _value(block, at, quote)
-            items.append(item)
-            at = _behind_comma(block, at, "]")
-        return items, at + 1
-    bare = _BARE.match(block, at)
-    if bare is None:
-        raise ValueError
-    text = bare[0].strip()
-    try:
-        return json.loads(text), bare.end()
-    except ValueError:
-        return text, bare.end()
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """Any number of calls, one behind the other."""
+        return {_OPEN: Start("", gemma_calls(tools, _QUOTE), _CLOSE, again=True)}
 
 
-def _key(block: str, at: int, quote: str) -> tuple[str, int]:
-    if block.startswith(quote, at):
-        end = block.index(quote, at + len(quote))
-        key, at = block[at + len(quote) : end], end + len(quote)
-    else:
-        bare = _BARE.match(block, at)
-        if bare is None:
-            raise ValueError
-        key, at = bare[0].strip(), bare.end()
-    at = _behind_space(block, at)
-    if not block.startswith(":", at):
-        raise ValueError
-    return key, at + 1
-
-
-def _behind_comma(block: str, at: int, close: str) -> int:
-    at = _behind_space(block, at)
-    if block.startswith(",", at):
-        return _behind_space(block, at + 1)
-    if not block.startswith(close, at):
-        raise ValueError
-    return at
-
-
-def _behind_space(block: str, at: int) -> int:
-    match = _SPACE.match(block, at)
-    return match.end() if match is not None else at
-
-
-FORMAT = ToolFormat(
-    name="function_gemma",
-    signs=("<start_function_call>",),
-    markers=("<start_function_call>",),
-    reader=lambda first, marker, tools: BlockReader(first, marker, "<end_function_call>", calls_in("<escape>")),
-    control=True,
-)
+FORMAT = FunctionGemma()

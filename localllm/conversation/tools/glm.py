@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import tagged_calls
+from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
 
 _CALL = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\s*\Z", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
@@ -21,9 +23,27 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     return [(name, as_json(values))]
 
 
-FORMAT = ToolFormat(
-    name="glm",
-    signs=("<arg_key>",),
-    markers=("<tool_call>",),
-    reader=lambda first, marker, tools: BlockReader(first, marker, "</tool_call>", partial(_parse, tools)),
-)
+class Glm(ToolFormat):
+    """A name and pairs of tagged keys and values."""
+
+    name = "glm"
+    signs = ("<arg_key>",)
+    markers = ("<tool_call>",)
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the block up to its closing tag."""
+        return BlockReader(first, marker, "</tool_call>", partial(_parse, tools))
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """Any number of calls, one behind the other."""
+        lark = tagged_calls(
+            tools,
+            head=lambda name: f"{name}\n",
+            before=lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
+            after="</arg_value>\n",
+            end="",
+        )
+        return {"<tool_call>": Start("", lark, "</tool_call>", again=True)}
+
+
+FORMAT = Glm()

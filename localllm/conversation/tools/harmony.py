@@ -7,9 +7,12 @@ turn. Headers are control tokens and a few words, so nothing of one is ever show
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
-from localllm.conversation.tools.base import JsonEnd, ToolFormat
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import json_calls, spelled
+from localllm.conversation.tools.readers import JsonEnd
 
 _MESSAGE = "<|message|>"
 _NAME = re.compile(r"\s*([\w.-]+)")
@@ -61,17 +64,19 @@ class _Reader:
         return ""
 
 
-FORMAT = ToolFormat(
-    name="harmony",
-    signs=("<|channel|>",),
-    markers=(
+class Harmony(ToolFormat):
+    """Everything a reply says stands in a channel."""
+
+    name = "harmony"
+    signs = ("<|channel|>",)
+    markers = (
         "<|channel|>commentary to=functions.",
         "<|channel|>analysis to=functions.",
         "<|start|>assistant to=functions.",
-    ),
-    reader=lambda first, marker, tools: _Reader(first),
-    control=True,
-    drops=(
+    )
+    control = True
+    named_tokens = True
+    drops = (
         "<|start|>assistant",
         # The header of any other message, and what somebody else is made to say.
         ("<|channel|>", _MESSAGE),
@@ -83,6 +88,29 @@ FORMAT = ToolFormat(
         "<|constrain|>",
         TurnEnd("<|return|>"),
         TurnEnd("<|call|>"),
-    ),
-    think=("<|channel|>analysis<|message|>", "<|end|>"),
-)
+    )
+    think = ("<|channel|>analysis<|message|>", "<|end|>")
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
+        """Reads the rest of the header and streams the message."""
+        return _Reader(first)
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One call: <|call|> ends the turn, so none comes behind it."""
+        inside = json_calls(tools, lambda name: spelled(f"{name} <|constrain|>json{_MESSAGE}"))
+        outside = json_calls(tools, lambda name: spelled(f"{name}<|channel|>commentary <|constrain|>json{_MESSAGE}"))
+        in_commentary, in_analysis, before_channel = self.markers
+        return {
+            in_commentary: Start("", inside, "<|call|>"),
+            in_analysis: Start("", inside, "<|call|>"),
+            before_channel: Start("", outside, "<|call|>"),
+        }
+
+    def framed(self, choices: str, answer: str) -> str:
+        """Nothing stands outside a channel, and a thought may come first."""
+        thought = f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ {spelled('<|end|><|start|>assistant')}"
+        final = spelled("<|channel|>final<|message|>")
+        return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
+
+
+FORMAT = Harmony()

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from localllm.conversation.tools.prompt import as_object
-
-Grammar: TypeAlias = tuple[str, str]
-"""A kind of grammar the engine knows and its source."""
-Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
-"""Functions: name and the JSON schema of the parameters."""
+from localllm.conversation.tools.base import Grammar, Named, UnheldError
+from localllm.conversation.tools.schemas import as_object, is_text, names_all, parameters, words_of
 
 # As the engine has it for a schema alone (localllm/engine/constraint.py).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
-# Words of a schema that say something about the arguments as a whole.
-_BEYOND = frozenset(
-    {
-        "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
-        "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
-    }
-)  # fmt: skip
 
 
 def text(said: str) -> str:
@@ -58,7 +47,8 @@ def tagged_calls(
     repeat: bool = False,
 ) -> Grammar:
     """Calls whose parameters stand between tags, in the schema's order: text parameters up to the closing tag, all
-    others as JSON."""
+    others as JSON. Raises UnheldError for a schema that leaves names open."""
+    _check_names(tools)
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
         parts = [text(head(name))]
@@ -81,7 +71,9 @@ def listed_calls(
     start: str = "call",
 ) -> Grammar:
     """Calls whose parameters stand in the schema's order with `between` from one to the next; `pair` makes the Lark of
-    one from its key, its schema and the schema of all. `start` makes the whole of `call`s."""
+    one from its key, its schema and the schema of all. `start` makes the whole of `call`s. Raises UnheldError for a
+    schema that leaves names open."""
+    _check_names(tools)
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
         rules.append(f"f{f}: {text(head(name))} f{f}_first0 {text(end)}")
@@ -105,40 +97,11 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     return json_value({**_definitions(schema), **described})
 
 
-def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Name and schema of every parameter, and whether it must be there."""
-    properties, required = schema.get("properties"), schema.get("required")
-    wanted = set(required) if isinstance(required, list) else set()
-    return [(k, v, k in wanted) for k, v in (properties.items() if isinstance(properties, Mapping) else ())]
-
-
-def names_all(schema: Mapping[str, Any]) -> bool:
-    """True when the arguments are no more than `parameters`: none must be there that it does not describe, nor do they
-    depend on one another, and a schema that describes none wants none."""
-    properties, required = schema.get("properties"), schema.get("required", [])
-    if _BEYOND & set(schema) or not isinstance(required, list):
-        return False
-    if not isinstance(properties, Mapping):
-        return not required and (not schema or schema.get("additionalProperties") is False)
-    return set(required) <= set(properties)
-
-
-def words_of(described: Any) -> list[str] | None:
-    """The texts an enumeration of texts (or a constant one) allows; None for any other schema."""
-    if not isinstance(described, Mapping):
-        return None
-    options = [described["const"]] if "const" in described else described.get("enum")
-    return options if isinstance(options, list) and options and all(isinstance(o, str) for o in options) else None
-
-
-def is_text(described: Any) -> bool:
-    """True for a schema that wants text, or says nothing."""
-    if not isinstance(described, Mapping):
-        return True
-    kind = described.get("type")
-    if kind is None:
-        return not {"anyOf", "oneOf", "allOf", "$ref", "const", "enum"} & set(described)
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+def _check_names(tools: Named) -> None:
+    """Where parameters are written one by one, the schema must name them: else the grammar would keep from the model
+    what it must say."""
+    if not all(names_all(schema) for _, schema in tools):
+        raise UnheldError
 
 
 def _tagged_value(described: Any, schema: Mapping[str, Any], after: str) -> str:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
 
-from localllm.conversation.tools.base import BlockReader, Call, ToolFormat, as_json, json_calls
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, UnheldError
+from localllm.conversation.tools.lark import any_value, listed_calls, text
+from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
+from localllm.conversation.tools.schemas import parameters
 
-_HEAD = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\(")
-_KEY = re.compile(r"[\s,]*([^\s()\[\]=,\"']+)\s*=\s*")
+# What can stand for a name in a call of Python's.
+_WORD = r"[^\s()\[\]=,\"']+"
+_NAME = re.compile(_WORD)
+_HEAD = re.compile(rf"[\s,]*({_WORD})\(")
+_KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
 _DECODER = json.JSONDecoder()
 
 
@@ -58,10 +65,33 @@ def _python(block: str) -> list[Call] | None:
         return json_calls(block)
 
 
-FORMAT = ToolFormat(
-    name="lfm",
-    signs=("<|tool_call_start|>",),
-    markers=("<|tool_call_start|>",),
-    reader=lambda first, marker, tools: BlockReader(first, marker, "<|tool_call_end|>", _parse),
-    control=True,
-)
+class Lfm(ToolFormat):
+    """A list of Python calls between two control tokens."""
+
+    name = "lfm"
+    signs = ("<|tool_call_start|>",)
+    markers = ("<|tool_call_start|>",)
+    control = True
+    named_tokens = True
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the list up to its closing token."""
+        return BlockReader(first, marker, "<|tool_call_end|>", _parse)
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One list, which holds every call, with values in JSON."""
+        words = [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
+        if not all(map(_NAME.fullmatch, words)):
+            raise UnheldError
+        lark = listed_calls(
+            tools,
+            head=lambda name: f"{name}(",
+            between=", ",
+            end=")",
+            pair=lambda key, described, schema: f"{text(key + '=')} {any_value(described, schema)}",
+            start='"[" call (", " call)* "]"',
+        )
+        return {"<|tool_call_start|>": Start("", lark, "<|tool_call_end|>")}
+
+
+FORMAT = Lfm()

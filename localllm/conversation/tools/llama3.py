@@ -5,27 +5,42 @@ An answer in JSON looks the same, so only functions that were offered count as c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import JSON_HEAD, JsonReader, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.lark import json_value
+from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.schemas import any_call, arguments
 
 _TAG = "<|python_tag|>"
 
 
-def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-    names = frozenset(parameters_of(t)[0] for t in tools)
-    reader = JsonReader(first, marker, JSON_HEAD, end="\0", names=names)
-    if marker != _TAG:
-        reader.begin(marker)
-    return reader
+class Llama3(ToolFormat):
+    """Calls that may begin without any marker."""
+
+    name = "llama3"
+    signs = (_TAG, "Environment: ipython")
+    markers = (_TAG, '{"name"', '{ "name"', '{"type": "function"')
+    control = True
+    opening = ""
+    arguments_key = "parameters"
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        """Streams the arguments of calls of `tools`; a marker that is no tag is the call's own beginning."""
+        names = frozenset(parameters_of(t)[0] for t in tools)
+        reader = JsonReader(first, marker, JSON_HEAD, end="\0", names=names)
+        if marker != _TAG:
+            reader.begin(marker)
+        return reader
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """An answer in JSON may begin like a call: only a known name with its parameters is one."""
+        return {f'{{"name": {json.dumps(n)}, "parameters": ': Start("", arguments(s), "}") for n, s in tools}
+
+    def unmarked_call(self, tools: Named) -> str:
+        """The call's JSON."""
+        return json_value(any_call(tools, self.arguments_key))
 
 
-FORMAT = ToolFormat(
-    name="llama3",
-    signs=("<|python_tag|>", "Environment: ipython"),
-    markers=(_TAG, '{"name"', '{ "name"', '{"type": "function"'),
-    reader=_reader,
-    control=True,
-    opening="",
-    arguments_key="parameters",
-)
+FORMAT = Llama3()

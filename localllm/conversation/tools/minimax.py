@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import tagged_calls
+from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
 
 _INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
 _PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)(?:</parameter>|\Z)', re.DOTALL)
@@ -20,9 +22,28 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     return calls or None
 
 
-FORMAT = ToolFormat(
-    name="minimax",
-    signs=("<minimax:tool_call>", "minimax:tool_call"),
-    markers=("<minimax:tool_call>",),
-    reader=lambda first, marker, tools: BlockReader(first, marker, "</minimax:tool_call>", partial(_parse, tools)),
-)
+class MiniMax(ToolFormat):
+    """All calls in one block."""
+
+    name = "minimax"
+    signs = ("minimax:tool_call",)
+    markers = ("<minimax:tool_call>",)
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the block up to its closing tag."""
+        return BlockReader(first, marker, "</minimax:tool_call>", partial(_parse, tools))
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One block, which holds every call."""
+        lark = tagged_calls(
+            tools,
+            head=lambda name: f'<invoke name="{name}">\n',
+            before=lambda key: f'<parameter name="{key}">',
+            after="</parameter>\n",
+            end="</invoke>\n",
+            repeat=True,
+        )
+        return {"<minimax:tool_call>": Start("\n", lark, "</minimax:tool_call>")}
+
+
+FORMAT = MiniMax()

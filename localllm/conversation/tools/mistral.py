@@ -8,21 +8,36 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import JSON_HEAD, JsonReader, Tool, ToolFormat
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.schemas import arguments, call_list
 
 _HEAD = re.compile(JSON_HEAD.pattern + r"|[\s\]},]*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
 
 
-def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-    # The block has no closing marker: it lasts to the end of the reply.
-    return JsonReader(first, marker, _HEAD, end="\0")
+class Mistral(ToolFormat):
+    """Both spellings: the template says which one a model writes."""
+
+    name = "mistral"
+    signs = ("[TOOL_CALLS]",)
+    markers = ("[TOOL_CALLS]",)
+    control = True
+    opening = "[TOOL_CALLS]"
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        """Streams the arguments. The block has no closing marker: it lasts to the end of the reply."""
+        return JsonReader(first, marker, _HEAD, end="\0")
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One array of calls; in the newer spelling an opening for each function."""
+        if "[ARGS]" not in template:
+            return {"[TOOL_CALLS]": Start("", call_list(tools))}
+        starts: dict[str, Start] = {}
+        for name, schema in tools:
+            starts[f"[TOOL_CALLS]{name}[ARGS]"] = Start("", arguments(schema), again=True)
+            # An id is for the model alone: clients get one of ours.
+            starts[f"[TOOL_CALLS]{name}[CALL_ID]"] = Start("000000000[ARGS]", arguments(schema), again=True)
+        return starts
 
 
-FORMAT = ToolFormat(
-    name="mistral",
-    signs=("[TOOL_CALLS]",),
-    markers=("[TOOL_CALLS]",),
-    reader=_reader,
-    control=True,
-    opening="[TOOL_CALLS]",
-)
+FORMAT = Mistral()

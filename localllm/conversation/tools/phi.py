@@ -1,12 +1,30 @@
 """Phi-4-mini and Granite: `<|tool_call|>[{"name": …, "arguments": {…}}]`, closed by <|/tool_call|> or the end."""
 
-from localllm.conversation.tools.base import JSON_HEAD, JsonReader, ToolFormat
+from __future__ import annotations
 
-FORMAT = ToolFormat(
-    name="phi",
-    signs=("<|tool_call|>",),
-    markers=("<|tool_call|>",),
-    reader=lambda first, marker, tools: JsonReader(first, marker, JSON_HEAD, end="<|/tool_call|>"),
-    control=True,
-    opening="<|tool_call|>",
-)
+from collections.abc import Sequence
+
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.schemas import call_list
+
+
+class Phi(ToolFormat):
+    """All calls in one JSON array."""
+
+    name = "phi"
+    signs = ("<|tool_call|>",)
+    markers = ("<|tool_call|>",)
+    control = True
+    opening = "<|tool_call|>"
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        """Streams the arguments of one call after the other."""
+        return JsonReader(first, marker, JSON_HEAD, end="<|/tool_call|>")
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One array, which holds every call."""
+        return {"<|tool_call|>": Start("", call_list(tools))}
+
+
+FORMAT = Phi()

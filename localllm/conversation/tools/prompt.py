@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.conversation.tools.base import Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.base import Grammar, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.schemas import arguments, one_call
 from localllm.errors import RequestError, UnsupportedError
 
 # For models whose template knows no tools: Hermes' instruction, which many small models have seen.
@@ -117,7 +118,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, tuple[str, str]]:
+def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:
     """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
 
     One possible function: everything up to its arguments is given, and the schema is that of the arguments. Several:
@@ -129,38 +130,5 @@ def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[st
     if len(wanted) == 1:
         name, schema = wanted[0]
         prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-        return prefix, ("json_schema", json.dumps(as_object(schema)))
-    return style.opening, ("json_schema", json.dumps(any_call(wanted, key)))
-
-
-def any_call(tools: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> dict[str, Any]:
-    """The JSON schema of a call of one of `tools` (name, parameters), with the arguments under `key`.
-
-    The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
-    now."""
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for i, (name, _) in enumerate(tools)
-        ],
-        "$defs": {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)},
-    }
-
-
-def _moved(schema: Any, to: str) -> Any:
-    if isinstance(schema, Mapping):
-        return {
-            k: to + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, to)
-            for k, v in schema.items()
-        }
-    return [_moved(v, to) for v in schema] if isinstance(schema, list) else schema
-
-
-def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """`schema` as one of an object: arguments always are one, and editors leave the type out."""
-    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
+        return prefix, arguments(schema)
+    return style.opening, one_call(wanted, key)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.conversation.tools.base import BlockReader, Call, Tool, ToolFormat, as_json, typed
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import tagged_calls
+from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
 
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
@@ -25,14 +27,30 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     return calls or None
 
 
-FORMAT = ToolFormat(
-    name="qwen_coder",
-    signs=("<function=",),
+class QwenCoder(ToolFormat):
+    """One function with tagged parameters."""
+
+    name = "qwen_coder"
+    signs = ("<function=",)
     # The model forgets the outer tag at times.
-    markers=("<tool_call>", "<function="),
-    reader=lambda first, marker, tools: (
-        BlockReader(first, marker, "</tool_call>", partial(_parse, tools))
-        if marker == "<tool_call>"
-        else BlockReader(first, marker, "</function>", lambda block: _parse(tools, "<function=" + block))
-    ),
-)
+    markers = ("<tool_call>", "<function=")
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the block up to the closing tag of the one that opened it."""
+        if marker == "<tool_call>":
+            return BlockReader(first, marker, "</tool_call>", partial(_parse, tools))
+        return BlockReader(first, marker, "</function>", lambda block: _parse(tools, marker + block))
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """Any number of calls, one behind the other."""
+        lark = tagged_calls(
+            tools,
+            head=lambda name: f"<function={name}>\n",
+            before=lambda key: f"<parameter={key}>\n",
+            after="\n</parameter>\n",
+            end="</function>",
+        )
+        return {"<tool_call>": Start("\n", lark, "\n</tool_call>", again=True)}
+
+
+FORMAT = QwenCoder()

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from localllm_tui.client import Usage
+from localllm_tui.control.client import Usage
 
 BAR_CELLS = 10
 _GAP = "  "
@@ -101,6 +101,12 @@ class Numbers:
             meta.get("cached_tokens"),
             meta.get("drafted_share"),
         )
+
+    @classmethod
+    def so_far(cls, model: str, n_ctx: int | None, meter: Meter, used_before: int) -> Numbers:
+        """From an answer on its way; `used_before`: the context in use when it was asked for."""
+        used = meter.used or used_before + meter.tokens  # until the server counts
+        return cls(model, meter.tok_s, meter.ttft_s, used, n_ctx, meter.usage.cached if meter.usage else None)
 
 
 def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:

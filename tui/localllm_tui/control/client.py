@@ -26,14 +26,13 @@ _CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window",
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again;
-    drafted tokens were guessed ahead, rightly or wrongly."""
+    """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again, `drafts_right`
+    were guessed ahead."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
     drafts_right: int = 0
-    drafts_wrong: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +247,6 @@ def _usage(usage: Mapping[str, Any]) -> Usage:
         int(usage.get("completion_tokens") or 0),
         int(details.get("cached_tokens") or 0),
         int(drafts.get("accepted_prediction_tokens") or 0),
-        int(drafts.get("rejected_prediction_tokens") or 0),
     )
 
 

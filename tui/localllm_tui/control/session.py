@@ -126,7 +126,10 @@ class Session:
         return messages
 
     def answer(self) -> Answer:
-        """Begin the answer to the last question: a new message, or a new version of the answer it already has."""
+        """Begin the answer to the last question: a new message, or a new version of the answer it already has.
+
+        Raises UsageError when nothing was asked.
+        """
         self._last_question()
         last = self.dialogue[-1]
         return Answer(self, last if last.role == "assistant" else None)
@@ -261,6 +264,11 @@ class Answer:
 def _version(turn: StoredMessage) -> dict[str, Any]:
     meta = {k: v for k, v in turn.meta.items() if k != "earlier"}
     return {"content": turn.content, "reasoning": turn.reasoning, "meta": meta}
+
+
+def typed_in(question: StoredMessage) -> str:
+    """What a person typed for `question`, without the files that went along."""
+    return str(question.meta.get("typed", question.content))
 
 
 def title_of(text: str) -> str:

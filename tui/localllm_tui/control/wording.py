@@ -1,4 +1,4 @@
-"""What the chat says in words: its welcome, and the line under an answer that did not end in the ordinary way."""
+"""What the chat says in words: its welcome, its warnings, the line under an answer that ended out of the ordinary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
-from localllm_tui.meter import ago, elide
-from localllm_tui.terminal import printable
-from localllm_tui.transcript import Question
+from localllm_tui.control import commands
+from localllm_tui.control.keys import Moment, hints
+from localllm_tui.control.meter import ago, elide
+from localllm_tui.control.terminal import printable
 
 
 def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary]) -> str:
@@ -30,9 +31,19 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary]) -
     return "\n\n".join(lines)
 
 
-def question_of(turn: StoredMessage) -> Question:
-    """A stored question as the screen shows it: what was typed, and the names of the files."""
-    return Question(str(turn.meta.get("typed", turn.content)), list(turn.meta.get("attached", ())))
+def footer(moment: Moment, typed: str, width: int, *, queued: bool = False) -> str:
+    """The line under the input: what the keys do at `moment`, or the commands that `typed` can become.
+
+    `queued`: a question waits for the answer to end.
+    """
+    if moment is Moment.ANSWERING:
+        return hints(moment) + (" · sent when this answer ends" if queued else "")
+    found = commands.matching(typed)
+    if len(found) == 1:
+        return f"/{found[0].name} · {found[0].help}"
+    if found:
+        return elide("  ".join(f"/{c.name}" for c in found), width)
+    return hints(moment) + (" · /help" if moment is Moment.WRITING else "")
 
 
 def way_on(error: LocalLLMError, *, kept: bool, compacts: bool) -> str:
@@ -41,6 +52,14 @@ def way_on(error: LocalLLMError, *, kept: bool, compacts: bool) -> str:
     if isinstance(error, ContextLengthError) and not compacts:
         said += "/compact leaves out the oldest messages and asks again; "
     return f"{said}/retry asks again, /edit changes the question, /new starts afresh."
+
+
+def full_context(used: int, n_ctx: int) -> str:
+    """The warning that `used` of `n_ctx` tokens leave little room."""
+    return (
+        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the conversation will not fit. "
+        "/compact lets the oldest messages be left out then, /new starts another, /save keeps this one as a file."
+    )
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,91 @@
+"""A model family with its own way of writing calls is one new file: nothing else has to learn of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from conversation.test_lazy_calls import TOOLS, check, matcher, read, walk
+from localllm.conversation import tools as tool_formats
+from localllm.conversation.tools import FORMATS, format_for
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import tagged_calls
+from localllm.conversation.tools.lazy import either, starts_of
+from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
+
+TEMPLATE = "{% if tools %}%call … %end{% endif %}"
+
+
+class Percent(ToolFormat):
+    """`%call name⏎key = value⏎…%end`."""
+
+    name = "percent"
+    signs = ("%call",)
+    markers = ("%call ",)
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        """Reads the block whole."""
+
+        def parse(block: str) -> list[Call] | None:
+            name, _, pairs = block.partition("\n")
+            values = dict(re.findall(r"^(\w+) = (.*?)\n(?=\w+ = |\Z)", pairs, re.DOTALL | re.MULTILINE))
+            return [(name, as_json({k: typed(v, k, name, tools) for k, v in values.items()}))]
+
+        return BlockReader(first, marker, "%end", parse)
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One call."""
+        lark = tagged_calls(tools, head=lambda n: f"{n}\n", before=lambda k: f"{k} = ", after="\n", end="")
+        return {"%call ": Start("", lark, "%end")}
+
+
+@pytest.fixture
+def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
+    monkeypatch.setattr(tool_formats, "FORMATS", (Percent(), *FORMATS))
+    return format_for(TEMPLATE)
+
+
+def test_it_is_told_from_its_template(percent: ToolFormat) -> None:
+    assert percent.name == "percent"
+    assert format_for("… <tool_call>").name == "hermes"
+
+
+def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
+    ((opening, start),) = starts_of(percent, TEMPLATE, TOOLS).items()
+    seen = set()
+    for seed in range(15):
+        ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, random.Random(seed)) + "%end"])
+        check(name, arguments)
+        seen.add(name)
+    assert seen == {"get_weather", "stop"}
+
+
+def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
+    lark = either(percent, TEMPLATE, TOOLS, json.dumps({"type": "boolean"}), None)
+    assert lark is not None
+    state = matcher(("lark", lark))
+    for allowed in (b"true", b"%call stop\n", b"%call get_weather\ncity = "):
+        assert state.validate_tokens(list(allowed)) == len(allowed)
+    for refused in (b"1", b"%call other"):
+        assert state.validate_tokens(list(refused)) < len(refused)
+
+
+def test_what_its_grammar_can_not_hold_is_left_to_the_model(percent: ToolFormat) -> None:
+    free: dict[str, object] = {"type": "object", "additionalProperties": {"type": "string"}}
+    open_tool = {"type": "function", "function": {"name": "f", "parameters": free}}
+    assert starts_of(percent, TEMPLATE, [open_tool]) == {}
+    assert either(percent, TEMPLATE, [open_tool], "{}", None) is None
+
+
+def test_no_format_is_known_by_name_outside_its_file() -> None:
+    names = "|".join(f.name for f in FORMATS)
+    folder = Path(tool_formats.__file__).parent
+    shared = {"base.py", "lark.py", "lazy.py", "prompt.py", "readers.py", "schemas.py"}
+    assert {p.name for p in folder.glob("*.py")} >= shared
+    for file in shared:
+        assert not re.search(rf"[\"']({names})[\"']", (folder / file).read_text()), file

@@ -1,0 +1,145 @@
+"""An answer on its way, without a screen: what is shown, counted and kept, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from localllm.conversation.history import History, HistoryError, StoredMessage
+from localllm.errors import BusyError
+from localllm_tui.control.answering import Answering
+from localllm_tui.control.client import Done, LeftOut, Prefill, Reasoning, StreamEvent, Text, Usage, Waiting
+from localllm_tui.control.session import Answer, Session
+
+
+class Page:
+    """Shows an answer to a test."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def feed(self, text: str = "", reasoning: str = "") -> None:
+        self.seen.append(text or f"({reasoning})")
+
+    def progress(self, what: str) -> None:
+        self.seen.append(f"[{what}]")
+
+
+@pytest.fixture
+def session(history: History) -> Session:
+    session = Session(history, "m")
+    session.ask("q")
+    return session
+
+
+def on_disk(session: Session) -> StoredMessage:
+    assert session.id is not None
+    return session.history.messages(session.id)[-1]
+
+
+async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, None]:
+    for event in events:
+        if isinstance(event, Exception):
+            raise event
+        yield event
+
+
+def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
+    answering, page = Answering(session.answer()), Page()
+    events = (
+        Waiting("loading"), Prefill(5, 20), LeftOut(4, 300), Reasoning("hm"), Prefill(20, 20), Text("a"), Waiting("busy"),
+        Text("b"), Done("length", Usage(20, 9)),
+    )  # fmt: skip
+    asyncio.run(answering.run(said(*events), page))
+    assert page.seen == ["[loading…]", "[reading the prompt… 5 of 20 tokens]", "[]", "(hm)", "a", "b"]
+    kept = on_disk(session)
+    assert (kept.content, kept.reasoning, kept.complete) == ("ab", "hm", True)
+    assert answering.turn == session.turns[-1]
+    assert (kept.meta["finish_reason"], kept.meta["left_out"]) == ("length", 4)
+    assert (kept.meta["prompt_tokens"], kept.meta["completion_tokens"]) == (20, 9)
+
+
+def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
+    answering = Answering(session.answer())
+    with pytest.raises(BusyError):
+        asyncio.run(answering.run(said(Text("half"), BusyError("busy")), Page()))
+    assert (answering.reason, on_disk(session).content) == ("error", "half")
+    assert on_disk(session).meta["finish_reason"] == "error"
+
+
+def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(session: Session) -> None:
+    answering = Answering(session.answer())
+    closed = False
+
+    async def endless(reached: asyncio.Event) -> AsyncGenerator[StreamEvent, None]:
+        nonlocal closed
+        try:
+            yield Text("so ")
+            yield Text("far")
+            reached.set()
+            await asyncio.Event().wait()
+        finally:
+            closed = True
+
+    async def main() -> None:
+        reached = asyncio.Event()
+        task = asyncio.create_task(answering.run(endless(reached), Page()))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert closed
+    kept = on_disk(session)
+    assert (kept.content, kept.complete, kept.meta["finish_reason"]) == ("so far", True, "stopped")
+    assert (kept.meta["completion_tokens"], kept.meta["estimated"]) == (2, True)
+
+
+def test_an_answer_without_a_piece_is_no_turn(session: Session) -> None:
+    answering = Answering(session.answer())
+    asyncio.run(answering.run(said(Done("stop", None)), Page()))
+    assert (answering.turn, answering.reason, on_disk(session).role) == (None, "stop", "user")
+
+
+def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: Session) -> None:
+    answering = Answering(session.answer())
+
+    async def left() -> AsyncGenerator[StreamEvent, None]:
+        yield Text("half")
+        answering.close()
+        yield Done("stop", Usage(1, 1))
+
+    asyncio.run(answering.run(left(), Page()))
+    assert (on_disk(session).content, on_disk(session).meta["finish_reason"]) == ("half", "stopped")
+
+
+class _FullDisk(Answer):
+    """An answer that can't be written."""
+
+    def _save(self, meta: object, *, complete: bool) -> StoredMessage:
+        raise HistoryError("the disk is full")
+
+
+def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> None:
+    told: list[str] = []
+    answering, page = Answering(_FullDisk(session, None), lambda e: told.append(e.message)), Page()
+    asyncio.run(answering.run(said(Text("a"), Text("b"), Done("stop", Usage(3, 2))), page))
+    answering.save_if_due()
+    assert page.seen == ["[]", "a", "b"]
+    assert told == ["the disk is full"] * 3
+    assert answering.turn is not None
+    assert answering.turn.content == "ab"
+
+
+def test_where_nobody_is_told_of_a_full_disk_it_is_raised(session: Session) -> None:
+    with pytest.raises(HistoryError):
+        asyncio.run(Answering(_FullDisk(session, None)).run(said(Text("a")), Page()))
+
+
+def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
+    answering, page = Answering(None), Page()
+    asyncio.run(answering.run(said(Text("a"), Done("stop", Usage(3, 1))), page))
+    assert (page.seen, answering.turn, answering.meter.used) == (["[]", "a"], None, 4)

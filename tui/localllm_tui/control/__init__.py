@@ -1,0 +1,1 @@
+"""The chat without a screen: what is asked, kept, counted and said, whichever face shows it."""
