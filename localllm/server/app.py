@@ -8,20 +8,18 @@ from starlette.exceptions import HTTPException
 
 import localllm
 from localllm.errors import LocalLLMError
-from localllm.server import (
-    anthropic_routes,
-    llamacpp,
-    metrics,
-    ollama_routes,
-    openai_routes,
-    openapi,
-    responses_routes,
-)
-from localllm.server.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
-from localllm.server.router import ModelRouter
-from localllm.server.security import App, Message, Receive, Scope, SecurityGate, Send, refuse
+from localllm.server import metrics
+from localllm.server.dialects import openapi
+from localllm.server.dialects.anthropic import routes as anthropic_routes
+from localllm.server.dialects.llamacpp import completion as llamacpp
+from localllm.server.dialects.ollama import routes as ollama_routes
+from localllm.server.dialects.openai import routes as openai_routes
+from localllm.server.dialects.responses import routes as responses_routes
+from localllm.server.http.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
+from localllm.server.http.gate import App, Message, Receive, Scope, SecurityGate, Send, refuse
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
 from localllm.server.serving import Server
-from localllm.server.settings import ServerSettings
 
 
 class _Edge:

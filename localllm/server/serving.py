@@ -14,14 +14,14 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.recall import Recall
 from localllm.engine.api import Engine
 from localllm.errors import LocalLLMError
-from localllm.server.compacting import Counts
-from localllm.server.conversing import Ask, Remembering, job_for
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Progress, Writer, run
-from localllm.server.openai_chat import cache_note, ignored_header
-from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.settings import ServerSettings
-from localllm.server.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.dialects.openai.chat_reply import cache_note, ignored_header
+from localllm.server.generation.compacting import Counts
+from localllm.server.generation.conversing import Ask, Remembering, job_for
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Job, Progress, Writer, run
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.models.router import ModelRouter, ServedModel
 
 log = logging.getLogger("localllm.server")
 Prepare = Callable[[Engine], Awaitable[Job]]

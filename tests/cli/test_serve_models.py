@@ -18,8 +18,8 @@ from localllm.cli.serve import _aliases, router_for
 from localllm.engine.messages import Finish, Request, Sampling
 from localllm.errors import ModelFileError, UsageError
 from localllm.planner.types import Plan
-from localllm.server.admission import Admission
-from localllm.server.router import ModelRouter
+from localllm.server.models.admission import Admission
+from localllm.server.models.router import ModelRouter
 from localllm.settings import Settings
 
 

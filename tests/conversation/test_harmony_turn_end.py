@@ -13,7 +13,7 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import harmony
 from localllm.conversation.tools.lazy import either, starts_of
 from localllm.engine.constraint import GrammarCompiler
-from localllm.server import prompting
+from localllm.server.generation import prompting
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 

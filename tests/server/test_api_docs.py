@@ -7,8 +7,8 @@ from pathlib import Path
 
 from localllm.conversation.tools.prompt import _INSTRUCTION
 from localllm.server.app import create_app
-from localllm.server.fields import HINTS, REFUSED, ChatFields
-from localllm.server.router import ModelRouter
+from localllm.server.dialects.fields import HINTS, REFUSED, ChatFields
+from localllm.server.models.router import ModelRouter
 from support.scripted_engine import ScriptedEngine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import BOS, ScriptedEngine
 

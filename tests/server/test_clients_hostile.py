@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from localllm.server import run as server_run
+from localllm.server.http import run as server_run
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 

@@ -610,7 +610,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def http(engine: ScriptedEngine):
-    from localllm.server.router import ServedModel
+    from localllm.server.models.router import ServedModel
 
     with (
         running_server([ServedModel("tiny", engine, aliases=("small",))]) as running,

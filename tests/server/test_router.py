@@ -8,7 +8,7 @@ import pytest
 
 from localllm.engine.messages import Finish, Request
 from localllm.errors import BusyError, ModelNotFoundError
-from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.models.router import ModelRouter, ServedModel
 from support.scripted_engine import Gate, ScriptedEngine
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.errors import PortInUseError, UsageError
-from localllm.server import run as server_run
-from localllm.server import sockets
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter
-from localllm.server.settings import ServerSettings
+from localllm.server.http import run as server_run
+from localllm.server.http import sockets
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 

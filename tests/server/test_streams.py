@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from localllm.engine.messages import Failure
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 

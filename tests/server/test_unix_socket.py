@@ -17,10 +17,10 @@ import pytest
 from localllm.cli.serve import listening
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter
-from localllm.server.run import serve_on
-from localllm.server.settings import ServerSettings
-from localllm.server.sockets import bind_unix
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.sockets import bind_unix
+from localllm.server.models.router import ModelRouter
 from support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")

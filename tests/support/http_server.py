@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.run import serve_on
-from localllm.server.settings import ServerSettings
-from localllm.server.sockets import bind
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.sockets import bind
+from localllm.server.models.router import ModelRouter, ServedModel
 
 
 class Running:

@@ -17,16 +17,16 @@ from localllm.conversation.tools import format_for
 from localllm.engine.api import Engine
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
-from localllm.server import prompting
-from localllm.server.conversing import Ask
-from localllm.server.fields import HINTS, SamplingFields, _Body, read
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome, Progress, Spent
-from localllm.server.openai_chat import frame_error, timings_body
-from localllm.server.openapi import SSE, body_of
-from localllm.server.router import ServedModel
+from localllm.server.dialects.fields import HINTS, SamplingFields, _Body, read
+from localllm.server.dialects.openai.chat_reply import frame_error, timings_body
+from localllm.server.dialects.openapi import SSE, body_of
+from localllm.server.generation import prompting
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Job, Outcome, Progress, Spent
+from localllm.server.http.streaming import Outbox, read_json
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, comment
-from localllm.server.streaming import Outbox, read_json
 
 _quote = json.encoder.encode_basestring_ascii
 _DIALECT = Dialect("text/event-stream; charset=utf-8", frame_error, comment)

@@ -16,11 +16,11 @@ from pydantic import Field
 
 from localllm.engine.embedding import Embeds
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.fields import MAX_TOKENS, _Body
-from localllm.server.openai_chat import ignored_header
-from localllm.server.router import ServedModel
+from localllm.server.dialects.fields import MAX_TOKENS, _Body
+from localllm.server.dialects.openai.chat_reply import ignored_header
+from localllm.server.http.streaming import unless_gone
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, request_id
-from localllm.server.streaming import unless_gone
 
 _MOST_INPUTS = 2048
 _Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]

@@ -15,8 +15,8 @@ from localllm.conversation.compaction import Compacted, Cost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.api import Engine
 from localllm.errors import ContextLengthError
-from localllm.server import prompting
-from localllm.server.prompting import Prompt
+from localllm.server.generation import prompting
+from localllm.server.generation.prompting import Prompt
 
 # Room kept for the answer where the request names no smaller `max_tokens`: agents ask for 32,000 whatever the window.
 _ANSWER_SHARE = 4

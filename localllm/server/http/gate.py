@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from localllm.errors import AuthError, LocalLLMError, RequestError
-from localllm.server.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
-from localllm.server.settings import ServerSettings, is_loopback
+from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
+from localllm.server.http.settings import ServerSettings, is_loopback
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

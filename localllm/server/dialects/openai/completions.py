@@ -13,13 +13,13 @@ from localllm.conversation.fim import fim_prompt
 from localllm.engine.api import Engine
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
-from localllm.server import prompting
-from localllm.server.fields import Count, SamplingFields, StreamOptions
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome, Spent
-from localllm.server.openai_chat import cache_note, timings_body, usage_body
-from localllm.server.router import ServedModel
-from localllm.server.streaming import Outbox
+from localllm.server.dialects.fields import Count, SamplingFields, StreamOptions
+from localllm.server.dialects.openai.chat_reply import cache_note, timings_body, usage_body
+from localllm.server.generation import prompting
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Job, Outcome, Spent
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
 
 _quote = json.encoder.encode_basestring_ascii
 MAX_PROMPTS = 16

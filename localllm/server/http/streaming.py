@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import LocalLLMError
-from localllm.server.errors import BodyTooLargeError, SlowBodyError, headers_of, internal, log_failure
-from localllm.server.json_body import parse
-from localllm.server.security import Receive, Scope, Send
-from localllm.server.settings import ServerSettings
+from localllm.server.http.errors import BodyTooLargeError, SlowBodyError, headers_of, internal, log_failure
+from localllm.server.http.gate import Receive, Scope, Send
+from localllm.server.http.json_body import parse
+from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
 _TICK_S = 1.0

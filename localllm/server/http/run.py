@@ -13,9 +13,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import LocalLLMError
-from localllm.server.security import App, Receive, Scope, Send
-from localllm.server.sockets import bind
-from localllm.server.streaming import OWN_SEND
+from localllm.server.http.gate import App, Receive, Scope, Send
+from localllm.server.http.sockets import bind
+from localllm.server.http.streaming import OWN_SEND
 
 _GRACE_S = 5
 _HEADER_TIMEOUT_S = 15.0

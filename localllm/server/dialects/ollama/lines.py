@@ -16,13 +16,13 @@ from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.api import Engine
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError, UnsupportedError
-from localllm.server import prompting
-from localllm.server.conversing import Ask
-from localllm.server.fields import StopText, _Body
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Outcome, Spent
-from localllm.server.router import ServedModel
-from localllm.server.streaming import Outbox
+from localllm.server.dialects.fields import StopText, _Body
+from localllm.server.generation import prompting
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Job, Outcome, Spent
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
 
 # The release of Ollama whose API this is; VS Code asks for at least 0.6.4.
 VERSION = "0.12.6"

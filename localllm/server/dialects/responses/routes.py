@@ -8,14 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response as HttpResponse
 
 from localllm.errors import LocalLLMError
-from localllm.server import responses
-from localllm.server.fields import HINTS, read
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Progress
-from localllm.server.openapi import SSE, body_of
-from localllm.server.responses import ResponsesFields, Store
+from localllm.server.dialects.fields import HINTS, read
+from localllm.server.dialects.openapi import SSE, body_of
+from localllm.server.dialects.responses import events as responses
+from localllm.server.dialects.responses.events import ResponsesFields, Store
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Job, Progress
+from localllm.server.http.streaming import Outbox, read_json
 from localllm.server.serving import Dialect, Server, comment
-from localllm.server.streaming import Outbox, read_json
 
 
 def routes(server: Server) -> APIRouter:

@@ -8,14 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from localllm.errors import LocalLLMError
-from localllm.server import anthropic_messages as anthropic
-from localllm.server.anthropic_messages import MessagesFields
-from localllm.server.errors import headers_of, to_anthropic
-from localllm.server.fields import HINTS, read
-from localllm.server.generation import Job, Progress
-from localllm.server.openapi import SSE, body_of
+from localllm.server.dialects.anthropic import messages as anthropic
+from localllm.server.dialects.anthropic.messages import MessagesFields
+from localllm.server.dialects.fields import HINTS, read
+from localllm.server.dialects.openapi import SSE, body_of
+from localllm.server.generation.generate import Job, Progress
+from localllm.server.http.errors import headers_of, to_anthropic
+from localllm.server.http.streaming import Outbox, read_json
 from localllm.server.serving import Dialect, Server
-from localllm.server.streaming import Outbox, read_json
 
 _DIALECT = Dialect("text/event-stream; charset=utf-8", anthropic.frame_error, anthropic.ping, to_anthropic)
 

@@ -13,12 +13,12 @@ from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError, UnsupportedError
-from localllm.server.conversing import Ask
-from localllm.server.errors import to_anthropic
-from localllm.server.fields import Count, StopText, _Body
-from localllm.server.folding import Fold
-from localllm.server.generation import Outcome, Progress, Spent
-from localllm.server.streaming import Outbox
+from localllm.server.dialects.fields import Count, StopText, _Body
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import Outcome, Progress, Spent
+from localllm.server.http.errors import to_anthropic
+from localllm.server.http.streaming import Outbox
 
 _quote = json.encoder.encode_basestring_ascii
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -9,15 +9,18 @@ from fastapi.responses import Response
 
 from localllm.engine.api import Engine
 from localllm.errors import UnsupportedError
-from localllm.server import embeddings, model_lists, openai_chat, openai_completions
-from localllm.server.embeddings import EmbeddingFields
-from localllm.server.fields import ChatFields, read
-from localllm.server.generation import Job, Progress
-from localllm.server.openai_completions import CompletionFields
-from localllm.server.openapi import SSE as SSE_TYPE
-from localllm.server.openapi import body_of
+from localllm.server.dialects import vectors as embeddings
+from localllm.server.dialects.fields import ChatFields, read
+from localllm.server.dialects.openai import chat_reply as openai_chat
+from localllm.server.dialects.openai import completions as openai_completions
+from localllm.server.dialects.openai import model_list as model_lists
+from localllm.server.dialects.openai.completions import CompletionFields
+from localllm.server.dialects.openapi import SSE as SSE_TYPE
+from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.vectors import EmbeddingFields
+from localllm.server.generation.generate import Job, Progress
+from localllm.server.http.streaming import Outbox, read_json
 from localllm.server.serving import Dialect, Server, comment
-from localllm.server.streaming import Outbox, read_json
 
 SSE = Dialect("text/event-stream; charset=utf-8", openai_chat.frame_error, comment)
 

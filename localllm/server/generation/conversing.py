@@ -12,10 +12,10 @@ from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.api import Engine
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
-from localllm.server import prompting
-from localllm.server.compacting import Counts, Messages, fitted
-from localllm.server.generation import Job, Outcome, Spent, Writer
-from localllm.server.router import ServedModel
+from localllm.server.generation import prompting
+from localllm.server.generation.compacting import Counts, Messages, fitted
+from localllm.server.generation.generate import Job, Outcome, Spent, Writer
+from localllm.server.models.router import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from localllm.server.router import ModelRouter
+from localllm.server.models.router import ModelRouter
 
 log = logging.getLogger("localllm.server")
 _LOOKS_PER_PERIOD = 10

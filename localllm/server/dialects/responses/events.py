@@ -15,13 +15,13 @@ from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, NotFoundError, RequestError, UnsupportedError
-from localllm.server import prompting
-from localllm.server.conversing import Ask
-from localllm.server.fields import TRUNCATION, Count, _Body
-from localllm.server.folding import Fold, new_call_id
-from localllm.server.generation import Outcome, Spent
-from localllm.server.openai_chat import compacted_comment
-from localllm.server.streaming import Outbox
+from localllm.server.dialects.fields import TRUNCATION, Count, _Body
+from localllm.server.dialects.openai.chat_reply import compacted_comment
+from localllm.server.generation import prompting
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold, new_call_id
+from localllm.server.generation.generate import Outcome, Spent
+from localllm.server.http.streaming import Outbox
 
 _quote = json.encoder.encode_basestring_ascii
 _MAX_STORED, _MAX_STORED_CHARS = 256, 64 * 2**20

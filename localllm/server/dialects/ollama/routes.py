@@ -9,16 +9,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.engine.api import Engine
 from localllm.errors import LocalLLMError, UnsupportedError
-from localllm.server import embeddings, ollama
-from localllm.server.embeddings import OllamaEmbed, OllamaEmbeddings
-from localllm.server.errors import headers_of, to_ollama
-from localllm.server.fields import read
-from localllm.server.generation import Job, Progress
-from localllm.server.ollama import OllamaChat, OllamaGenerate, Shape
-from localllm.server.openapi import NDJSON, body_of
-from localllm.server.router import ServedModel
+from localllm.server.dialects import vectors as embeddings
+from localllm.server.dialects.fields import read
+from localllm.server.dialects.ollama import lines as ollama
+from localllm.server.dialects.ollama.lines import OllamaChat, OllamaGenerate, Shape
+from localllm.server.dialects.openapi import NDJSON, body_of
+from localllm.server.dialects.vectors import OllamaEmbed, OllamaEmbeddings
+from localllm.server.generation.generate import Job, Progress
+from localllm.server.http.errors import headers_of, to_ollama
+from localllm.server.http.streaming import Outbox, read_json
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Prepare, Server
-from localllm.server.streaming import Outbox, read_json
 
 # A blank line would break clients that parse every line: silence is broken by the headers alone.
 _DIALECT = Dialect("application/x-ndjson", ollama.frame_error, lambda progress: b"", to_ollama)

@@ -14,7 +14,7 @@ from localllm.conversation.reply import think_markers
 from localllm.engine.api import Engine, Host
 from localllm.engine.messages import Sampling
 from localllm.errors import BusyError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.server.admission import Admission
+from localllm.server.models.admission import Admission
 from localllm_backends.contract import ModelInfo
 
 if TYPE_CHECKING:

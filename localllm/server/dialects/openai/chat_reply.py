@@ -12,12 +12,12 @@ from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import LocalLLMError, RequestError
-from localllm.server import prompting
-from localllm.server.conversing import Ask
-from localllm.server.fields import ChatFields
-from localllm.server.folding import Fold, FoldedChoice, new_call_id
-from localllm.server.generation import Outcome, Spent
-from localllm.server.streaming import Outbox
+from localllm.server.dialects.fields import ChatFields
+from localllm.server.generation import prompting
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold, FoldedChoice, new_call_id
+from localllm.server.generation.generate import Outcome, Spent
+from localllm.server.http.streaming import Outbox
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
 _quote = json.encoder.encode_basestring_ascii

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.models.router import ModelRouter, ServedModel
 
 
 def entry(model: ServedModel) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import connect as command
+from localllm.cli.editors import RECIPES, ConfigFile, Target
 from localllm.engine.messages import Failure
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
-from localllm.server.editors import RECIPES, ConfigFile, Target
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
