@@ -101,7 +101,7 @@ def serve(
             )
             try:
                 app, serve_on = await serving
-                await serve_on(app, sock)
+                await serve_on(app, sock, server_settings)
             finally:
                 if watch is not None:
                     watch.cancel()
@@ -248,7 +248,7 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
                 await router.resolve(launch.name).engine()
                 ready.set()
                 app, serve_on = await serving
-                await serve_on(app, sock, quiet=True)
+                await serve_on(app, sock, server_settings, quiet=True)
             finally:
                 serving.cancel()
                 await router.close()

@@ -42,7 +42,7 @@ def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(pa
             assert str(path) in address
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=settings)
-            server = asyncio.create_task(serve_on(app, sock, quiet=True))
+            server = asyncio.create_task(serve_on(app, sock, settings, quiet=True))
             transport = httpx.AsyncHTTPTransport(uds=str(path))
             async with httpx.AsyncClient(transport=transport, base_url="http://localllm") as client:
                 assert (await client.get("/health")).json() == {"status": "ok"}

@@ -29,9 +29,10 @@ def running_server(models: ModelRouter | dict[str, Any] | list[ServedModel], **s
     """Serve `models` until the block ends."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
     sock = bind("127.0.0.1", 0)
-    app = create_app(router, settings=ServerSettings(port=sock.getsockname()[1], **settings))
+    limits = ServerSettings(port=sock.getsockname()[1], **settings)
+    app = create_app(router, settings=limits)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_on(app, sock, quiet=True))
+    task = loop.create_task(serve_on(app, sock, limits, quiet=True))
 
     def serve() -> None:
         asyncio.set_event_loop(loop)

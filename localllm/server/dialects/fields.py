@@ -1,4 +1,4 @@
-"""The request fields of the OpenAI face, in one table: honoured with a range, or refused with the reason.
+"""How every dialect reads a body: each field is honoured within a range, or refused with the reason.
 
 The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
 "off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated
@@ -8,17 +8,16 @@ The pydantic models are the honoured ones. REFUSED names fields we know and can'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from localllm.conversation.messages import flatten
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema, only_one
 
 MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Positive = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 StopText = Annotated[str, Field(max_length=1024)]
 
@@ -70,14 +69,16 @@ HINTS = frozenset(
 )  # fmt: skip
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What every request body has."""
+
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
     stream: bool | None = Field(None, description="send the answer as server-sent events")
 
 
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """How tokens are chosen. None takes the model's own default."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy")
@@ -128,64 +129,21 @@ class SamplingFields(_Body):
         sent = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(s for s in sent if s)
 
+    def constraint(self, response_format: Any = None) -> Constraint | None:
+        """The one constraint on the answer's form, also by OpenAI's `response_format` where a body has it. Raises
+        RequestError when several are given."""
+        return only_one(
+            response_format=of_response_format(response_format),
+            grammar=("gbnf", self.grammar) if self.grammar else None,
+            json_schema=of_schema(self.json_schema),
+        )
+
     def time_limit_s(self) -> float | None:
         """The answer's time limit in seconds."""
         return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None
 
 
-class StreamOptions(BaseModel):
-    """`include_usage` sends one more chunk with the token counts."""
-
-    model_config = ConfigDict(extra="allow")
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class ChatFields(SamplingFields):
-    """POST /v1/chat/completions."""
-
-    messages: list[Any] = Field(description="roles system, developer, user, assistant, tool; text content")
-    max_tokens: Count | None = Field(None, description="default: the remaining window")
-    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
-    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = Field(None, max_length=1024, description="groups the requests of one conversation")
-    prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
-    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
-
-    def predicted(self) -> str:
-        """The text of `prediction`; raises RequestError."""
-        if self.prediction is None:
-            return ""
-        if self.prediction.get("type") != "content":
-            raise RequestError("prediction.type must be content", param="prediction")
-        return flatten(self.prediction.get("content"), "prediction.content")
-
-    def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
-        for value in (self.max_completion_tokens, self.max_tokens, self.n_predict):
-            if value is not None:
-                return None if value < 0 else value
-        return None
-
-    def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-            return None
-        return self.top_logprobs or 0
-
-
-Fields = TypeVar("Fields", bound=_Body)
+Fields = TypeVar("Fields", bound=Body)
 
 
 def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:

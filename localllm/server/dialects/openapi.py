@@ -70,7 +70,7 @@ def _errors_of(path: str) -> dict[str, Any]:
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:
     """Route metadata: a required JSON body of that form, the keys a whole answer has, and the media type of a streamed
     one."""
-    _BODIES[model.__name__] = model
+    assert _BODIES.setdefault(model.__name__, model) is model, f"two bodies are named {model.__name__}"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     # Without keys it is an object, or a list of them: llama.cpp answers several choices so.
     form = {"type": "object", "required": list(keys)} if keys else {"type": ["object", "array"]}

@@ -14,7 +14,7 @@ from localllm.engine.api import Engine
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.server.generation import prompting
 from localllm.server.generation.compacting import Counts, Messages, fitted
-from localllm.server.generation.generate import Job, Outcome, Spent, Writer
+from localllm.server.generation.job import Job, Outcome, Spent, Writer
 from localllm.server.models.router import ServedModel
 
 

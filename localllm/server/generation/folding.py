@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.server.generation.generate import Outcome, Spent
+from localllm.server.generation.job import Outcome, Spent
 
 
 @dataclass

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol
+from dataclasses import replace
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyFormat, ReplyParser
-from localllm.conversation.tools.lazy import Start
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyParser
 from localllm.engine.api import Engine
 from localllm.engine.messages import (
     Event,
@@ -18,125 +15,11 @@ from localllm.engine.messages import (
     Prefill,
     Queued,
     Request,
-    Sampling,
     Text,
-    Timings,
     TokenLogprob,
-    Usage,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-
-Reason = Literal["stop", "length", "tool_calls"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
-
-    `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
-    as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
-    has finished. `calls`: what must follow the openings of the calls that the model may begin. `prediction` is text
-    expected in the answer, which drafting tries. `ignored` names fields that have no effect on this model,
-    `normalised` what was taken out of the prompt, `compacted` how much of the conversation was left out; `asked` is the
-    turn that is answered, where the reasoning behind the answer is to be remembered.
-    """
-
-    prompt: str | list[int]
-    also: tuple[str | list[int], ...] = ()
-    add_bos: bool = True
-    max_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    grammar: tuple[str, str] | None = None
-    cache_prompt: bool = True
-    time_limit_s: float | None = None
-    n: int = 1
-    reply: ReplyFormat = field(default_factory=ReplyFormat)
-    prefix: str = ""
-    calls: Mapping[str, Start] = field(default_factory=dict)
-    render_control: bool = False
-    conversation: str = ""
-    prediction: str = ""
-    ignored: tuple[str, ...] = ()
-    normalised: tuple[str, ...] = ()
-    compacted: str = ""
-    asked: str | None = None
-
-    @property
-    def choices(self) -> int:
-        """How many choices the reply has."""
-        return self.n * (1 + len(self.also))
-
-    @property
-    def reasons_first(self) -> bool:
-        """True when the constraint must wait for the end of the reasoning."""
-        return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
-
-
-@dataclass(frozen=True, slots=True)
-class Spent(Usage):
-    """The engine's counts, and how many of the completion's tokens were reasoning."""
-
-    reasoning_tokens: int = 0
-
-    @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> Spent:
-        """`usage` with the reasoning counted."""
-        return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one choice ended."""
-
-    reason: Reason
-    usage: Spent
-    timings: Timings
-    stop: str | None = None
-
-
-class Writer(Protocol):
-    """A dialect's way to write down a reply as it happens. Calls come in order: `start`, any number of the middle
-    ones, one `finish` per choice, `end`; or `error` at any point, after which nothing comes."""
-
-    def start(self) -> None:
-        """The engine has taken the request."""
-
-    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """More of the answer."""
-
-    def reasoning(self, choice: int, text: str) -> None:
-        """More of the reasoning."""
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        """A tool call begins."""
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of its arguments."""
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        """A choice ended."""
-
-    def end(self, usage: Spent, timings: Timings) -> None:
-        """Everything ended; the sums over the choices."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a job stands, for keep-alive comments."""
-
-    done: int = 0
-    total: int = 0
-    cached: int = 0
-    ahead: int = 0
-    accepted: bool = False
-
-    def __str__(self) -> str:
-        if self.total:
-            return f"prefill {self.done}/{self.total} tokens, {self.cached} cached"
-        return f"queued, {self.ahead} ahead" if self.accepted else "loading"
+from localllm.server.generation.job import Job, Outcome, Progress, Reason, Spent, Writer
 
 
 async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> None:

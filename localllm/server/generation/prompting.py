@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,33 +131,6 @@ def _build(
         grammar = ("lark", shaped) if shaped is not None else grammar
     control = style.control and (bool(tools) or style.think is not None)
     return Prompt(text, reply, grammar, prefix, calls, control, tuple(ignored))
-
-
-def constraint(response_format: Any) -> tuple[str, str] | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, Mapping):
-        raise RequestError("the response format must be an object with a type", param="response_format")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        # llama.cpp's spelling puts a schema beside json_object.
-        schema = response_format.get("schema")
-        return ("json_schema", json.dumps(schema if isinstance(schema, dict) else {"type": "object"}))
-    if kind == "json_schema":
-        wrapped = response_format.get("json_schema")
-        schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
-        if not isinstance(schema, Mapping):
-            raise RequestError(
-                "response_format.json_schema.schema must be an object", param="response_format.json_schema"
-            )
-        return ("json_schema", json.dumps(schema))
-    raise UnsupportedError(
-        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
-        param="response_format",
-    )
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:

@@ -1,10 +1,9 @@
-"""Errors of the HTTP border and the one way every error becomes a response, in each dialect's shape."""
+"""Errors of the HTTP border, what every error adds to its response, and what is logged of the unforeseen."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from typing import Any
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, NotFoundError, RequestError
 
@@ -75,15 +74,3 @@ def internal(error: BaseException) -> LocalLLMError:
     if isinstance(error, LocalLLMError):
         return error
     return LocalLLMError(f"the server failed on this request ({type(error).__name__})", hint="see the server's log")
-
-
-def to_anthropic(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Anthropic's API."""
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-             404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}  # fmt: skip
-    return {"type": "error", "error": {"type": kinds.get(error.http_status, "api_error"), "message": error.message}}
-
-
-def to_ollama(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Ollama's API."""
-    return {"error": error.message}

@@ -8,19 +8,12 @@ machine (DNS rebinding), the Origin, when there is one, must be allowed (foreign
 from __future__ import annotations
 
 import hmac
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from localllm.errors import AuthError, LocalLLMError, RequestError
+from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
+from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings, is_loopback
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Schemes of desktop programs: a web site can't have such an origin.
 _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")
@@ -119,11 +112,7 @@ def host_name(authority: str) -> str:
 
 async def refuse(send: Send, error: LocalLLMError) -> None:
     """Answer with `error` as JSON."""
-    body = json.dumps(error.to_openai(), ensure_ascii=False).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(k.encode(), v.encode()) for k, v in headers_of(error).items()]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_json(send, error.http_status, error.to_openai(), headers_of(error))
 
 
 async def _preflight(send: Send, origin: str) -> None:

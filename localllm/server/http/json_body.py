@@ -1,12 +1,19 @@
-"""Bytes to a JSON object that can't hurt: bounded depth, finite numbers, valid Unicode."""
+"""JSON over HTTP: a body within the limits of size, time and depth, with finite numbers and valid Unicode; and replies."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from starlette.requests import Request
+
 from localllm.errors import RequestError
+from localllm.server.http.asgi import Send
+from localllm.server.http.errors import BodyTooLargeError, SlowBodyError
+from localllm.server.http.settings import ServerSettings
 
 _STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -16,6 +23,35 @@ class BadJsonError(RequestError):
     """The body is not JSON, or not a JSON object."""
 
     code = "invalid_json"
+
+
+async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
+    """The request's JSON object, within the limits of size, depth and time. Raises RequestError."""
+
+    async def collect() -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > settings.max_body_bytes:
+                raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    try:
+        body = await asyncio.wait_for(collect(), settings.body_timeout_s)
+    except TimeoutError as e:
+        raise SlowBodyError(f"the body did not arrive within {settings.body_timeout_s:.0f} seconds") from e
+    return parse(body, settings.max_json_depth)
+
+
+async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    """A whole JSON response."""
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    raw = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    raw += [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": data})
 
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:

@@ -13,18 +13,19 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import LocalLLMError
-from localllm.server.http.gate import App, Receive, Scope, Send
-from localllm.server.http.sockets import bind
+from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 
 _GRACE_S = 5
-_HEADER_TIMEOUT_S = 15.0
+_KEEP_ALIVE_S = 75
 
 
 class _Protocol(H11Protocol):
     """uvicorn's HTTP, plus what it lacks: a connection that does not finish its headers in time is closed, and small
     frames leave at once."""
 
+    header_timeout_s: float
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -33,7 +34,7 @@ class _Protocol(H11Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._slow)
+        self._deadline = self.loop.call_later(self.header_timeout_s, self._slow)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -43,7 +44,7 @@ class _Protocol(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
         elif started and self._deadline is None:
-            self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self._slow)
+            self._deadline = self.loop.call_later(self.header_timeout_s, self._slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
@@ -63,24 +64,27 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_on(app: App, sock: socket.socket, *, quiet: bool = False) -> None:
+async def serve_on(app: App, sock: socket.socket, settings: ServerSettings, *, quiet: bool = False) -> None:
     """Serve until cancelled; open streams get a few seconds to end. Prompts are never logged."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
         await app(scope, receive, send)
 
+    class Protocol(_Protocol):
+        header_timeout_s = settings.header_timeout_s
+
     config = uvicorn.Config(
         outermost,
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         log_level=logging.CRITICAL if quiet else logging.WARNING,
         timeout_graceful_shutdown=_GRACE_S,
-        timeout_keep_alive=75,
-        limit_concurrency=512,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        limit_concurrency=settings.max_connections + 1,  # uvicorn refuses from this number on
         server_header=False,
         date_header=False,
     )
@@ -96,10 +100,3 @@ async def serve_on(app: App, sock: socket.socket, *, quiet: bool = False) -> Non
         sock.close()
     if not server.started:
         raise LocalLLMError("the HTTP server did not start")
-
-
-def serve(app: App, host: str = "127.0.0.1", port: int = 11535) -> None:
-    """Bind and serve until Ctrl-C. Raises PortInUseError before anything else happens."""
-    sock = bind(host, port)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve_on(app, sock))

@@ -24,7 +24,8 @@ class ServerSettings:
     """`allowed_hosts` and `allowed_origins` are added to the loopback names. Sizes in bytes, times in seconds.
 
     `grace_s`: how long a stream's headers wait for an early error to become an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `body_timeout_s`: how long a client may take to send its request.
+    silence on a stream. `header_timeout_s`, `body_timeout_s`: how long a client may take to send a request's head, and its
+    body. `max_connections`: more than that at once are answered 503.
     """
 
     host: str = "127.0.0.1"
@@ -36,7 +37,6 @@ class ServerSettings:
     unix_socket: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_json_depth: int = 96
-    max_choices: int = 16
     grace_s: float = 0.8
     keepalive_s: float = 10.0
     body_timeout_s: float = 30.0

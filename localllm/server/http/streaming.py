@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -12,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import LocalLLMError
-from localllm.server.http.errors import BodyTooLargeError, SlowBodyError, headers_of, internal, log_failure
-from localllm.server.http.gate import Receive, Scope, Send
-from localllm.server.http.json_body import parse
+from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.errors import headers_of, internal, log_failure
+from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
@@ -195,32 +194,3 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
-    """The request's JSON object, within the limits of size, depth and time. Raises RequestError."""
-
-    async def collect() -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > settings.max_body_bytes:
-                raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    try:
-        body = await asyncio.wait_for(collect(), settings.body_timeout_s)
-    except TimeoutError as e:
-        raise SlowBodyError(f"the body did not arrive within {settings.body_timeout_s:.0f} seconds") from e
-    return parse(body, settings.max_json_depth)
-
-
-async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
-    """A whole JSON response."""
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    raw = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    raw += [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": data})

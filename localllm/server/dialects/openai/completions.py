@@ -13,15 +13,19 @@ from localllm.conversation.fim import fim_prompt
 from localllm.engine.api import Engine
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import Count, SamplingFields, StreamOptions
-from localllm.server.dialects.openai.chat_reply import cache_note, timings_body, usage_body
+from localllm.server.dialects.constraint import Constraint
+from localllm.server.dialects.fields import Count, SamplingFields
+from localllm.server.dialects.openai import chat_reply
+from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
+from localllm.server.dialects.openai.chat_reply import usage_body
+from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompting
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.generate import Job, Outcome, Spent
+from localllm.server.generation.job import Job, Outcome, Progress, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
+from localllm.server.serving import MakeJob, Order
 
-_quote = json.encoder.encode_basestring_ascii
 MAX_PROMPTS = 16
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)]
 
@@ -60,8 +64,33 @@ class CompletionFields(SamplingFields):
         return None if value is None or value < 0 else value
 
 
-def check(fields: CompletionFields) -> None:
-    """Raise RequestError for what is wrong whatever the model."""
+def order(fields: CompletionFields, model: ServedModel) -> Order:
+    """Raw text, answered as text_completion or its chunks."""
+    echo = bool(fields.echo)
+
+    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+        return whole(fold, job, model.name, echo=echo)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> Chunks:
+        return Chunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
+
+    return Order(_task(fields, model), answer, writer)
+
+
+def fill_in_order(fields: CompletionFields, model: ServedModel) -> Order:
+    """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
+
+    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+        return chat_reply.whole(fold, model.name)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> chat_reply.Chunks:
+        return chat_reply.Chunks(outbox, model.name, n=job.choices, include_usage=True)
+
+    return Order(_task(fields, model), answer, writer)
+
+
+def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
+    """How to make the job; raises RequestError for what is wrong whatever the model."""
     prompts = fields.prompts()
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
         raise RequestError("suffix needs one prompt that is text", param="suffix")
@@ -69,23 +98,15 @@ def check(fields: CompletionFields) -> None:
         raise RequestError("echo can't be combined with logprobs: the prompt's are not computed", param="echo")
     if fields.echo and any(not isinstance(p, str) for p in prompts):
         raise RequestError("echo needs prompts that are text", param="echo")
-    constraint(fields)
+    grammar = fields.constraint(fields.response_format)
+
+    async def job(engine: Engine) -> Job:
+        return await job_of(fields, grammar, model, engine)
+
+    return job
 
 
-def constraint(fields: CompletionFields) -> tuple[str, str] | None:
-    """The one constraint on the answer."""
-    found = [
-        prompting.constraint(fields.response_format),
-        ("gbnf", fields.grammar) if fields.grammar else None,
-        ("json_schema", json.dumps(fields.json_schema)) if fields.json_schema is not None else None,
-    ]
-    given = [f for f in found if f is not None]
-    if len(given) > 1:
-        raise RequestError("response_format, grammar and json_schema can't be combined: send one", param="grammar")
-    return given[0] if given else None
-
-
-async def job_of(fields: CompletionFields, model: ServedModel, engine: Engine) -> Job:
+async def job_of(fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: Engine) -> Job:
     """The job `fields` asks for."""
     prompts = fields.prompts()
     add_bos = engine.info.adds_bos
@@ -103,21 +124,21 @@ async def job_of(fields: CompletionFields, model: ServedModel, engine: Engine) -
         stop=fields.stops(),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=fields.logprobs,
-        grammar=constraint(fields),
+        grammar=grammar,
         cache_prompt=fields.cache_prompt is not False,
         time_limit_s=fields.time_limit_s(),
         n=fields.n or 1,
     )
 
 
-class Chunks:
+class Chunks(RawText):
     """The Writer of text_completion events. `echoes` is put before each choice's answer."""
 
     def __init__(self, outbox: Outbox, model: str, job: Job, *, include_usage: bool, echo: bool) -> None:
         self._outbox, self._include_usage = outbox, include_usage
         self._head = (
             f'data: {{"id":"{new_id()}","object":"text_completion","created":{int(time.time())},'
-            f'"model":{_quote(model)},"system_fingerprint":null'
+            f'"model":{quote(model)},"system_fingerprint":null'
         )
         self._tail = f"}}]{',' + chr(34) + 'usage' + chr(34) + ':null' if include_usage else ''}}}\n\n"
         self._job, self._echo = job, echo
@@ -133,18 +154,9 @@ class Chunks:
         """More of the answer."""
         said = json.dumps(logprobs_body(logprobs)) if logprobs else "null"
         self._outbox.write(
-            f'{self._head},"choices":[{{"index":{choice},"text":{_quote(text)},"logprobs":{said},'
+            f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{said},'
             f'"finish_reason":null{self._tail}'.encode()
         )
-
-    def reasoning(self, choice: int, text: str) -> None:
-        """Raw text has no reasoning."""
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        """Raw text has no calls."""
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """Raw text has no calls."""
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         """The finish reason of a choice."""
@@ -158,7 +170,7 @@ class Chunks:
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
             self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
-        self._outbox.write(f": cache {cache_note(usage)}\n\ndata: [DONE]\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
 
 
 def whole(fold: Fold, job: Job, model: str, *, echo: bool) -> dict[str, Any]:
