@@ -71,7 +71,7 @@ def zed(t: Target, home: Path) -> Recipe:
         "display_name": f"{t.model} (this machine)",
         "max_tokens": t.n_ctx,
         "max_output_tokens": t.answer_tokens,
-        "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": True},
+        "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False},
     }
     provider = {"api_url": f"{t.url}/v1", "available_models": [model]}
     return Recipe(

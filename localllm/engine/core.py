@@ -119,13 +119,14 @@ class Engine:
         info = self.backend.info
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
+        generation = request.generation
         room = info.n_ctx - len(prompt)
         if room < 1:
             said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
             return [Failure(request.id, "context_length_exceeded", said)]
-        if request.max_tokens is not None and request.max_tokens > room:
+        if generation.max_tokens is not None and generation.max_tokens > room:
             said = (
-                f"the prompt has {len(prompt)} tokens and max_tokens asks for {request.max_tokens} more; "
+                f"the prompt has {len(prompt)} tokens and max_tokens asks for {generation.max_tokens} more; "
                 f"the served context is {info.n_ctx}"
             )
             return [Failure(request.id, "context_length_exceeded", said)]
@@ -145,11 +146,11 @@ class Engine:
             request=request,
             tokens=list(prompt),
             n_prompt=len(prompt),
-            max_tokens=room if request.max_tokens is None else request.max_tokens,
-            sampler=Sampler(request.sampling, constraint),
-            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), request.stop),
+            max_tokens=room if generation.max_tokens is None else generation.max_tokens,
+            sampler=Sampler(generation.sampling, constraint),
+            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), generation.stop),
             submitted_s=self.clock(),
-            predicted=self.backend.tokenize(request.prediction, special=False) if request.prediction else [],
+            predicted=self.backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
         )
         self._waiting[job.id] = job
         self.metrics.requests += 1
@@ -396,7 +397,7 @@ class Engine:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.sampler.greedy and job.request.logprobs is None
+        greedy = job.sampler.greedy and job.request.generation.logprobs is None
         best = result.argmax(index) if greedy else []
         rows = None if greedy else result.logits(index)
         accepted = 0
@@ -435,11 +436,13 @@ class Engine:
             job.first_token_s = now
             job.prefill_s = now - (job.admitted_s or now)
         self.metrics.generated_tokens += 1
-        if token in self._eog and not job.request.ignore_eos:
+        if token in self._eog and not job.request.generation.ignore_eos:
             job.tokens.append(token)
             return "stop"
         text = job.text.push(token)
-        logprobs = self._logprobs(job, token, row) if job.request.logprobs is not None and row is not None else ()
+        logprobs = (
+            self._logprobs(job, token, row) if job.request.generation.logprobs is not None and row is not None else ()
+        )
         job.tokens.append(token)
         said.append(Text(job.id, text, (token,), logprobs))
         if job.text.stopped_by is not None:
@@ -456,7 +459,7 @@ class Engine:
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
 
-        n = job.request.logprobs or 0
+        n = job.request.generation.logprobs or 0
         top: list[int] = best_ids(row, n).tolist() if n else []
         alternatives = tuple((text(t), t, float(values[t])) for t in top)
         return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
@@ -482,12 +485,12 @@ class Engine:
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
-            self.residency.release(sequence, held, keep=job.request.cache_prompt)
+            self.residency.release(sequence, held, keep=job.request.generation.cache_prompt)
 
     def _expire(self) -> None:
         now = self.clock()
         for job in [*self._running.values(), *self._waiting.values()]:
-            limit = job.request.time_limit_s
+            limit = job.request.generation.time_limit_s
             if limit is not None and now - job.submitted_s > limit:
                 self._finish(job, "length")
 

@@ -15,6 +15,7 @@ from localllm.engine.messages import Event, Prefill, Request, Text
 from localllm_backends.contract import BackendFailure, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 MB = 10**6
@@ -81,7 +82,7 @@ def words(n: int, seed: int) -> list[int]:
 
 
 def ask(key: str, prompt: list[int], n: int = 8) -> Request:
-    return Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+    return request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
 
 
 def start(engine: Engine, *requests: Request) -> Outcome:

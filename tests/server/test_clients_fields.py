@@ -28,7 +28,7 @@ CHAT: dict[str, tuple[str, Any]] = {
     "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "frequency_penalty": (HONOURED, 1),
     "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "logprobs": (HONOURED, True),
     "max_completion_tokens": (HONOURED, 5), "max_tokens": (HONOURED, 5), "parallel_tool_calls": (HONOURED, False),
-    "prompt_cache_key": (HONOURED, "k"), "response_format": (HONOURED, {"type": "json_object"}), "seed": (HONOURED, 3),
+    "prompt_cache_key": (NAMED, "k"), "response_format": (HONOURED, {"type": "json_object"}), "seed": (HONOURED, 3),
     "stop": (HONOURED, ["x"]), "stream_options": (HONOURED, {"include_usage": True}), "tools": (HONOURED, [TOOL]),
     "tool_choice": (HONOURED, "auto"), "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
     "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]), "functions": (REFUSED, [{"name": "f"}]),
@@ -65,7 +65,7 @@ TEXT: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 RESPONSES: dict[str, tuple[str, Any]] = {
     "input": (HONOURED, "hi"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
-    "parallel_tool_calls": (HONOURED, False), "prompt_cache_key": (HONOURED, "k"), "reasoning": (NAMED, {"effort": "low"}),
+    "parallel_tool_calls": (HONOURED, False), "prompt_cache_key": (NAMED, "k"), "reasoning": (NAMED, {"effort": "low"}),
     "store": (HONOURED, False), "stream": (HONOURED, False), "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5),
     "text": (HONOURED, {"format": {"type": "json_object"}}), "tool_choice": (HONOURED, "auto"),
     "tools": (HONOURED, [{"type": "function", "name": "f"}]), "truncation": (HONOURED, "auto"),

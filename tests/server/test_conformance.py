@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.engine.messages import Generation, Sampling
 from support.http_server import running_server
 from support.scripted_engine import BOS, ScriptedEngine
 
@@ -58,7 +59,7 @@ def sampling(field: str, sent: Any, reached: Any, path: str = "/v1/chat/completi
     return honoured(
         f"{key or field}={sent!r}",
         {key or field: sent},
-        lambda r, j, h: getattr(r.sampling, field) == reached,
+        lambda r, j, h: getattr(r.generation.sampling, field) == reached,
         path=path,
     )
 
@@ -136,18 +137,20 @@ ROWS = [
     ),
     honoured("max_completion_tokens", {"max_completion_tokens": 2}, lambda r, j, h: _text(j) == "He"),
     honoured("n_predict", {"n_predict": 4}, lambda r, j, h: _text(j) == "Hell"),
-    honoured("no limit is the remaining window", {}, lambda r, j, h: r.max_tokens is None),
+    honoured("no limit is the remaining window", {}, lambda r, j, h: r.generation.max_tokens is None),
     honoured(
-        "max_tokens beyond the window", {"max_tokens": 99999}, lambda r, j, h: r.max_tokens == 4096 - len(r.prompt)
+        "max_tokens beyond the window",
+        {"max_tokens": 99999},
+        lambda r, j, h: r.generation.max_tokens == 4096 - len(r.prompt),
     ),
     honoured("stop as text", {"stop": "lo"}, lambda r, j, h: _text(j) == "Hel"),
     honoured("stop as a list", {"stop": ["zz", " w"]}, lambda r, j, h: _text(j) == "Hello"),
-    honoured("stop null", {"stop": None}, lambda r, j, h: r.stop == ()),
+    honoured("stop null", {"stop": None}, lambda r, j, h: r.generation.stop == ()),
     honoured("n", {"n": 3}, lambda r, j, h: [c["index"] for c in j["choices"]] == [0, 1, 2]),
-    honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.ignore_eos),
-    honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.cache_prompt),
-    honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.time_limit_s == 2.5),
-    honoured("prompt_cache_key", {"prompt_cache_key": "k"}, lambda r, j, h: r.conversation == "k"),
+    honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.generation.ignore_eos),
+    honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),
+    honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.generation.time_limit_s == 2.5),
+    tolerated("prompt_cache_key", {"prompt_cache_key": "k"}, "prompt_cache_key"),
     refused("max_tokens below 0", {"max_tokens": -5}, "max_tokens"),
     refused("max_tokens is a fraction", {"max_tokens": 1.5}, "max_tokens"),
     refused("n is 0", {"n": 0}, "n:"),
@@ -311,7 +314,7 @@ ROWS = [
     honoured(
         "prediction",
         {"prediction": {"type": "content", "content": [{"type": "text", "text": "as before"}]}},
-        lambda r, j, h: r.prediction == "as before",
+        lambda r, j, h: r.generation.prediction == "as before",
     ),
     refused("prediction of another type", {"prediction": {"type": "audio"}}, "prediction.type"),
     honoured(
@@ -497,8 +500,8 @@ ROWS = [
         "options",
         {"options": {"temperature": 0, "num_predict": 2, "top_k": 3, "seed": 9, "stop": ["zz"]}},
         lambda r, j, h: (
-            (r.sampling.temperature, r.max_tokens, r.sampling.top_k, r.sampling.seed, r.stop, j["done_reason"])
-            == (0, 2, 3, 9, ("zz",), "length")
+            (r.generation, j["done_reason"])
+            == (Generation(Sampling(temperature=0, top_k=3, seed=9), max_tokens=2, stop=("zz",)), "length")
         ),
         path=OCHAT,
     ),
@@ -547,7 +550,7 @@ ROWS = [
         lambda r, j, h: (j["content"], j["stop_type"], j["tokens_predicted"]) == ("Hel", "limit", 3),
         path=LCPP,
     ),
-    honoured("n_predict -1", {"n_predict": -1}, lambda r, j, h: r.max_tokens is None, path=LCPP),
+    honoured("n_predict -1", {"n_predict": -1}, lambda r, j, h: r.generation.max_tokens is None, path=LCPP),
     honoured(
         "n_probs", {"n_probs": 2}, lambda r, j, h: len(j["completion_probabilities"][0]["top_logprobs"]) == 2, path=LCPP
     ),
@@ -561,7 +564,9 @@ ROWS = [
         path=INFILL,
     ),
     honoured("infill continues", {"prompt": "zz"}, lambda r, j, h: r.prompt[-3:] == [202, 122, 122], path=INFILL),
-    honoured("infill's time limit", {"t_max_predict_ms": 1}, lambda r, j, h: r.time_limit_s == 0.001, path=INFILL),
+    honoured(
+        "infill's time limit", {"t_max_predict_ms": 1}, lambda r, j, h: r.generation.time_limit_s == 0.001, path=INFILL
+    ),
     tolerated(
         "llama.vscode's warm-up",
         {"samplers": [], "n_indent": 4, "id_slot": 0, "t_max_prompt_ms": 500},

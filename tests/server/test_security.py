@@ -377,7 +377,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
 def test_many_clients_that_leave_harm_nobody() -> None:
     """A quarter of the clients leave in mid-answer; the others are answered, and the engine ends with nothing running."""
     gate = Gate()
-    engine = ScriptedEngine(script=lambda r: ["x"] * 20 if r.max_tokens != 7 else ["x", gate, "y"])
+    engine = ScriptedEngine(script=lambda r: ["x"] * 20 if r.generation.max_tokens != 7 else ["x", gate, "y"])
 
     async def one(client: httpx.AsyncClient, i: int) -> bool:
         leaves = i % 4 == 0

@@ -7,12 +7,13 @@ The pydantic models are the honoured ones. REFUSED names fields we know and can'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema, only_one
 
@@ -103,31 +104,43 @@ class SamplingFields(Body):
     grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
     json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
 
-    def sampling(self, default: Sampling) -> Sampling:
-        """These fields over the model's defaults."""
-
-        def pick(value: Any, fallback: Any) -> Any:
-            return fallback if value is None else value
-
-        top_k = pick(self.top_k, default.top_k)
-        return Sampling(
-            temperature=pick(self.temperature, default.temperature),
-            top_k=0 if top_k < 0 else top_k,
-            top_p=pick(self.top_p, default.top_p),
-            min_p=pick(self.min_p, default.min_p),
-            typical_p=pick(self.typical_p, default.typical_p),
-            repeat_penalty=pick(self.repeat_penalty, pick(self.repetition_penalty, default.repeat_penalty)),
-            repeat_last_n=MAX_TOKENS if self.repeat_last_n == -1 else pick(self.repeat_last_n, default.repeat_last_n),
-            presence_penalty=pick(self.presence_penalty, default.presence_penalty),
-            frequency_penalty=pick(self.frequency_penalty, default.frequency_penalty),
-            seed=None if self.seed is None or self.seed == -1 else self.seed & (2**63 - 1),
-            logit_bias=_bias(self.logit_bias or {}),
+    def generation(self, default: Sampling) -> Generation:
+        """How the answer is made: these fields over the model's defaults. Raises RequestError."""
+        return Generation(
+            sampling=sampling_over(
+                default,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                typical_p=self.typical_p,
+                repeat_penalty=self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
+                repeat_last_n=self.repeat_last_n,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed,
+                logit_bias=None if self.logit_bias is None else _bias(self.logit_bias),
+            ),
+            max_tokens=self.answer_tokens(),
+            stop=stop_texts(self.stop),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.alternatives(),
+            time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
+            cache_prompt=self.cache_prompt is not False,
+            prediction=self.predicted(),
         )
 
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings, empty ones left out."""
-        sent = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(s for s in sent if s)
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; None = the remaining window."""
+        return None
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        return None
+
+    def predicted(self) -> str:
+        """Text expected in the answer."""
+        return ""
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """The one constraint on the answer's form, also by OpenAI's `response_format` where a body has it. Raises
@@ -138,9 +151,22 @@ class SamplingFields(Body):
             json_schema=of_schema(self.json_schema),
         )
 
-    def time_limit_s(self) -> float | None:
-        """The answer's time limit in seconds."""
-        return self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None
+
+def sampling_over(default: Sampling, **sent: Any) -> Sampling:
+    """The values that were sent over the model's own; None was not sent. A seed of -1 draws one."""
+    given = {name: value for name, value in sent.items() if value is not None}
+    if given.get("top_k", 0) < 0:
+        given["top_k"] = 0
+    if given.get("repeat_last_n") == -1:
+        given["repeat_last_n"] = MAX_TOKENS
+    if "seed" in given:
+        given["seed"] = None if given["seed"] == -1 else given["seed"] & (2**63 - 1)
+    return replace(default, **given)
+
+
+def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The stop strings, empty ones left out."""
+    return tuple(s for s in ([sent] if isinstance(sent, str) else sent or ()) if s)
 
 
 Fields = TypeVar("Fields", bound=Body)

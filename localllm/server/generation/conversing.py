@@ -7,39 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.conversation.recall import Recall
-from localllm.conversation.tools.base import Tool
-from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.api import Engine
-from localllm.engine.messages import Sampling, Timings, TokenLogprob
+from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.server.generation import prompting
 from localllm.server.generation.compacting import Counts, Messages, fitted
 from localllm.server.generation.job import Job, Outcome, Spent, Writer
+from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `compaction`: the
-    client lets us leave out the oldest turns when the conversation does not fit."""
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `n` choices are
+    wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit."""
 
     messages: Sequence[Mapping[str, Any]]
-    sampling: Sampling
-    tools: Sequence[Tool] = ()
-    choice: Choice = field(default_factory=lambda: Choice("none"))
-    parallel: bool = True
-    grammar: tuple[str, str] | None = None
-    effort: str | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    cache_prompt: bool = True
-    time_limit_s: float | None = None
+    generation: Generation
+    wishes: Wishes = field(default_factory=Wishes)
     n: int = 1
-    conversation: str = ""
-    prediction: str = ""
     compaction: bool = False
 
 
@@ -49,44 +35,22 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, 
     template = model.template(engine.info)
 
     async def render(kept: Messages) -> prompting.Prompt:
-        return await prompting.build(
-            template,
-            kept,
-            tools=ask.tools,
-            choice=ask.choice,
-            parallel=ask.parallel,
-            grammar=ask.grammar,
-            reasoning_effort=ask.effort,
-            template_kwargs=ask.template_kwargs,
-            tokenize=engine.tokenize,
-        )
+        return await prompting.build(template, kept, ask.wishes, engine.tokenize)
 
     if ask.compaction:
-        prompt, shortened = await fitted(engine, template, messages, render, ask.max_tokens, counts)
+        prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
     return Job(
         prompt=prompt.text,
+        generation=ask.generation,
+        answer=prompt.answer,
         add_bos=prompting.wants_bos(engine.info, prompt.text),
-        max_tokens=ask.max_tokens,
-        sampling=ask.sampling,
-        stop=ask.stop,
-        ignore_eos=ask.ignore_eos,
-        logprobs=ask.logprobs,
-        grammar=prompt.grammar,
-        cache_prompt=ask.cache_prompt,
-        time_limit_s=ask.time_limit_s,
         n=ask.n,
-        reply=prompt.reply,
-        prefix=prompt.prefix,
-        calls=prompt.calls,
-        render_control=prompt.control,
-        conversation=ask.conversation,
-        prediction=ask.prediction,
         ignored=prompt.ignored,
         normalised=normalised,
         compacted="" if shortened is None else str(shortened),
-        asked=ask.messages[-1]["content"] if prompt.reply.think is not None else None,
+        asked=ask.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
     )
 
 

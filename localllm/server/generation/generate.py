@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyParser
 from localllm.engine.api import Engine
@@ -19,7 +20,7 @@ from localllm.engine.messages import (
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.job import Job, Outcome, Progress, Reason, Spent, Writer
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Reason, Spent, Writer
 
 
 async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> None:
@@ -57,57 +58,52 @@ async def _within_window(engine: Engine, job: Job) -> Job:
     """`max_tokens` is a limit, not a wish: agents send 32,000 whatever the window, so it is lowered to what is left.
 
     A token has at least one byte, so a short prompt needs no counting."""
-    if job.max_tokens is None:
+    most = job.generation.max_tokens
+    if most is None:
         return job
     size = len(job.prompt.encode()) + 1 if isinstance(job.prompt, str) else len(job.prompt)
     n_ctx = engine.info.n_ctx
-    if size + job.max_tokens <= n_ctx:
+    if size + most <= n_ctx:
         return job
     tokens = job.prompt
     if isinstance(tokens, str):
         tokens = await engine.tokenize(tokens, add_bos=job.add_bos)
     room = n_ctx - len(tokens)
-    if room <= 0 or job.max_tokens <= room:
+    if room <= 0 or most <= room:
         return replace(job, prompt=tokens)
-    return replace(job, prompt=tokens, max_tokens=room)
+    return replace(job, prompt=tokens, generation=replace(job.generation, max_tokens=room))
 
 
 async def _choice(engine: Engine, job: Job, choice: int, variant: int, writer: Writer, progress: Progress) -> Outcome:
-    sampling = job.sampling
-    if variant and sampling.seed is not None:
-        sampling = replace(sampling, seed=sampling.seed + variant)
+    generation, answer = job.generation, job.answer
+    seed = generation.sampling.seed
+    if variant and seed is not None:
+        generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
     request = Request(
-        id=secrets.token_hex(12),
-        prompt=job.prompt,
-        max_tokens=job.max_tokens,
-        sampling=sampling,
-        stop=job.stop,
-        ignore_eos=job.ignore_eos,
-        logprobs=job.logprobs,
-        grammar=job.grammar,
-        cache_prompt=job.cache_prompt,
+        secrets.token_hex(12),
+        job.prompt,
+        generation,
+        grammar=answer.grammar,
         add_bos=job.add_bos,
-        time_limit_s=job.time_limit_s,
-        render_control=job.render_control,
-        conversation=job.conversation,
-        prediction=job.prediction,
+        render_control=answer.control,
     )
-    voice = _Voice(writer, choice, progress, None if job.reply.plain else job.reply.parser())
+    voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
     before: Finish | None = None
-    if job.reasons_first:
-        request, before = await _reason(engine, job, request, voice)
-        if request.max_tokens == 0:
+    if answer.reasons_first:
+        request, before = await _reason(engine, answer, request, voice)
+        if request.generation.max_tokens == 0:
             return voice.finish(replace(before, reason="length"))
-    if job.prefix:
-        voice.hear(job.prefix)
-        request = replace(request, prompt=await _behind(engine, request, job.prefix), add_bos=False)
-    end = await (_with_calls(engine, job, request, voice) if job.calls else voice.speak(engine, request))
+    if answer.prefix:
+        voice.hear(answer.prefix)
+        request = replace(request, prompt=await _behind(engine, request, answer.prefix), add_bos=False)
+    end = await (_with_calls(engine, answer, request, voice) if answer.calls else voice.speak(engine, request))
     return voice.finish(_joined(before, end))
 
 
-async def _with_calls(engine: Engine, job: Job, request: Request, voice: _Voice) -> Finish:
+async def _with_calls(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
     """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
-    free = replace(request, stop=(*request.stop, *job.calls))
+    stops = (*request.generation.stop, *answer.calls)
+    free = _generating(request, stop=stops)
     said: list[str] = []
     end: Finish | None = None
     while True:
@@ -117,52 +113,64 @@ async def _with_calls(engine: Engine, job: Job, request: Request, voice: _Voice)
             if end is None:
                 raise
             return replace(end, reason="length")
-        start = job.calls.get(end.stop or "")
+        start = answer.calls.get(end.stop or "")
         if start is None or end.reason == "length":
             return end
         said.append(voice.hear(end.stop or ""))
         if voice.in_call:
             said.append(voice.hear(start.lead))
-            strict = await _going_on(engine, request, said, end)
+            rest = await _going_on(engine, request, said, end)
             try:
-                strict = replace(strict, id=request.id + "c", grammar=start.grammar, stop=(), ignore_eos=False)
+                strict = replace(_generating(rest, stop=(), ignore_eos=False), grammar=start.grammar)
                 end = _joined(end, await voice.speak(engine, strict, said))
             except UnsupportedError:
                 # A schema that no grammar can hold: the call comes as the model writes it.
-                free = replace(await _going_on(engine, request, said, end), id=request.id + "u")
-                return _joined(end, await voice.speak(engine, free))
+                return _joined(end, await voice.speak(engine, rest))
             if end.reason == "length":
                 return end
             said.append(voice.hear(start.closing))
             # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
-            if not (start.again and job.reply.parallel) or not voice.new_call():
+            if not (start.again and answer.reply.parallel) or not voice.new_call():
                 return end
         rest = await _going_on(engine, request, said, end)
-        if rest.max_tokens == 0:
+        if rest.generation.max_tokens == 0:
             return replace(end, reason="length")
-        free = replace(rest, id=request.id + "f", stop=free.stop)
+        free = _generating(rest, stop=stops)
 
 
 async def _going_on(engine: Engine, request: Request, said: list[str], so_far: Finish) -> Request:
     """`request` for what comes behind the words said so far."""
-    left = None if request.max_tokens is None else max(0, request.max_tokens - so_far.usage.completion_tokens)
-    return replace(request, prompt=await _behind(engine, request, "".join(said)), add_bos=False, max_tokens=left)
+    prompt = await _behind(engine, request, "".join(said))
+    rest = _generating(request, max_tokens=_left(request, so_far))
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True)
 
 
-async def _reason(engine: Engine, job: Job, request: Request, voice: _Voice) -> tuple[Request, Finish]:
+async def _reason(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
     """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
-    assert job.reply.think is not None
-    closing = job.reply.think[1]
+    assert answer.reply.think is not None
+    closing = answer.reply.think[1]
     thought: list[str] = []
-    free = replace(request, id=request.id + "t", grammar=None, stop=(*request.stop, closing), ignore_eos=False)
+    stops = (*request.generation.stop, closing)
+    free = replace(_generating(request, stop=stops, ignore_eos=False), grammar=None)
     end = await voice.speak(engine, free, thought)
-    left = None if request.max_tokens is None else max(0, request.max_tokens - end.usage.completion_tokens)
     if end.reason == "length":
-        return replace(request, max_tokens=0), end
+        return _generating(request, max_tokens=0), end
     bridge = closing + "\n\n"
     voice.hear(bridge)
     prompt = await _behind(engine, request, "".join(thought) + bridge)
-    return replace(request, prompt=prompt, add_bos=False, max_tokens=left), end
+    rest = _generating(request, max_tokens=_left(request, end))
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True), end
+
+
+def _generating(request: Request, **changes: Any) -> Request:
+    """`request` with some fields of its Generation changed."""
+    return replace(request, generation=replace(request.generation, **changes))
+
+
+def _left(request: Request, so_far: Finish) -> int | None:
+    """Tokens that may follow those generated so far; None = the remaining window."""
+    most = request.generation.max_tokens
+    return None if most is None else max(0, most - so_far.usage.completion_tokens)
 
 
 async def _behind(engine: Engine, request: Request, text: str) -> str | list[int]:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.tools.lazy import Start
-from localllm.engine.messages import Sampling, Timings, TokenLogprob, Usage
+from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
 
 _MAX_NOTE_CHARS = 500
 
@@ -16,35 +16,42 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
+class AnswerPlan:
+    """What is known of an answer before it is made: how the engine holds it to a form, and how its text is read.
 
     `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
     as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
-    has finished. `calls`: what must follow the openings of the calls that the model may begin. `prediction` is text
-    expected in the answer, which drafting tries. `ignored` names fields that have no effect on this model,
-    `normalised` what was taken out of the prompt, `compacted` how much of the conversation was left out; `asked` is the
-    turn that is answered, where the reasoning behind the answer is to be remembered.
+    has finished. `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
+    markers are control tokens, which the engine must render.
+    """
+
+    reply: ReplyFormat = field(default_factory=ReplyFormat)
+    grammar: tuple[str, str] | None = None
+    prefix: str = ""
+    calls: Mapping[str, Start] = field(default_factory=dict)
+    control: bool = False
+
+    @property
+    def reasons_first(self) -> bool:
+        """True when the constraint must wait for the end of the reasoning."""
+        return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
+
+    `ignored` names fields that have no effect on this model, `normalised` what was taken out of the prompt,
+    `compacted` how much of the conversation was left out; `asked` is the turn that is answered, where the reasoning
+    behind the answer is to be remembered.
     """
 
     prompt: str | list[int]
+    generation: Generation
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
     also: tuple[str | list[int], ...] = ()
     add_bos: bool = True
-    max_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    grammar: tuple[str, str] | None = None
-    cache_prompt: bool = True
-    time_limit_s: float | None = None
     n: int = 1
-    reply: ReplyFormat = field(default_factory=ReplyFormat)
-    prefix: str = ""
-    calls: Mapping[str, Start] = field(default_factory=dict)
-    render_control: bool = False
-    conversation: str = ""
-    prediction: str = ""
     ignored: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
     compacted: str = ""
@@ -54,11 +61,6 @@ class Job:
     def choices(self) -> int:
         """How many choices the reply has."""
         return self.n * (1 + len(self.also))
-
-    @property
-    def reasons_first(self) -> bool:
-        """True when the constraint must wait for the end of the reasoning."""
-        return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
 
 
 @dataclass(frozen=True, slots=True)

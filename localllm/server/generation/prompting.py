@@ -14,53 +14,52 @@ from localllm.conversation.tools.base import Tool, ToolFormat
 from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
 from localllm.conversation.tools.prompt import Choice, forced, with_instruction
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
 
 # Variables of a rendering that a client may not set: they are the conversation itself.
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
-_NO_CALL = Choice("none")
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wishes of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
+    how much reasoning (`effort`), and variables of the model's template."""
+
+    tools: Sequence[Tool] = ()
+    choice: Choice = field(default_factory=lambda: Choice("none"))
+    parallel: bool = True
+    grammar: tuple[str, str] | None = None
+    effort: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        return list(self.tools) if self.choice.mode != "none" else []
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation. `grammar` constrains the answer after the reasoning; `prefix` is the beginning of that
-    answer (a forced call). `calls`: openings of calls the model may begin, and what then follows. `control`: the
-    reply's markers are control tokens, which the engine must render."""
+    """A rendered conversation and what is known of its answer. `ignored`: wishes that this model can't fulfil."""
 
     text: str
-    reply: ReplyFormat
-    grammar: tuple[str, str] | None = None
-    prefix: str = ""
-    calls: Mapping[str, Start] = field(default_factory=dict)
-    control: bool = False
-    ignored: tuple[str, ...] = field(default=())
+    answer: AnswerPlan
+    ignored: tuple[str, ...] = ()
 
 
 async def build(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Tool] = (),
-    choice: Choice = _NO_CALL,
-    parallel: bool = True,
-    grammar: tuple[str, str] | None = None,
-    reasoning_effort: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    tokenize: Tokenize | None = None,
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, tokenize: Tokenize | None = None
 ) -> Prompt:
     """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells
     whether an opening marker is one token; it is asked only where a grammar must spell one."""
-    kwargs = dict(template_kwargs or {})
-    offered = list(tools) if choice.mode != "none" else []
     marker: int | None = None
-    if offered and grammar is not None and tokenize is not None:
+    if wishes.offered and wishes.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
-    return await asyncio.to_thread(
-        _build, template, messages, offered, choice, parallel, grammar, reasoning_effort, kwargs, marker
-    )
+    return await asyncio.to_thread(_build, template, messages, wishes, marker)
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
@@ -69,28 +68,10 @@ def _style(template: ChatTemplate) -> ToolFormat:
 
 
 def _build(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: list[Tool],
-    choice: Choice,
-    parallel: bool,
-    grammar: tuple[str, str] | None,
-    effort: str | None,
-    kwargs: dict[str, Any],
-    marker_id: int | None,
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, marker_id: int | None
 ) -> Prompt:
-    for name in _RESERVED:
-        if name in kwargs:
-            raise RequestError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
-    ignored: list[str] = []
-    if effort is not None:
-        if "reasoning_effort" in template.source:
-            kwargs.setdefault("reasoning_effort", effort)
-        elif "enable_thinking" in template.source:
-            kwargs.setdefault("enable_thinking", effort not in _THINKING_OFF)
-        else:
-            ignored.append("reasoning_effort")  # this model has no reasoning to steer
-    style = _style(template)
+    kwargs, ignored = _variables(template, wishes)
+    tools, style = wishes.offered, _style(template)
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
@@ -98,39 +79,67 @@ def _build(
     think = style.think or think_markers(template.source)
     thinking = think is not None and text.rstrip().endswith(think[0])
     reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops)
+    if tools:
+        answer = _with_tools(wishes, style, template.source, reply, marker_id)
+    else:
+        grammar = wishes.grammar
+        if grammar is not None and grammar[0] == "json_schema":
+            shaped = answer_alone(style, grammar[1])
+            grammar = ("lark", shaped) if shaped is not None else grammar
+        answer = AnswerPlan(reply, grammar, control=style.control and style.think is not None)
+    return Prompt(text, answer, ignored)
+
+
+def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and the wishes it has none for. Raises RequestError for one that nobody may set."""
+    kwargs = dict(wishes.template_kwargs or {})
+    for name in _RESERVED:
+        if name in kwargs:
+            raise RequestError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
+    if wishes.effort is None:
+        return kwargs, ()
+    if "reasoning_effort" in template.source:
+        kwargs.setdefault("reasoning_effort", wishes.effort)
+    elif "enable_thinking" in template.source:
+        kwargs.setdefault("enable_thinking", wishes.effort not in _THINKING_OFF)
+    else:
+        return kwargs, ("reasoning_effort",)  # this model has no reasoning to steer
+    return kwargs, ()
+
+
+def _with_tools(
+    wishes: Wishes, style: ToolFormat, source: str, reply: ReplyFormat, marker_id: int | None
+) -> AnswerPlan:
+    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call."""
+    tools, grammar, parallel = wishes.offered, wishes.grammar, wishes.parallel
     prefix = ""
     calls: Mapping[str, Start] = {}
-    if tools:
-        if choice.mode == "required":
-            if grammar is not None:
-                raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
-            style = style if style.opening is not None else tool_formats.DEFAULT
-            prefix, grammar = forced(style, tools, choice)
-            parallel = False
-        elif grammar is not None:
-            kind, schema = grammar
-            both = either(style, template.source, tools, schema, marker_id) if kind == "json_schema" else None
-            if both is None:
-                raise UnsupportedError(
-                    f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
-                    "format: send tool_choice none or required",
-                    param="response_format",
-                )
-            grammar = ("lark", both)
-        else:
-            calls = starts_of(style, template.source, tools)
-        reader = style.reader
-        reply = replace(
-            reply,
-            call_markers=style.markers,
-            new_reader=lambda first, marker: reader(first, marker, tools),
-            parallel=parallel,
-        )
-    elif grammar is not None and grammar[0] == "json_schema":
-        shaped = answer_alone(style, grammar[1])
-        grammar = ("lark", shaped) if shaped is not None else grammar
-    control = style.control and (bool(tools) or style.think is not None)
-    return Prompt(text, reply, grammar, prefix, calls, control, tuple(ignored))
+    if wishes.choice.mode == "required":
+        if grammar is not None:
+            raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
+        style = style if style.opening is not None else tool_formats.DEFAULT
+        prefix, grammar = forced(style, tools, wishes.choice)
+        parallel = False
+    elif grammar is not None:
+        kind, schema = grammar
+        both = either(style, source, tools, schema, marker_id) if kind == "json_schema" else None
+        if both is None:
+            raise UnsupportedError(
+                f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
+                "format: send tool_choice none or required",
+                param="response_format",
+            )
+        grammar = ("lark", both)
+    else:
+        calls = starts_of(style, source, tools)
+    reader = style.reader
+    reply = replace(
+        reply,
+        call_markers=style.markers,
+        new_reader=lambda first, marker: reader(first, marker, tools),
+        parallel=parallel,
+    )
+    return AnswerPlan(reply, grammar, prefix, calls, style.control)
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:

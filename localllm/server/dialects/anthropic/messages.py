@@ -9,11 +9,12 @@ from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_schema
-from localllm.server.dialects.fields import Body, Count, StopText
+from localllm.server.dialects.fields import Body, Count, StopText, sampling_over, stop_texts
 from localllm.server.generation.conversing import Ask
+from localllm.server.generation.prompting import Wishes
 
 # Known to Anthropic's API and without effect on an answer here.
 HINTS = frozenset({"metadata", "service_tier", "betas", "speed"})
@@ -59,27 +60,16 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
     effort = (fields.output_config or {}).get("effort")
     if effort is not None and effort not in _EFFORTS:
         raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config")
-    sampling = Sampling(
-        temperature=default.temperature if fields.temperature is None else fields.temperature,
-        top_k=default.top_k if fields.top_k is None else fields.top_k,
-        top_p=default.top_p if fields.top_p is None else fields.top_p,
-        min_p=default.min_p,
-        typical_p=default.typical_p,
-        repeat_penalty=default.repeat_penalty,
-        repeat_last_n=default.repeat_last_n,
-    )
-    ask = Ask(
-        messages=normalise(messages),
-        sampling=sampling,
+    wishes = Wishes(
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=parallel,
         grammar=_form(fields),
         effort="none" if thinking == "disabled" else _EFFORTS[effort] if effort else "high" if thinking else None,
-        max_tokens=fields.max_tokens,
-        stop=tuple(s for s in fields.stop_sequences or [] if s),
     )
-    return ask, skipped
+    sampling = sampling_over(default, temperature=fields.temperature, top_p=fields.top_p, top_k=fields.top_k)
+    generation = Generation(sampling, fields.max_tokens, stop_texts(fields.stop_sequences))
+    return Ask(normalise(messages), generation, wishes), skipped
 
 
 def _form(fields: MessagesFields) -> Constraint | None:

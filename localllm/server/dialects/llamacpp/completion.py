@@ -15,7 +15,7 @@ from localllm.server.dialects.fields import Body, SamplingFields
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompting
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Outcome, Progress, Spent
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order
@@ -37,6 +37,10 @@ class LlamaCppFields(SamplingFields):
     def answer_tokens(self) -> int | None:
         """The longest answer asked for."""
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; 0 is the same as none."""
+        return self.n_probs or None
 
 
 class ExtraFile(Body):
@@ -66,14 +70,8 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
         return Job(
             prompt=prompt,
             add_bos=isinstance(prompt, str) and prompting.wants_bos(engine.info, prompt),
-            max_tokens=fields.answer_tokens(),
-            sampling=fields.sampling(model.sampling),
-            stop=fields.stops(),
-            ignore_eos=bool(fields.ignore_eos),
-            logprobs=fields.n_probs or None,
-            grammar=grammar,
-            cache_prompt=fields.cache_prompt is not False,
-            time_limit_s=fields.time_limit_s(),
+            generation=fields.generation(model.sampling),
+            answer=AnswerPlan(grammar=grammar),
             n=n or 1,
         )
 

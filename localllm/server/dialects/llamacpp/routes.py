@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from localllm.conversation.messages import normalise
+from localllm.engine.messages import Generation
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.llamacpp import completion, model_list
@@ -17,6 +18,7 @@ from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.conversing import Ask
+from localllm.server.generation.prompting import Wishes
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
 
@@ -90,7 +92,8 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
         """The prompt a conversation becomes."""
         fields, _ = read(TemplateFields, await read_json(request, server.settings))
         model = server.models.resolve(fields.model)
-        ask = Ask(normalise(fields.messages), model.sampling, template_kwargs=fields.chat_template_kwargs)
+        wishes = Wishes(template_kwargs=fields.chat_template_kwargs)
+        ask = Ask(normalise(fields.messages), Generation(model.sampling), wishes)
         with model.lease():
             job = await server.job(ask, model, await model.engine())
         return {"prompt": job.prompt}

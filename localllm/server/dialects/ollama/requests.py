@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,13 +10,14 @@ from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.api import Engine
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
-from localllm.server.dialects.fields import Body, StopText
+from localllm.server.dialects.fields import Body, StopText, sampling_over, stop_texts
 from localllm.server.generation import prompting
 from localllm.server.generation.conversing import Ask
-from localllm.server.generation.job import Job
+from localllm.server.generation.job import AnswerPlan, Job
+from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
 
 HINTS = frozenset({"keep_alive", "model", "name", "stream", "truncate"})
@@ -53,30 +53,14 @@ class OllamaBody(Body):
     def _options(self) -> Options:
         return self.options if self.options is not None else Options.model_validate({})
 
-    def sampling(self, default: Sampling) -> Sampling:
-        """The options over the model's defaults."""
+    def generation(self, default: Sampling) -> Generation:
+        """How the answer is made: the options over the model's defaults."""
         options = self._options()
-        given = {
-            k: v for k, v in options.model_dump(exclude={"num_predict", "stop"}, exclude_none=True).items()
-            if k in Options.model_fields
-        }  # fmt: skip
-        if given.get("seed") == -1:
-            del given["seed"]
-        elif "seed" in given:
-            given["seed"] &= 2**63 - 1
-        if given.get("top_k") == -1:
-            given["top_k"] = 0
-        if given.get("repeat_last_n") == -1:
-            given["repeat_last_n"] = 2**31 - 1
-        return replace(default, **given)
-
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        sent = self._options().stop
-        return tuple(s for s in ([sent] if isinstance(sent, str) else sent or []) if s)
+        sent = {name: getattr(options, name) for name in Options.model_fields if name not in ("num_predict", "stop")}
+        return Generation(sampling_over(default, **sent), self.answer_tokens(), stop_texts(options.stop))
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for."""
+        """The longest answer asked for; None = the remaining window."""
         n = self._options().num_predict
         return None if n is None or n < 0 else n
 
@@ -134,26 +118,18 @@ def chat_ask(fields: OllamaChat, default: Sampling) -> Ask:
         if message.get("images"):
             raise UnsupportedError(f"messages[{i}].images: this model reads text only", param="messages")
     tools = checked(fields.tools)
-    return _ask(fields, default, fields.messages, replace_tools=tools)
+    return _ask(fields, default, fields.messages, tools)
 
 
 def generate_ask(fields: OllamaGenerate, default: Sampling) -> Ask:
     """The Ask of a prompt that goes through the template."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    return _ask(fields, default, [*messages, {"role": "user", "content": fields.prompt}], replace_tools=[])
+    return _ask(fields, default, [*messages, {"role": "user", "content": fields.prompt}], [])
 
 
-def _ask(fields: OllamaBody, default: Sampling, messages: Any, *, replace_tools: list[dict[str, Any]]) -> Ask:
-    return Ask(
-        messages=normalise(messages),
-        sampling=fields.sampling(default),
-        tools=replace_tools,
-        choice=choice_of(None, replace_tools),
-        grammar=fields.constraint(),
-        effort=fields.effort(),
-        max_tokens=fields.answer_tokens(),
-        stop=fields.stops(),
-    )
+def _ask(fields: OllamaBody, default: Sampling, messages: Any, tools: list[dict[str, Any]]) -> Ask:
+    wishes = Wishes(tools=tools, choice=choice_of(None, tools), grammar=fields.constraint(), effort=fields.effort())
+    return Ask(normalise(messages), fields.generation(default), wishes)
 
 
 async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: Engine) -> Job:
@@ -164,8 +140,6 @@ async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: Engine) ->
     return Job(
         prompt=prompt,
         add_bos=prompting.wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
-        max_tokens=fields.answer_tokens(),
-        sampling=fields.sampling(model.sampling),
-        stop=fields.stops(),
-        grammar=fields.constraint(),
+        generation=fields.generation(model.sampling),
+        answer=AnswerPlan(grammar=fields.constraint()),
     )

@@ -15,6 +15,7 @@ from localllm.server.dialects.openai import chat_reply
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.prompting import Wishes
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order
@@ -44,7 +45,6 @@ class ChatFields(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = Field(None, max_length=1024, description="groups the requests of one conversation")
     prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
 
@@ -89,26 +89,16 @@ def order(fields: ChatFields, model: ServedModel) -> Order:
 def ask_of(fields: ChatFields, default: Sampling) -> Ask:
     """What `fields` asks for. Raises RequestError for what is wrong whatever the model."""
     tools = checked(fields.tools)
-    return Ask(
-        messages=normalise(fields.messages),
-        sampling=fields.sampling(default),
+    wishes = Wishes(
         tools=tools,
         choice=choice_of(fields.tool_choice, tools),
         parallel=fields.parallel_tool_calls is not False,
         grammar=fields.constraint(fields.response_format),
         effort=fields.reasoning_effort,
         template_kwargs=fields.chat_template_kwargs,
-        max_tokens=fields.answer_tokens(),
-        stop=fields.stops(),
-        ignore_eos=bool(fields.ignore_eos),
-        logprobs=fields.alternatives(),
-        cache_prompt=fields.cache_prompt is not False,
-        time_limit_s=fields.time_limit_s(),
-        n=fields.n or 1,
-        conversation=fields.prompt_cache_key or "",
-        prediction=fields.predicted(),
-        compaction=fields.truncation == "auto",
     )
+    compaction = fields.truncation == "auto"
+    return Ask(normalise(fields.messages), fields.generation(default), wishes, fields.n or 1, compaction)
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

@@ -21,7 +21,7 @@ from localllm.server.dialects.openai.chat_reply import usage_body
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompting
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Outcome, Progress, Spent
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import MakeJob, Order
@@ -62,6 +62,10 @@ class CompletionFields(SamplingFields):
         """The longest answer asked for; None = the remaining window."""
         value = self.max_tokens if self.max_tokens is not None else self.n_predict
         return None if value is None or value < 0 else value
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        return self.logprobs
 
 
 def order(fields: CompletionFields, model: ServedModel) -> Order:
@@ -117,16 +121,10 @@ async def job_of(fields: CompletionFields, grammar: Constraint | None, model: Se
         add_bos = prompting.wants_bos(engine.info, prompts[0])
     return Job(
         prompt=prompts[0],
+        generation=fields.generation(model.sampling),
+        answer=AnswerPlan(grammar=grammar),
         also=tuple(prompts[1:]),
         add_bos=add_bos,
-        max_tokens=fields.answer_tokens(),
-        sampling=fields.sampling(model.sampling),
-        stop=fields.stops(),
-        ignore_eos=bool(fields.ignore_eos),
-        logprobs=fields.logprobs,
-        grammar=grammar,
-        cache_prompt=fields.cache_prompt is not False,
-        time_limit_s=fields.time_limit_s(),
         n=fields.n or 1,
     )
 
@@ -180,7 +178,7 @@ def whole(fold: Fold, job: Job, model: str, *, echo: bool) -> dict[str, Any]:
     for i, choice in enumerate(fold.choices):
         assert choice.outcome is not None
         text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
-        logprobs = logprobs_body(tuple(choice.logprobs)) if job.logprobs is not None else None
+        logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
         choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason})
     return {
         "id": new_id(),

@@ -10,12 +10,13 @@ from pydantic import Field
 
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import of_response_format
-from localllm.server.dialects.fields import TRUNCATION, Body, Count
+from localllm.server.dialects.fields import TRUNCATION, Body, Count, sampling_over
 from localllm.server.dialects.responses.store import Store
 from localllm.server.generation.conversing import Ask
+from localllm.server.generation.prompting import Wishes
 
 # Known to OpenAI's API and without effect on an answer here.
 HINTS = frozenset(
@@ -50,7 +51,6 @@ class ResponsesFields(Body):
     prompt: None = Field(None, description="stored prompts are not kept here")
     conversation: None = Field(None, description="conversation objects are not kept here")
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    prompt_cache_key: str | None = Field(None, max_length=1024)
 
 
 def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any]) -> tuple[Ask, list[str]]:
@@ -73,30 +73,16 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any]) -> 
     effort = (fields.reasoning or {}).get("effort")
     if effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
         raise RequestError("reasoning.effort is not a known effort", param="reasoning")
-    choice = choice_of(sent if tools or sent not in ("auto", "none") else None, tools)
-    grammar = of_response_format(formatted)
-    ask = Ask(
-        messages=normalise(messages),
-        sampling=Sampling(
-            temperature=default.temperature if fields.temperature is None else fields.temperature,
-            top_k=default.top_k,
-            top_p=default.top_p if fields.top_p is None else fields.top_p,
-            min_p=default.min_p,
-            typical_p=default.typical_p,
-            repeat_penalty=default.repeat_penalty,
-            repeat_last_n=default.repeat_last_n,
-            seed=None if fields.seed in (None, -1) else int(fields.seed or 0) & (2**63 - 1),
-        ),
+    wishes = Wishes(
         tools=tools,
-        choice=choice,
+        choice=choice_of(sent if tools or sent not in ("auto", "none") else None, tools),
         parallel=fields.parallel_tool_calls is not False,
-        grammar=grammar,
+        grammar=of_response_format(formatted),
         effort=effort,
-        max_tokens=fields.max_output_tokens,
-        conversation=fields.prompt_cache_key or "",
-        compaction=fields.truncation == "auto",
     )
-    return ask, skipped
+    sampling = sampling_over(default, temperature=fields.temperature, top_p=fields.top_p, seed=fields.seed)
+    generation = Generation(sampling, fields.max_output_tokens)
+    return Ask(normalise(messages), generation, wishes, compaction=fields.truncation == "auto"), skipped
 
 
 def input_items(fields: ResponsesFields, store: Store) -> list[Any]:
