@@ -18,7 +18,7 @@ def prefix_in_progress(job: Job, source: Source, running: Iterable[Job]) -> bool
     """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
     prompt = job.tokens
     for other in running:
-        if not other.prefilling:
+        if not other.prefilling or not (job.shares and other.shares):
             continue
         ahead = min(len(other.tokens), len(prompt) - 1)
         shared = 0
@@ -37,6 +37,8 @@ def miss_reason(job: Job, is_control: Callable[[int], bool]) -> str:
     most = job.n_prompt - 1
     if job.n_kv >= most:
         return ""
+    if not job.shares:
+        return "the request asked for no cache"
     if job.known >= most or job.known > job.n_kv + 16:
         return f"{job.known - job.n_kv} known tokens were evicted"
     if job.known == 0:

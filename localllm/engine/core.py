@@ -9,7 +9,7 @@ what came out. Between steps one piece of a finished conversation's KV goes to t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, h
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Request, Text, TokenLogprob
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.residency import Residency, Source, plain_block
+from localllm.engine.residency import NOWHERE, Residency, Source, plain_block
 from localllm.engine.sampling import Constraint, Row, Sampler, best_ids, log_softmax
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
 from localllm.engine.speculation.draft_model import DraftModel
@@ -264,10 +264,7 @@ class Engine:
         most = self._may_run()
         while self._waiting and len(self._running) < most:
             now = self.clock()
-            sources = {
-                job.id: self.residency.lookup(as_tokens(job.tokens), self._running.values())
-                for job in self._waiting.values()
-            }
+            sources = {job.id: self._source(job, self._running.values()) for job in self._waiting.values()}
             order = admission_order(
                 [(j.id, len(j.tokens) - sources[j.id].length, now - j.submitted_s) for j in self._waiting.values()]
             )
@@ -289,7 +286,7 @@ class Engine:
             if self._running:
                 return False
             self.residency.make_room(self.backend.info.n_ctx, live=1)
-            source = self.residency.lookup(tokens, ())
+            source = self._source(job, ())
         try:
             taken = self.residency.take(source, tokens)
         except NoCellsError:
@@ -301,6 +298,12 @@ class Engine:
             job.queued_s = now - job.submitted_s
         job.admitted_s = now
         return True
+
+    def _source(self, job: Job, live: Iterable[Job]) -> Source:
+        """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
+        if not job.shares:
+            return NOWHERE
+        return self.residency.lookup(as_tokens(job.tokens), [j for j in live if j.shares])
 
     def _restore(self) -> None:
         """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it."""
@@ -324,7 +327,7 @@ class Engine:
             job.cached = job.n_kv
             job.miss = miss_reason(job, self.backend.is_control)
             self.metrics.cached_tokens += job.n_kv
-        if self.residency.cache.whole:
+        if self.residency.cache.whole and job.shares:
             job.checkpoints = checkpoints(job, self.backend.is_control)
         self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
@@ -485,7 +488,7 @@ class Engine:
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
-            self.residency.release(sequence, held, keep=job.request.generation.cache_prompt)
+            self.residency.release(sequence, held, keep=job.shares)
 
     def _expire(self) -> None:
         now = self.clock()
@@ -503,7 +506,11 @@ class Engine:
             assert youngest.sequence is not None
             self._asides.forget(youngest)
             youngest.leave()
-            self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
+            held = as_tokens(youngest.tokens[: youngest.n_kv])
+            if youngest.shares:
+                self.residency.park(youngest.sequence, held)
+            else:
+                self.residency.release(youngest.sequence, held, keep=False)
             youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
             self.speculator.forget(youngest)
             del self._running[youngest.id]

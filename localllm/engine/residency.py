@@ -53,6 +53,10 @@ class Source:
     match: Match | None = None
 
 
+# For a request that takes nothing from others.
+NOWHERE = Source("none", 0, 0, match=Match(0, (), 0, None))
+
+
 @dataclass(frozen=True)
 class Taken:
     """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be imported (None: nothing)."""

@@ -46,3 +46,16 @@ def test_one_that_was_parked_comes_back_with_its_tokens() -> None:
     for request in requests:
         alone = run(Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0)), request)
         assert together.tokens[request.id] == alone.tokens[request.id]
+
+
+def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
+    requests = [
+        request_for(key, key * 20, max_tokens=250, sampling=GREEDY, ignore_eos=True, cache_prompt=False) for key in "xy"
+    ]
+    together = run(engine, *requests)
+    assert engine.metrics.parked
+    assert engine.residency.cache.held_bytes == 0
+    for request in requests:
+        alone = run(Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0)), request)
+        assert together.tokens[request.id] == alone.tokens[request.id]

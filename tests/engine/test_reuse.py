@@ -121,14 +121,26 @@ def test_misses_are_explained() -> None:
     assert third.cache_miss == ""
 
 
-def test_nothing_is_kept_of_a_request_that_asks_so() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=2048))
-    prompt = turn("secret", 100)
+def test_nothing_is_kept_of_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+    engine = Engine(make(n_ctx=2048))
+    prompt = turn("secret", 100) + turn("and", 30) + turn("bot")
     run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY, cache_prompt=False))
     settle(engine)
     assert engine.residency.cache.held_bytes == 0
     _, cached = ask(engine, "2", prompt)
     assert cached == 0
+
+
+def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+    engine = Engine(make(n_ctx=2048))
+    prompt = turn("system", 100) + turn("question", 30) + turn("bot")
+    said, _ = ask(engine, "1", prompt)
+    outcome = run(engine, request_for("2", prompt, 8, GREEDY, ignore_eos=True, cache_prompt=False))
+    usage = outcome.finish("2").usage
+    assert prompt + outcome.tokens["2"] == said
+    assert (usage.cached_tokens, usage.cache_miss) == (0, "the request asked for no cache")
+    _, cached = ask(engine, "3", [*said, *turn("more")])
+    assert cached > 100, "what was cached before still is"
 
 
 def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_answer() -> None:
