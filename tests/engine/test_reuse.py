@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Prefill
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -141,6 +142,17 @@ def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedB
     assert (usage.cached_tokens, usage.cache_miss) == (0, "the request asked for no cache")
     _, cached = ask(engine, "3", [*said, *turn("more")])
     assert cached > 100, "what was cached before still is"
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_nobody_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: bool) -> None:
+    engine = Engine(ScriptedBackend(n_ctx=4096, n_batch=64))
+    prompt = turn("system", 1000) + turn("bot")
+    engine.submit(request_for("a", prompt, 2, GREEDY, cache_prompt=first), prompt)
+    engine.step()
+    engine.submit(request_for("b", prompt, 2, GREEDY, cache_prompt=second), prompt)
+    begun = any(isinstance(event, Prefill) and event.id == "b" for event in engine.step())
+    assert begun != (first and second), "two that share compute the prefix once, others begin at once"
 
 
 def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_answer() -> None:
