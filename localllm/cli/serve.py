@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from localllm.cli.launch import Launch
-    from localllm.server.router import ModelRouter, ServedModel
-    from localllm.server.settings import ServerSettings
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.models.router import ModelRouter, ServedModel
 
 _GB = "{:.2f} GB"
 
@@ -56,8 +56,8 @@ def serve(
     import sys
 
     from localllm.cli.launch import prepare_all
-    from localllm.server.idle import memory_is_short, unload_idle
-    from localllm.server.settings import ServerSettings
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.models.idle import memory_is_short, unload_idle
     from localllm.settings import Settings
 
     flags = {
@@ -101,7 +101,7 @@ def serve(
             )
             try:
                 app, serve_on = await serving
-                await serve_on(app, sock)
+                await serve_on(app, sock, server_settings)
             finally:
                 if watch is not None:
                     watch.cancel()
@@ -120,7 +120,7 @@ def _serving(router: ModelRouter, settings: ServerSettings) -> tuple[FastAPI, Ca
     gc.disable()
     try:
         from localllm.server.app import create_app
-        from localllm.server.run import serve_on
+        from localllm.server.http.run import serve_on
 
         return create_app(router, settings=settings), serve_on
     finally:
@@ -146,7 +146,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     Raises PortInUseError or UsageError."""
     from pathlib import Path
 
-    from localllm.server.sockets import bind, bind_unix
+    from localllm.server.http.sockets import bind, bind_unix
 
     if settings.unix_socket is None:
         sock = bind(settings.host, settings.port)
@@ -168,8 +168,8 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
     from localllm.cli.launch import memory_for_models
     from localllm.engine.embedding import EmbeddingHost
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.admission import Admission
-    from localllm.server.router import ModelRouter, ServedModel
+    from localllm.server.models.admission import Admission
+    from localllm.server.models.router import ModelRouter, ServedModel
 
     names = [launch.name for launch in launches]
     if len(set(names)) < len(names):
@@ -223,9 +223,9 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
     from localllm.cli.launch import prepare
     from localllm.cli.progress import loading_note
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.router import ModelRouter
-    from localllm.server.settings import ServerSettings
-    from localllm.server.sockets import bind
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.http.sockets import bind
+    from localllm.server.models.router import ModelRouter
     from localllm.settings import Settings
 
     settings = Settings({"context": context})
@@ -248,7 +248,7 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
                 await router.resolve(launch.name).engine()
                 ready.set()
                 app, serve_on = await serving
-                await serve_on(app, sock, quiet=True)
+                await serve_on(app, sock, server_settings, quiet=True)
             finally:
                 serving.cancel()
                 await router.close()
