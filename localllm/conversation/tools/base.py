@@ -16,9 +16,22 @@ Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 Grammar: TypeAlias = tuple[str, str]
 """A kind of grammar the engine knows and its source."""
 
+from localllm.errors import UnsupportedError
 
-class UnheldError(Exception):
+
+class UnheldError(UnsupportedError):
     """A format's grammar has no way to write some name or value. Its calls are then read as the model writes them."""
+
+    code = "unheld_call"
+
+    def __init__(
+        self,
+        message: str = "this tool format has no way to write that",
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
 
 
 @dataclass(frozen=True, slots=True)
