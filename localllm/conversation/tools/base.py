@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from localllm.conversation.reply import CallReader, Drop
+from localllm.errors import UnsupportedError
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -15,8 +16,6 @@ Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 """Functions: name and the JSON schema of the parameters."""
 Grammar: TypeAlias = tuple[str, str]
 """A kind of grammar the engine knows and its source."""
-
-from localllm.errors import UnsupportedError
 
 
 class UnheldError(UnsupportedError):
