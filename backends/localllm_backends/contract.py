@@ -244,6 +244,10 @@ class Backend(Protocol):
         """What is allocated now."""
         ...
 
+    def check_integrity(self) -> None:
+        """AssertionError where its books on cells and sequences are wrong; called by tests after whatever happened."""
+        ...
+
     def close(self) -> None:
         """Free everything. The object is dead afterwards."""
         ...

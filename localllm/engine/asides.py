@@ -59,7 +59,7 @@ class Asides:
 
     def _long(self, job: Job) -> bool:
         """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
-        new = job.prefilling and job.begun
+        new = job.prefilling and job.running
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def keeps_out(self, job: Job) -> bool:
@@ -75,7 +75,7 @@ class Asides:
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
         if self._aside is None or self.job is None:
             return 0
-        short = any(j.prefilling and j.begun and j is not self.job and not self._long(j) for j in running)
+        short = any(j.prefilling and j.running and j is not self.job and not self._long(j) for j in running)
         self._waited = short and not self._waited
         if self._waited:
             return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling import Distribution, Sampler
@@ -13,15 +13,18 @@ from localllm.engine.text import TextStream
 if TYPE_CHECKING:
     from localllm.engine.restoring import Restoring
 
+# Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
+State = Literal["waiting", "restoring", "running"]
+
 
 @dataclass(eq=False)
 class Job:
     """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
 
     `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
-    are plain guesses). `predicted` is the output its client expects, as tokens. Admitted,
-    it has `begun` once all of its prefix that can be had is imported (`restoring`); before, it is in no step but to compute
-    a `gap`. `known` is how far its prompt followed any known line. `admissions` counts beginnings: a parked job begins again."""
+    are plain guesses). `predicted` is the output its client expects, as tokens. While its `state` is "restoring",
+    its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known` is how far its
+    prompt followed any known line. `admissions` counts how often it went on to running: a parked job does so again."""
 
     request: Request
     tokens: list[int]
@@ -35,8 +38,8 @@ class Job:
     draft: list[int] = field(default_factory=list)
     draft_from: list[Distribution] | None = None
     predicted: list[int] = field(default_factory=list)
+    state: State = "waiting"
     restoring: Restoring | None = None
-    begun: bool = False
     known: int = 0
     checkpoints: list[int] = field(default_factory=list)
     cached: int = 0
@@ -75,6 +78,11 @@ class Job:
         return self.pending > 1 or self.n_generated == 0
 
     @property
+    def running(self) -> bool:
+        """True once all of its prefix that can be had is there."""
+        return self.state == "running"
+
+    @property
     def gap(self) -> int | None:
         """Where a gap in its cached prefix ends that must be computed before more of it can be imported."""
         return self.restoring.computes_to if self.restoring is not None else None
@@ -89,7 +97,7 @@ class Job:
         """It is out of the context, for good or parked: an import that is under way ends."""
         if self.restoring is not None:
             self.restoring.close()
-        self.restoring, self.begun = None, False
+        self.restoring, self.state = None, "waiting"
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -23,6 +23,7 @@ from localllm.engine.prefix_cache import Block, Match, MemoryBlock, PrefixCache,
 from localllm.engine.restoring import RestorePlan, Restoring
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
+_STATES: dict[Room, ResidentState] = {"now": "exporting", "later": "awaiting", "never": "refused"}
 # Large enough that a block's own overhead vanishes, small enough that one export is a fraction of a step.
 _PIECE_TOKENS = 512
 # Copying fewer tokens than this back is no faster than computing them.
@@ -30,22 +31,27 @@ MIN_TOKENS = 16
 # Closing waits this long for the writer to make room for what is not exported yet.
 _CLOSE_S = 10.0
 
+# Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory is written. Refused:
+# there is no room. Exported: all of it is in the cache. At hand: and in its memory, from where it comes back in no time.
+ResidentState = Literal["exporting", "awaiting", "refused", "exported", "at hand"]
+
 
 @dataclass(eq=False)
 class Resident:
-    """A finished line still in the context. `exported`: all of it is also in the prefix cache; `at_hand`: and in memory
-    there, when it was last looked at. `refused_at`: when there was no room for its next piece, and whether there may be
-    `later`. Both times are in changes of the cache. `used`: when its request ended, in uses of the cache; it takes no
-    room in the cache from what was used since."""
+    """A finished line still in the context, and how far its export to the prefix cache is: `state`, which held when the
+    cache had seen `as_of` changes. `used`: when its request ended, in uses of the cache; it takes no room in the cache
+    from what was used since."""
 
     sequence: int
     tokens: Tokens
-    exported: bool = False
-    refused_at: int | None = None
-    later: bool = False
-    at_hand: bool = False
+    state: ResidentState = "exporting"
     used: int | None = None
-    looked_at: int | None = None
+    as_of: int | None = None
+
+    @property
+    def exported(self) -> bool:
+        """All of it is also in the cache."""
+        return self.state in ("exported", "at hand")
 
 
 @dataclass(frozen=True)
@@ -200,8 +206,8 @@ class Residency:
             self._backend.drop(sequence)
             return
         self.cache.match(tokens)
-        exported = self.cache.gap(tokens) is None
-        self._residents.append(Resident(sequence, tokens.copy(), exported, used=self.cache.uses))
+        state: ResidentState = "exporting" if self.cache.gap(tokens) is not None else "exported"
+        self._residents.append(Resident(sequence, tokens.copy(), state, self.cache.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running job out of the context at once, keeping its KV in the cache."""
@@ -226,7 +232,7 @@ class Residency:
         # One stays for the next turn of the chat just answered; the others are in the cache.
         for resident in [r for r in (self._residents if busy else self._residents[:-1]) if self._at_hand(r)]:
             self._drop(resident)
-        return any(not r.exported and r.refused_at != self.cache.changes for r in self._residents)
+        return any(not r.exported and not self._refused(r) for r in self._residents)
 
     def finish(self) -> None:
         """Export what is resident, waiting for room if it must: nothing else is going on any more."""
@@ -238,7 +244,7 @@ class Residency:
     @property
     def waiting(self) -> bool:
         """True while something could be exported if only what is in memory were written."""
-        return any(r.later for r in self._residents)
+        return any(r.state == "awaiting" for r in self._residents)
 
     def make_room(self, cells: int, *, live: int, keep: Resident | None = None) -> bool:
         """Drop residents (exporting them first) until `cells` are free and one more sequence than `live` fits."""
@@ -261,10 +267,14 @@ class Residency:
 
     def _at_hand(self, resident: Resident) -> bool:
         """Is all of it in the cache's memory, from where it comes back in no time?"""
-        if resident.exported and resident.looked_at != self.cache.changes:
-            resident.looked_at = self.cache.changes
-            resident.at_hand = all(p.block.held_bytes for p in self.cache.peek(resident.tokens).parts)
-        return resident.exported and resident.at_hand
+        if resident.exported and resident.as_of != self.cache.changes:
+            in_memory = all(p.block.held_bytes for p in self.cache.peek(resident.tokens).parts)
+            resident.state, resident.as_of = "at hand" if in_memory else "exported", self.cache.changes
+        return resident.state == "at hand"
+
+    def _refused(self, resident: Resident) -> bool:
+        """There was no room for it, and nothing has changed since."""
+        return resident.state in ("awaiting", "refused") and resident.as_of == self.cache.changes
 
     def _drop(self, resident: Resident) -> None:
         self._residents.remove(resident)
@@ -299,7 +309,7 @@ class Residency:
 
     def _export_next(self, resident: Resident, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""
-        if resident.refused_at == self.cache.changes and not force:
+        if self._refused(resident) and not force:
             return False
         gap = self.cache.gap(resident.tokens)
         room: Room = "now"
@@ -308,9 +318,10 @@ class Residency:
             stop = stop if self.cache.whole else min(stop, start + _PIECE_TOKENS)
             room = self._store(resident.sequence, resident.tokens[:stop], start, resident.used, force=force)
             gap = self.cache.gap(resident.tokens)
-        resident.exported = gap is None
-        resident.later = room == "later"
-        resident.refused_at = None if room == "now" else self.cache.changes
+        if gap is None:
+            resident.state, resident.as_of = "exported", None
+        else:
+            resident.state, resident.as_of = _STATES[room], self.cache.changes
         return room == "now"
 
     def _store(

@@ -64,7 +64,7 @@ def test_what_was_read_aside_goes_on_as_if_read_in_steps(backend: Backend, prefi
         assert_same(expected, got)
     else:
         assert np.abs(expected - got).max() <= 10 * LOGIT_NOISE
-    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.check_integrity()
     backend.close()
 
 
@@ -97,7 +97,7 @@ def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
     assert backend.length(sequence) == 20
     feed(backend, sequence, [5, 6])
     backend.drop(sequence)
-    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.check_integrity()
     backend.close()
 
 
@@ -112,7 +112,7 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
         aside.join()
     aside.close()
     assert backend.length(sequence) == 0
-    backend.check_integrity()  # type: ignore[attr-defined]
+    backend.check_integrity()
     backend.close()
 
 
@@ -138,7 +138,7 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
 def test_what_it_takes_is_told_before(smollm2: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, n_gpu_layers=0))
     per_token = backend.memory().kv_bytes / 4096
-    sizes = [backend.aside_bytes(n) for n in (1, 256, 257, 3000)]  # type: ignore[attr-defined]
+    sizes = [backend.aside_bytes(n) for n in (1, 256, 257, 3000)]
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
     assert sizes[3] - sizes[0] == pytest.approx(per_token * (3072 - 256), rel=0.01)
     backend.close()

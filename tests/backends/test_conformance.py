@@ -100,9 +100,7 @@ def backend(
         _, _, setting = request.param.partition("+")
         made = llamacpp.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
     yield made
-    check = getattr(made, "check_integrity", None)
-    if check is not None:
-        check()
+    made.check_integrity()
     made.close()
 
 

@@ -217,6 +217,11 @@ class ScriptedBackend:
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 0, 0, 0, 0)
 
+    def check_integrity(self) -> None:
+        held = {id(c) for line in self._shared.values() for c in line}
+        assert len(held) + self.cells_free() == self._n_ctx
+        assert {k: len(v) for k, v in self._lines.items()} == {k: len(v) for k, v in self._shared.items()}
+
     def close(self) -> None:
         self._lines.clear()
         self._shared.clear()

@@ -1,0 +1,137 @@
+"""What a step computed becomes tokens, text and events: sampling, verifying drafts, and the rules that end an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.engine.job import Job
+from localllm.engine.jobs import Jobs
+from localllm.engine.messages import FinishReason, Text, TokenLogprob
+from localllm.engine.prefix_cache import as_tokens
+from localllm.engine.sampling import Row, best_ids, log_softmax
+from localllm.engine.scheduler import Grant
+from localllm_backends.contract import Backend, Chunk, StepResult
+
+
+@dataclass
+class Advance:
+    """Turns grants into chunks, and what came out of them into the jobs' next tokens."""
+
+    backend: Backend
+    jobs: Jobs
+
+    def __post_init__(self) -> None:
+        self._eog = frozenset(self.backend.info.eog_tokens)
+
+    def chunk(self, grant: Grant) -> Chunk:
+        """What a grant puts into the step."""
+        job = self.jobs.running[grant.key]
+        assert job.sequence is not None
+        if grant.prefill:
+            tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
+            return Chunk(job.sequence, tokens, 1 if job.n_kv + grant.n_tokens == len(job.tokens) else 0)
+        job.draft = job.draft[: grant.n_tokens - 1]
+        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens)
+
+    def advance(self, grants: list[Grant], result: StepResult) -> int:
+        """Every granted job by one step; returns how many had their first token."""
+        first = 0
+        for i, grant in enumerate(grants):
+            job = self.jobs.running[grant.key]
+            assert job.sequence is not None
+            job.n_kv += grant.n_tokens
+            if grant.prefill and job.n_kv < len(job.tokens):
+                self._after_chunk(job)
+                continue
+            first += job.first_token_s is None
+            self._accept(job, result, i)
+        return first
+
+    def _after_chunk(self, job: Job) -> None:
+        assert job.sequence is not None
+        if job.restoring is not None:
+            job.restoring.computed(job.n_kv)
+        if job.n_kv in job.checkpoints:
+            self.jobs.pool.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
+        self.jobs.progress(job, job.n_kv)
+
+    def _accept(self, job: Job, result: StepResult, index: int) -> None:
+        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
+        draft, drawn_from = job.draft, job.draft_from
+        job.draft, job.draft_from = [], None
+        greedy = job.sampler.greedy and job.request.generation.logprobs is None
+        best = result.argmax(index) if greedy else []
+        rows = None if greedy else result.logits(index)
+        accepted = 0
+        before = len(job.tokens)
+        said: list[Text] = []
+        finish: FinishReason | None = None
+        for i in range(len(draft) + 1):
+            if rows is None:
+                token = best[i]
+            elif drawn_from is not None and i < len(draft):
+                token, _ = job.sampler.verify(rows[i], job.tokens, draft[i], drawn_from[i])
+            else:
+                token = job.sampler.choose(rows[i], job.tokens)
+            right = i < len(draft) and token == draft[i]
+            accepted += right
+            finish = self._emit(job, token, None if rows is None else rows[i], said)
+            if finish is not None or not right:
+                break
+        self.jobs.events += said if len(said) < 2 else [_joined(said)]
+        # The KV of a drafted token that ended the answer is right too; what lies behind it is not.
+        rejected = len(draft) - accepted
+        job.accepted_drafts += accepted
+        job.rejected_drafts += rejected
+        self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
+        if rejected:
+            job.n_kv -= rejected
+            assert job.sequence is not None
+            self.backend.truncate(job.sequence, job.n_kv)
+        if finish is not None:
+            self.jobs.finish(job, finish)
+
+    def _emit(self, job: Job, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
+        """Append one chosen token, and its text to `said`; the reason if it ends the request."""
+        now = self.jobs.clock()
+        if job.first_token_s is None:
+            job.first_token_s = now
+            job.prefill_s = now - (job.admitted_s or now)
+        self.jobs.metrics.generated_tokens += 1
+        if token in self._eog and not job.request.generation.ignore_eos:
+            job.tokens.append(token)
+            return "stop"
+        text = job.text.push(token)
+        logprobs = (
+            self._logprobs(job, token, row) if job.request.generation.logprobs is not None and row is not None else ()
+        )
+        job.tokens.append(token)
+        said.append(Text(job.id, text, (token,), logprobs))
+        if job.text.stopped_by is not None:
+            return "stop"
+        if job.sampler.constraint is not None and job.sampler.constraint.finished:
+            return "stop"
+        if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
+            return "length"
+        return None
+
+    def _logprobs(self, job: Job, token: int, row: Row) -> tuple[TokenLogprob, ...]:
+        values = log_softmax(row)
+
+        def text(t: int) -> str:
+            return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
+
+        n = job.request.generation.logprobs or 0
+        top: list[int] = best_ids(row, n).tolist() if n else []
+        alternatives = tuple((text(t), t, float(values[t])) for t in top)
+        return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
+
+
+def _joined(said: list[Text]) -> Text:
+    """One event for all a step said to one request: clients are woken once per step, not once per token."""
+    return Text(
+        said[0].id,
+        "".join(t.text for t in said),
+        tuple(token for t in said for token in t.tokens),
+        tuple(p for t in said for p in t.logprobs),
+    )

@@ -1,0 +1,116 @@
+"""Every request in the engine's hands: who waits, who runs, what is to be said of them, and the one way out for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from localllm.engine.asides import Asides
+from localllm.engine.job import Job
+from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
+from localllm.engine.metrics import Metrics
+from localllm.engine.prefix_cache import as_tokens
+from localllm.engine.residency import Residency
+from localllm.engine.seen import SeenLines
+from localllm.engine.speculation.speculator import Speculator
+
+_PREFILL_EVENT_S = 0.25
+
+
+@dataclass
+class Jobs:
+    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet."""
+
+    pool: Residency
+    speculator: Speculator
+    asides: Asides
+    metrics: Metrics
+    clock: Callable[[], float]
+    seen: SeenLines = field(default_factory=SeenLines)
+    waiting: dict[str, Job] = field(default_factory=dict)
+    running: dict[str, Job] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    _progress_s: dict[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """True while there is any."""
+        return bool(self.waiting or self.running)
+
+    def find(self, request_id: str) -> Job | None:
+        """The job of that id, waiting or running."""
+        return self.waiting.get(request_id) or self.running.get(request_id)
+
+    @property
+    def decoding(self) -> bool:
+        """True while somebody's answer is being written."""
+        return any(not job.prefilling for job in self.running.values())
+
+    def drain(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def detach(self, job: Job) -> int | None:
+        """Take a job out of everybody's hands; returns its sequence, which is the caller's now."""
+        self.waiting.pop(job.id, None)
+        self.running.pop(job.id, None)
+        self._progress_s.pop(job.id, None)
+        self.speculator.forget(job)
+        self.asides.forget(job)
+        job.leave()
+        sequence, job.sequence = job.sequence, None
+        return sequence
+
+    def finish(self, job: Job, reason: FinishReason) -> None:
+        """It ended well, or its client left: its KV stays for others if it shares."""
+        rest = job.text.flush() if reason != "cancelled" else ""
+        if rest:
+            self.events.append(Text(job.id, rest))
+        if job.text.stopped_by is not None:
+            reason = "stop"
+        self.release(job)
+        self.events.append(Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by))
+
+    def release(self, job: Job) -> None:
+        """Take it out; its sequence goes back to the pool."""
+        sequence = self.detach(job)
+        if sequence is None:
+            return
+        held = as_tokens(job.tokens[: job.n_kv])
+        if job.shares:
+            self.seen.add(held)
+        self.pool.release(sequence, held, keep=job.shares)
+
+    def park(self, job: Job) -> None:
+        """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
+        sequence = self.detach(job)
+        assert sequence is not None
+        held = as_tokens(job.tokens[: job.n_kv])
+        if job.shares:
+            self.pool.park(sequence, held)
+        else:
+            self.pool.release(sequence, held, keep=False)
+        job.n_kv, job.draft = 0, []
+        self.waiting[job.id] = job
+        self.metrics.parked += 1
+
+    def fail(self, job: Job, failure: Failure) -> int | None:
+        """It ended badly; returns its sequence, whose KV is nobody's any more."""
+        sequence = self.detach(job)
+        self.events.append(failure)
+        return sequence
+
+    def expire(self) -> None:
+        """End those whose time is up."""
+        now = self.clock()
+        for job in [*self.running.values(), *self.waiting.values()]:
+            limit = job.request.generation.time_limit_s
+            if limit is not None and now - job.submitted_s > limit:
+                self.finish(job, "length")
+
+    def progress(self, job: Job, n_kv: int) -> None:
+        """Say now and then how much of its prompt is read."""
+        now = self.clock()
+        if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
+            self._progress_s[job.id] = now
+            self.events.append(Prefill(job.id, min(n_kv, job.n_prompt), job.n_prompt, job.cached))
