@@ -17,7 +17,6 @@ from pathlib import Path
 
 from localllm.engine.admission import Admission
 from localllm.engine.advancing import Advance
-from localllm.engine.asides import Asides
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
@@ -29,6 +28,7 @@ from localllm.engine.prefix_cache import PrefixCache
 from localllm.engine.residency import Residency
 from localllm.engine.sampling import Constraint, Sampler
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
+from localllm.engine.sliced_prefill import prefill_policy
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
@@ -78,8 +78,8 @@ class Engine:
         self._sizer = ChunkSizer(self.backend.info.n_batch)
         self.residency.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
-        self._asides = Asides(self.backend, self.settings.aside_tokens)
-        self.jobs = Jobs(self.residency, self.speculator, self._asides, self.metrics, self.clock)
+        self._prefill = prefill_policy(self.backend, self.settings.aside_tokens, self.metrics, self.clock)
+        self.jobs = Jobs(self.residency, self.speculator, self._prefill, self.metrics, self.clock)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._advance = Advance(self.backend, self.jobs)
@@ -168,8 +168,8 @@ class Engine:
         self._wake(busy=True)
         self._admission.admit()
         self._admission.restore()
-        self._read_aside()
-        self.speculator.propose(list(self.jobs.running.values()), hurry=self._asides.job is not None)
+        self._slice()
+        self.speculator.propose(list(self.jobs.running.values()), hurry=self._prefill.busy)
         grants = self._plan()
         if grants and not self._sweep(grants, tell):
             return self.jobs.drain()
@@ -222,8 +222,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
-        if self._asides.job is not None:
-            self._asides.forget(self._asides.job)
+        self._prefill.close()
         self.residency.finish()
         if self._disk is not None:
             self._disk.close()
@@ -242,23 +241,20 @@ class Engine:
                 waited_s=now - job.submitted_s,
             )
             for job in self.jobs.running.values()
-            if (job.running or job.gap is not None) and not self._asides.keeps_out(job)
+            if (job.running or job.gap is not None) and not self._prefill.keeps_out(job)
         ]
         info = self.backend.info
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
 
-    def _read_aside(self) -> None:
-        """A slice of time for the long prompt that is read beside the streams."""
-        job = self._asides.job
-        if job is not None:
-            started = self.clock()
-            slice_s = self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else LONE_STEP_S
-            read = self._asides.run(slice_s, self.jobs.running.values())
-            self.metrics.aside(read, self.clock() - started)
-            if job is self._asides.job:
-                self.jobs.progress(job, self._asides.n_kv)
-                return
-        self._asides.begin(self.jobs.running.values(), self.guard.spare_bytes)
+    def _slice(self) -> None:
+        """What the backend's prefill policy does between the steps."""
+        now = self._prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.spare_bytes)
+        if now is not None:
+            self.jobs.progress(*now)
+
+    def _slice_s(self) -> float:
+        """How long others wait for their next step at most, in seconds."""
+        return self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else LONE_STEP_S
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -268,7 +264,7 @@ class Engine:
         rows = sum(g.n_tokens for g in decoding)
         if decoding and not prefilled:
             self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
-        if rows == len(decoding) and self._asides.job is None:
+        if rows == len(decoding) and not self._prefill.busy:
             # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
             # has left the caches, and they take half as long again.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)

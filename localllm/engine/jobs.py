@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from localllm.engine.asides import Asides
 from localllm.engine.job import Job
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import as_tokens
 from localllm.engine.residency import Residency
 from localllm.engine.seen import SeenLines
+from localllm.engine.sliced_prefill import PrefillPolicy
 from localllm.engine.speculation.speculator import Speculator
 
 _PREFILL_EVENT_S = 0.25
@@ -23,7 +23,7 @@ class Jobs:
 
     pool: Residency
     speculator: Speculator
-    asides: Asides
+    prefill: PrefillPolicy
     metrics: Metrics
     clock: Callable[[], float]
     seen: SeenLines = field(default_factory=SeenLines)
@@ -56,7 +56,7 @@ class Jobs:
         self.running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
-        self.asides.forget(job)
+        self.prefill.forget(job)
         job.leave()
         sequence, job.sequence = job.sequence, None
         return sequence

@@ -1,28 +1,86 @@
-"""Which long prompt is read beside the streams, and for how long at a time.
+"""How prompts are read beside running streams: in chunks within their steps, or in slices of time between them.
 
 A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's kernels want many rows
 (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
 middle of a sweep (`Capabilities.asides`) reads large pieces and still lets every stream have its next token in time:
 the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
-others go the ordinary way.
+others go the ordinary way. Every other backend has the policy that does nothing: its chunks are the scheduler's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from localllm.engine.job import Job
+from localllm.engine.metrics import Metrics
 from localllm_backends.contract import Aside, AsideBackend, Backend, BackendFailure
 
 
-@dataclass
-class Asides:
-    """At most one `job` whose prompt is being read aside; prompts with fewer than `least_tokens` to read are not
-    worth the context it takes (0: none is)."""
+class PrefillPolicy(Protocol):
+    """What the loop asks of it. `busy`: a prompt is being read between the steps."""
 
-    backend: Backend
+    @property
+    def busy(self) -> bool:
+        """True while a prompt is read between the steps."""
+        ...
+
+    def advance(
+        self, running: Iterable[Job], slice_s: Callable[[], float], spare_bytes: int | None
+    ) -> tuple[Job, int] | None:
+        """Before a step: read for `slice_s`, or begin with a prompt if `spare_bytes` of memory are enough. Returns the job
+        that is read and how many tokens of it are done."""
+        ...
+
+    def keeps_out(self, job: Job) -> bool:
+        """True for what must not be in the next step."""
+        ...
+
+    def forget(self, job: Job) -> None:
+        """The job left the engine's hands: it ended, or is parked."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever is under way."""
+        ...
+
+
+class ChunkedPrefill:
+    """Prompts are read in the steps alone."""
+
+    busy = False
+
+    def advance(self, _running: Iterable[Job], _slice_s: Callable[[], float], _spare_bytes: int | None) -> None:
+        """Nothing to do between the steps."""
+
+    def keeps_out(self, _job: Job) -> bool:
+        """Everybody may be in the step."""
+        return False
+
+    def forget(self, _job: Job) -> None:
+        """Nothing is kept of a job."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def prefill_policy(backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float]) -> PrefillPolicy:
+    """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
+    if least_tokens > 0 and backend.capabilities.asides and isinstance(backend, AsideBackend):
+        return SlicedPrefill(backend, least_tokens, metrics, clock)
+    return ChunkedPrefill()
+
+
+@dataclass
+class SlicedPrefill:
+    """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
+    not worth the context it takes."""
+
+    backend: AsideBackend
     least_tokens: int
+    metrics: Metrics
+    clock: Callable[[], float]
     job: Job | None = None
     _aside: Aside | None = None
     _start: int = 0
@@ -31,26 +89,41 @@ class Asides:
     _waited: bool = False
     _refused: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        able = self.least_tokens > 0 and self.backend.capabilities.asides
-        self._able = self.backend if able and isinstance(self.backend, AsideBackend) else None
+    @property
+    def busy(self) -> bool:
+        """True while a prompt is read between the steps."""
+        return self.job is not None
 
-    def begin(self, running: Iterable[Job], spare_bytes: int | None) -> None:
+    def advance(
+        self, running: Iterable[Job], slice_s: Callable[[], float], spare_bytes: int | None
+    ) -> tuple[Job, int] | None:
+        """See `PrefillPolicy`."""
+        job = self.job
+        if job is not None:
+            started = self.clock()
+            read = self._run(slice_s(), running)
+            self.metrics.aside(read, self.clock() - started)
+            if job is self.job:
+                return job, self._start + self._read
+        self._begin(running, spare_bytes)
+        return None
+
+    def _begin(self, running: Iterable[Job], spare_bytes: int | None) -> None:
         """Take the longest waiting of the long prompts in hand if somebody else is decoding and `spare_bytes` of memory
         (None: unknown) are enough."""
-        if self.job is not None or self._able is None:
+        if self.job is not None:
             return
         jobs = list(running)
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
         if not fit or all(j.prefilling for j in jobs):
             return
         job = min(fit, key=lambda j: j.submitted_s)
-        if spare_bytes is not None and self._able.aside_bytes(len(job.tokens)) > spare_bytes:
+        if spare_bytes is not None and self.backend.aside_bytes(len(job.tokens)) > spare_bytes:
             return
         assert job.sequence is not None
         try:
             # The last token goes through a step like any other: its logits are wanted.
-            self._aside = self._able.aside(job.sequence, job.tokens[job.n_kv : -1])
+            self._aside = self.backend.aside(job.sequence, job.tokens[job.n_kv : -1])
         except BackendFailure:
             self._refused.add(job.id)
             return
@@ -69,7 +142,7 @@ class Asides:
             return False
         return job is self.job or (job.prefilling and (not self._waited or self._long(job)))
 
-    def run(self, seconds: float, running: Iterable[Job]) -> int:
+    def _run(self, seconds: float, running: Iterable[Job]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
@@ -93,16 +166,15 @@ class Asides:
             self._end()
         return 0
 
-    @property
-    def n_kv(self) -> int:
-        """Tokens of `job` whose KV is computed, wherever it is."""
-        return self._start + self._read
-
     def forget(self, job: Job) -> None:
         """The job left the engine's hands: it ended, or is parked."""
         self._refused.discard(job.id)
         if job is self.job:
             self._end()
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        self._end()
 
     def _end(self) -> None:
         aside, self._aside, self.job = self._aside, None, None
