@@ -166,7 +166,6 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
     """The models of `launches` behind one door, with the memory of this machine as their limit. `aliases`: further
     names, each to a launch's name."""
     from localllm.cli.launch import memory_for_models
-    from localllm.engine.embedding import EmbeddingHost
     from localllm.engine.supervisor import Supervisor
     from localllm.server.models.admission import Admission
     from localllm.server.models.router import ModelRouter, ServedModel
@@ -177,7 +176,7 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
     served = [
         ServedModel(
             launch.name,
-            EmbeddingHost(launch.embedding) if launch.embedding is not None else Supervisor(launch.options),
+            Supervisor(launch.options) if launch.embedding is None else Supervisor(launch.embedding),
             aliases=tuple(a for a, name in (aliases or {}).items() if name == launch.name),
             n_ctx=launch.plan.settings.n_ctx if launch.plan is not None else None,
             details=_details(launch),

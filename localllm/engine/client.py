@@ -1,4 +1,4 @@
-"""The engine client: starts a worker process and speaks with it; the only thing the rest of the house knows of it."""
+"""The text worker as the rest of the house sees it: starts the process and hands its events to whoever asked."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localllm import errors
+from localllm.engine.memory_guard import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
-from localllm.engine.pipe import JsonProcess, said
-from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
+from localllm.engine.pipe import JsonProcess
+from localllm.engine.process_engine import ProcessEngine
+from localllm_backends.contract import LoadSpec, MemoryReport
 
-_STOP_GRACE_S = 3.0
 # GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on an idle machine,
 # ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
 # alone (0.93 of a bare loop through HTTP) and 42 tok/s beside one busy process, where the default falls to 8; with 300
@@ -37,19 +37,23 @@ class WorkerOptions:
     draft_path: str | None = None
     log_path: Path | None = None
 
+    def check_memory(self, available: Available | None = None) -> None:
+        """See check_before_load."""
+        planned_bytes, headroom_bytes = self.engine.get("planned_bytes", 0), self.engine.get("headroom_bytes")
+        check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
 
-class WorkerClient:
+    async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
+        """See WorkerClient.start."""
+        return await WorkerClient.start(self, on_loading)
+
+
+class WorkerClient(ProcessEngine):
     """One worker process with one loaded model (implements localllm.engine.api.Engine)."""
 
-    def __init__(self, process: JsonProcess, info: ModelInfo, memory: MemoryReport) -> None:
-        self._process = process
-        self.info = info
-        self.memory = memory
+    def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
+        super().__init__(process, ready)
+        self.memory = MemoryReport(**ready["memory"])
         self._streams: dict[str, Callable[[Event], None]] = {}
-        self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._next = 0
-        self._closing = False
-        self.finished = 0
         self.died: asyncio.Event = asyncio.Event()
         process.listen(self._deliver, self._after_end)
 
@@ -61,10 +65,9 @@ class WorkerClient:
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
-        process, message = await JsonProcess.start(
+        process, ready = await JsonProcess.start(
             (sys.executable, "-m", "localllm.engine.worker"),
             {
-                "op": "load",
                 "spec": asdict(options.spec),
                 "backend": options.backend,
                 "engine": options.engine,
@@ -75,17 +78,7 @@ class WorkerClient:
             log_path=options.log_path,
             on_progress=progress,
         )
-        return cls(process, _info(message["ready"]), MemoryReport(**message["memory"]))
-
-    @property
-    def alive(self) -> bool:
-        """False once the process has ended."""
-        return not self.died.is_set()
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
+        return cls(process, ready)
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
@@ -126,88 +119,36 @@ class WorkerClient:
             return
         self._streams[request.id] = take
         try:
-            if not self._post({"op": "submit", "request": request_to_json(request)}):
+            if not self._process.send({"op": "submit", "request": request_to_json(request)}):
                 del self._streams[request.id]
                 take(self._death(request.id))
             yield
         finally:
             if self._streams.pop(request.id, None) is not None:
-                self._post({"op": "cancel", "id": request.id})
-
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`."""
-        tokens: list[int] = await self._ask({"op": "tokenize", "text": text, "special": special, "add_bos": add_bos})
-        return tokens
-
-    async def detokenize(self, tokens: list[int]) -> str:
-        """Text of `tokens`."""
-        text: str = await self._ask({"op": "detokenize", "tokens": tokens})
-        return text
+                self._process.send({"op": "cancel", "id": request.id})
 
     async def snapshot(self) -> dict[str, Any]:
         """The engine's metrics and this worker's memory."""
-        values: dict[str, Any] = await self._ask({"op": "snapshot"})
+        values: dict[str, Any] = await self._process.ask({"op": "snapshot"})
         return {**values, "memory_bytes": self.memory.total_bytes}
-
-    async def close(self) -> None:
-        """End the process: it finishes its step, frees the model, and is killed if it takes too long."""
-        self._closing = True
-        self._post({"op": "close"})
-        try:
-            await asyncio.wait_for(self._process.wait(), _STOP_GRACE_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-    # --- the pipe ------------------------------------------------------------------------------------------------
-
-    def _post(self, message: dict[str, Any]) -> bool:
-        return self._process.send(message)
-
-    async def _ask(self, message: dict[str, Any]) -> Any:
-        self._next += 1
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._replies[self._next] = future
-        if not self._post({**message, "n": self._next}):
-            raise errors.WorkerDiedError("the engine's process has ended")
-        return await future
 
     def _after_end(self) -> None:
         self.died.set()
         streams, self._streams = self._streams, {}
         for request_id, take in streams.items():
             take(self._death(request_id))
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(errors.WorkerDiedError("the engine's process ended"))
 
     def _deliver(self, message: dict[str, Any]) -> None:
-        if "ev" in message:
-            for data in message["ev"]:
-                take = self._streams.get(data["id"])
-                if take is not None:
-                    event = event_from_json(data)
-                    if type(event) is Finish or type(event) is Failure:
-                        # The request has ended: its id is free, and there is nothing to cancel.
-                        del self._streams[event.id]
-                        self.finished += type(event) is Finish
-                    take(event)
-        elif "re" in message:
-            future = self._replies.pop(message["re"], None)
-            if future is None or future.done():
-                return
-            if "error" in message:
-                future.set_exception(errors.BackendError(message["error"]))
-            else:
-                future.set_result(message["value"])
+        for data in message.get("ev", ()):
+            take = self._streams.get(data["id"])
+            if take is not None:
+                event = event_from_json(data)
+                if type(event) is Finish or type(event) is Failure:
+                    # The request has ended: its id is free, and there is nothing to cancel.
+                    del self._streams[event.id]
+                    self.finished += type(event) is Finish
+                take(event)
 
     def _death(self, request_id: str) -> Failure:
-        if self._closing:
-            return Failure(request_id, "worker_died", "the model was unloaded", errors.WorkerDiedError.default_hint)
-        how = said(self._process.returncode)
-        message = f"the engine's process ended in mid-request ({how})"
-        return Failure(request_id, "worker_died", message, errors.WorkerDiedError.default_hint)
-
-
-def _info(data: dict[str, Any]) -> ModelInfo:
-    return ModelInfo(**{**data, "eog_tokens": tuple(data["eog_tokens"])})
+        death = self._process.death()
+        return Failure(request_id, death.code, death.message, death.hint)

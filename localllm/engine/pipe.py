@@ -1,4 +1,5 @@
-"""A child process that speaks JSON lines: every message reaches a callback straight from the event loop's read.
+"""A child process that speaks JSON lines: it is asked and answers, and what it says unasked reaches a callback straight
+from the event loop's read. `child_pipe.py` is the other end.
 
 A StreamReader and a task between them would cost two more turns of the loop for every token, asyncio's own way from a
 child's output to its protocol one more.
@@ -7,6 +8,7 @@ child's output to its protocol one more.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,8 @@ from typing import Any, cast
 from localllm import errors
 
 Hear = Callable[[dict[str, Any]], None]
+# A process that was told to close and hasn't ended after this long is killed.
+_STOP_GRACE_S = 3.0
 # What json.loads calls in the end; the way there is longer than a short message.
 _decode = json.JSONDecoder().raw_decode
 
@@ -30,6 +34,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._on_end: Callable[[], None] = self._no_first
         self._on_progress: Hear = lambda _: None
         self._unheard: list[dict[str, Any]] = []
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._closing = False
         self._pieces: list[bytes] = []
         self._open = {"output", "process"}
         self._process: asyncio.SubprocessTransport | None = None
@@ -105,8 +112,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
         await asyncio.shield(self._ended)
 
     def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
-        """From now on `on_message` is called with each message, and `on_end` once, after the last one, when the process
-        has ended and its output is read to the end; at once, for what has come already."""
+        """From now on `on_message` is called with each message that is no reply, and `on_end` once, after the last one,
+        when the process has ended and its output is read to the end; at once, for what has come already."""
         unheard, self._unheard = self._unheard, []
         for message in unheard:
             on_message(message)
@@ -122,8 +129,33 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         return True
 
+    async def ask(self, message: Mapping[str, Any]) -> Any:
+        """Send `message` and wait for the value that answers it. Raises the LocalLLMError it is answered with, or
+        WorkerDiedError when the process ends first."""
+        number = next(self._numbers)
+        if not self.send({**message, "n": number}):
+            raise self.death()
+        self._replies[number] = asyncio.get_running_loop().create_future()
+        return await self._replies[number]
+
+    def death(self) -> errors.WorkerDiedError:
+        """Why it answers no more, for everybody who waits for it."""
+        if self._closing:
+            return errors.WorkerDiedError("the model was unloaded")
+        return errors.WorkerDiedError(f"the engine's process ended in mid-request ({said(self.returncode)})")
+
+    async def close(self) -> None:
+        """Order it to end, and wait: it finishes what it is at, and is killed if that takes too long."""
+        self._closing = True
+        self.hang_up()
+        try:
+            await asyncio.wait_for(self.wait(), _STOP_GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await self.wait()
+
     def hang_up(self) -> None:
-        """Say nothing more: the end of its input."""
+        """Say nothing more: the end of its input is its order to close."""
         assert self._stdin is not None
         self._stdin.close()
 
@@ -140,6 +172,15 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._on_progress(message)
         else:
             self._first.set_result(message)
+
+    def _take_reply(self, message: dict[str, Any]) -> None:
+        reply = self._replies.pop(message["re"], None)
+        if reply is None or reply.done():  # whoever asked is gone
+            return
+        if "error" in message:
+            reply.set_exception(errors.by_code(**message["error"]))
+        else:
+            reply.set_result(message["value"])
 
     def _no_first(self) -> None:
         if not self._first.done():
@@ -165,7 +206,11 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._pieces = [last] if last else []
         try:
             for line in lines:
-                self._on_message(_parsed(line))
+                message = _parsed(line)
+                if "re" in message:
+                    self._take_reply(message)
+                else:
+                    self._on_message(message)
         except ValueError:
             # What it says can't be trusted any more.
             self.kill()
@@ -185,6 +230,10 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._ended.set_result(None)
             assert self._process is not None
             self._process.close()
+            replies, self._replies = self._replies, {}
+            for reply in replies.values():
+                if not reply.done():
+                    reply.set_exception(self.death())
             self._on_end()
 
 
@@ -204,13 +253,13 @@ class _Output(asyncio.Protocol):
         self._usual.connection_lost(exc)
 
 
-def _parsed(line: bytes) -> Any:
-    """The value of one line without space around it; raises ValueError."""
+def _parsed(line: bytes) -> dict[str, Any]:
+    """The message of one line without space around it; raises ValueError."""
     text = line.decode()
-    value, end = _decode(text)
-    if end != len(text):
-        raise ValueError("a line holds more than one JSON value")
-    return value
+    message, end = _decode(text)
+    if end != len(text) or type(message) is not dict:
+        raise ValueError("a line is not one JSON object")
+    return message
 
 
 def said(code: int | None) -> str:

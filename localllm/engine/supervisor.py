@@ -7,10 +7,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.memory_guard import Available, check_before_load
+from localllm.engine.memory_guard import Available
+from localllm.engine.process_engine import ProcessEngine
 from localllm.errors import BusyError, WorkerDiedError
 
 # A model that crashes at once must not be reloaded in a tight loop.
@@ -21,76 +21,81 @@ _HEALTHY_AFTER_S = 60.0
 _PATIENCE_S = 2.5
 
 
-class Supervisor:
+E = TypeVar("E", bound=ProcessEngine)
+StartedE = TypeVar("StartedE", bound=ProcessEngine, covariant=True)
+
+
+class Startable(Protocol[StartedE]):
+    """What a supervisor keeps running: WorkerOptions or EmbeddingOptions."""
+
+    def check_memory(self, available: Available | None = None) -> None:
+        """Raise DoesNotFitError unless loading it would leave the headroom free."""
+        ...
+
+    async def start(self, on_loading: Callable[[float], None] | None = None) -> StartedE:
+        """Start the process and load the model; `on_loading` hears how much of it is loaded, from 0 to 1."""
+        ...
+
+
+class Supervisor(Generic[E]):
     """One model's worker over time (implements localllm.engine.api.Host).
 
     `available` says how many bytes of the system's memory can be taken now (None: asked of the system). Every load
-    must leave the headroom free: `options.engine` names both as `planned_bytes` and `headroom_bytes`.
+    must leave the options' headroom free.
     """
 
     def __init__(
         self,
-        options: WorkerOptions,
+        options: Startable[E],
         on_loading: Callable[[float], None] | None = None,
         available: Available | None = None,
     ) -> None:
         self.options = options
         self._on_loading = on_loading
         self._available = available
-        self._client: WorkerClient | None = None
+        self._engine: E | None = None
         self._lock = asyncio.Lock()
         self._crashes = 0
         self._started_s = 0.0
         self._not_before_s = 0.0
         self.loads = 0
-        self.load_progress: float | None = None
 
     @property
-    def client(self) -> WorkerClient | None:
+    def client(self) -> E | None:
         """The loaded engine, if it is alive."""
-        return self._client if self._client is not None and self._client.alive else None
+        return self._engine if self._engine is not None and self._engine.alive else None
 
-    async def engine(self) -> WorkerClient:
+    async def engine(self) -> E:
         """The loaded engine; loads or reloads it. Raises the LocalLLMError that loading ended in; before it begins,
         DoesNotFitError when other programs have taken the memory that it was planned to take, and BusyError when it
         crashed again and again."""
         async with self._lock:
-            if self._client is not None and self._client.alive:
-                return self._client
-            if self._client is not None:
-                await self._after_crash(self._client)
+            if self._engine is not None and self._engine.alive:
+                return self._engine
+            if self._engine is not None:
+                await self._after_crash(self._engine)
             await self._back_off()
-            settings = self.options.engine
-            await asyncio.to_thread(
-                check_before_load,
-                Path(self.options.spec.path).name,
-                settings.get("planned_bytes", 0),
-                settings.get("headroom_bytes"),
-                self._available,
-            )
-            self.load_progress = 0.0
+            await asyncio.to_thread(self.options.check_memory, self._available)
             try:
-                self._client = await WorkerClient.start(self.options, self._report)
+                self._engine = await self.options.start(self._on_loading)
             except WorkerDiedError:
                 self._count_crash(healthy=False)
                 raise
-            finally:
-                self.load_progress = None
             self.loads += 1
             self._started_s = time.monotonic()
-            return self._client
+            return self._engine
 
     async def close(self) -> None:
         """Stop the worker; its memory is the system's again when this returns."""
         async with self._lock:
-            if self._client is not None:
-                await self._client.close()
-                self._client = None
+            if self._engine is not None:
+                await self._engine.close()
+                self._engine = None
 
-    async def _after_crash(self, client: WorkerClient) -> None:
-        await client.close()
-        self._client = None
-        self._count_crash(healthy=client.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S)
+    async def _after_crash(self, engine: E) -> None:
+        await engine.close()
+        self._engine = None
+        self._count_crash(healthy=engine.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S)
 
     def _count_crash(self, *, healthy: bool) -> None:
         self._crashes = 0 if healthy else self._crashes + 1
@@ -106,8 +111,3 @@ class Supervisor:
                 retry_after_s=math.ceil(left_s),
             )
         await asyncio.sleep(max(0.0, left_s))
-
-    def _report(self, progress: float) -> None:
-        self.load_progress = progress
-        if self._on_loading is not None:
-            self._on_loading(progress)

@@ -4,28 +4,26 @@ A native crash, an abort or an out-of-memory kill ends this process and nothing 
 a reader thread takes messages (and tokenises, which needs no model state). It dies with its parent: stdin's end is
 the order to close.
 
-    in   {"op": "load", ...} first, then submit | cancel | tokenize | detokenize | snapshot | close
-    out  {"loading": 0.4} … {"ready": ModelInfo} | {"fatal": {...}}; then {"ev": [...]} per step, {"re": n, ...} replies
+What is on the pipe, besides what child_pipe.py says:
+
+    in   submit | cancel, and the questions tokenize | detokenize | snapshot
+    out  {"ev": [...]} per step
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import queue
-import signal
-import sys
 import threading
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import Any
 
+from localllm.engine.child_pipe import ChildPipe, Message, reason
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
-from localllm.errors import LocalLLMError, UnsupportedError
+from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec
-from localllm_backends.contract import OutOfMemoryError as NativeOutOfMemory
 
 _PROGRESS_STEP = 0.02
 # An idle worker looks this often whether others need the memory of its prefix cache.
@@ -35,35 +33,22 @@ _WRITING_S = 0.02
 
 
 class Worker:
-    """Reads `source`, writes `sink`, until told to close or the source ends."""
+    """Loads what `pipe` names, and serves it until the pipe ends."""
 
-    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
-        self._source, self._sink = source, sink
-        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
+    def __init__(self, pipe: ChildPipe) -> None:
+        self._pipe = pipe
+        # None: the pipe has ended.
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
-    def run(self) -> int:
-        """Serve; returns the exit code."""
-        first = self._source.readline()
-        if not first:
-            return 0
-        try:
-            self._engine = self._load(json.loads(first))
-        except BackendFailure as e:
-            code = "does_not_fit" if isinstance(e, NativeOutOfMemory) else "bad_model_file"
-            self._write({"fatal": {"code": code, "message": str(e)}})
-            return 4
-        except LocalLLMError as e:
-            self._write({"fatal": {"code": e.code, "message": e.message, "hint": e.hint}})
-            return e.exit_code
-        self._write({"ready": asdict(self._engine.backend.info), "memory": asdict(self._engine.backend.memory())})
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
-        self._loop(self._engine)
-        self._engine.close()
-        return 0
+    def run(self) -> None:
+        """Serve."""
+        engine = self._pipe.load(self._load)
+        self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
+        threading.Thread(target=self._read, args=[engine.backend], name="reader", daemon=True).start()
+        self._loop(engine)
+        engine.close()
 
-    def _load(self, options: dict[str, Any]) -> Engine:
+    def _load(self, options: Message) -> Engine:
         from localllm.engine import backends
 
         spec = LoadSpec(**options["spec"])
@@ -74,7 +59,7 @@ class Worker:
             nonlocal said
             if value - said >= _PROGRESS_STEP or value >= 1.0:
                 said = value
-                self._write({"loading": value})
+                self._pipe.say({"loading": value})
 
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
@@ -104,13 +89,13 @@ class Worker:
 
     def _loop(self, engine: Engine) -> None:
         housekeeping = True
-        while True:
+        while not self._pipe.gone:
             try:
                 while True:
                     wait = not engine.has_work and not housekeeping
                     look_s = _WRITING_S if engine.awaits_disk else _LOOK_S
                     message = self._inbox.get(block=wait, timeout=look_s if wait else None)
-                    if message["op"] == "close":
+                    if message is None:
                         return
                     self._send(self._handle(engine, message))
                     housekeeping = True
@@ -121,86 +106,52 @@ class Worker:
             else:
                 housekeeping = engine.idle()
 
-    def _handle(self, engine: Engine, message: dict[str, Any]) -> list[Event]:
+    def _handle(self, engine: Engine, message: Message) -> list[Event]:
         op = message["op"]
         if op == "submit":
             return engine.submit(message["request"], message["tokens"])
         if op == "cancel":
             return engine.cancel(message["id"])
         if op == "snapshot":
-            self._write({"re": message["n"], "value": engine.snapshot()})
+            self._pipe.answer(message, engine.snapshot())
         return []
 
     # --- the reader thread ---------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        for line in self._source:
-            message: dict[str, Any] = {}
-            try:
-                message = json.loads(line)
-                self._receive(message)
-            except Exception as e:
-                self._refuse(message, f"{type(e).__name__}: {e}")
-        self._inbox.put({"op": "close"})
+    def _read(self, backend: Backend) -> None:
+        self._pipe.hear(lambda message: self._receive(backend, message))
+        self._inbox.put(None)
 
-    def _refuse(self, message: dict[str, Any], why: str) -> None:
-        """A message that can't be understood is answered, never dropped: somebody waits for it."""
-        if "n" in message:
-            self._write({"re": message["n"], "error": why})
-        elif "request" in message:
-            self._send([Failure(str(message["request"].get("id", "")), "invalid_request", why)])
-
-    def _receive(self, message: dict[str, Any]) -> None:
-        assert self._engine is not None
-        backend = self._engine.backend
+    def _receive(self, backend: Backend, message: Message) -> None:
         match message["op"]:
             case "submit":
-                request = request_from_json(message["request"])
-                try:
-                    prompt = request.prompt
-                    tokens = backend.tokenize(prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
-                    bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
-                    if bad is not None:
-                        raise BackendFailure(f"token {bad} is outside the vocabulary")
-                except BackendFailure as e:
-                    self._send([Failure(request.id, "invalid_request", str(e))])
-                    return
-                self._inbox.put({"op": "submit", "request": request, "tokens": tokens})
+                self._submit(backend, message["request"])
             case "tokenize":
                 tokens = backend.tokenize(message["text"], special=message["special"], add_bos=message["add_bos"])
-                self._write({"re": message["n"], "value": tokens})
+                self._pipe.answer(message, tokens)
             case "detokenize":
-                self._write({"re": message["n"], "value": backend.detokenize(message["tokens"])})
+                self._pipe.answer(message, backend.detokenize(message["tokens"]))
             case _:
                 self._inbox.put(message)
 
+    def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
+        """Hand the engine a request and its tokens. One that can't be understood is answered, never dropped."""
+        try:
+            request = request_from_json(sent)
+            prompt = request.prompt
+            tokens = backend.tokenize(prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
+            bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
+            if bad is not None:
+                raise BackendFailure(f"token {bad} is outside the vocabulary")
+        except Exception as e:
+            self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
+        else:
+            self._inbox.put({"op": "submit", "request": request, "tokens": tokens})
+
     def _send(self, events: list[Event]) -> None:
         if events:
-            self._write_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
-
-    def _write(self, message: dict[str, Any]) -> None:
-        self._write_line(json.dumps(message, separators=(",", ":")) + "\n")
-
-    def _write_line(self, line: str) -> None:
-        data = line.encode()
-        with self._lock:
-            try:
-                self._sink.write(data)
-                self._sink.flush()
-            except (BrokenPipeError, ValueError):
-                # The parent is gone; stdin's end will close us.
-                self._inbox.put({"op": "close"})
-
-
-def main() -> int:
-    """Entry point of `python -m localllm.engine.worker`."""
-    # Ctrl-C in the terminal reaches the whole process group; the parent decides when we stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Native code prints to stdout at times: keep the protocol on a private descriptor.
-    sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return Worker(sys.stdin.buffer, sink).run()
+            self._pipe.say_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    Worker(ChildPipe.of_this_process()).run()

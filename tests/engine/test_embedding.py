@@ -1,18 +1,30 @@
-"""The embedding worker: a process that embeds, refuses in words, and is started again after it died."""
+"""The embedding worker: a process that embeds, refuses in words, and is started again after it died, but not for ever
+at once."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from localllm.engine.embedding import EmbeddingHost, EmbeddingOptions, Embeds
+from localllm.engine.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
 from localllm.engine.messages import Failure
-from localllm.errors import ContextLengthError, ModelFileError, ModelNotFoundError, RequestError, WorkerDiedError
+from localllm.engine.supervisor import Supervisor
+from localllm.errors import (
+    BackendError,
+    BusyError,
+    ContextLengthError,
+    DoesNotFitError,
+    ModelFileError,
+    ModelNotFoundError,
+    RequestError,
+    WorkerDiedError,
+)
 from models.tiny_bert import CTX, E, write_bert
 from support.requests import request_for
 
@@ -24,7 +36,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> None:
     async def story() -> None:
-        host = EmbeddingHost(EmbeddingOptions(str(bert)))
+        host = Supervisor(EmbeddingOptions(str(bert)))
         engine = await host.engine()
         try:
             assert isinstance(engine, Embeds)
@@ -58,9 +70,9 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
 
 def test_a_dead_worker_is_an_error_and_the_next_request_starts_another(bert: Path) -> None:
     async def story() -> None:
-        host = EmbeddingHost(EmbeddingOptions(str(bert)))
+        host = Supervisor(EmbeddingOptions(str(bert)))
         first = await host.engine()
-        os.kill(first._process.pid, signal.SIGKILL)
+        os.kill(first.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             await first.embed(["hello"])
         second = await host.engine()
@@ -71,11 +83,83 @@ def test_a_dead_worker_is_an_error_and_the_next_request_starts_another(bert: Pat
     asyncio.run(story())
 
 
+async def die_of_a_request(engine: EmbeddingEngine) -> None:
+    """The process ends while it holds a request, which is told."""
+    os.kill(engine.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(engine.embed(["hello"]))
+    await asyncio.sleep(0)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="signal SIGKILL"):
+        await asked
+
+
+def test_one_that_dies_of_every_request_is_refused_for_a_while(bert: Path) -> None:
+    async def story() -> None:
+        host = Supervisor(EmbeddingOptions(str(bert)))
+        for _ in range(4):
+            await die_of_a_request(await host.engine())
+        with pytest.raises(BusyError, match=r"4 times in a row; it is loaded again in \d+ s") as refused:
+            await asyncio.wait_for(host.engine(), 5)
+        assert 1 <= refused.value.retry_after_s <= 8
+        await host.close()
+
+    asyncio.run(story())
+
+
+def test_one_that_embedded_something_is_loaded_again_at_once(bert: Path) -> None:
+    async def story() -> None:
+        host = Supervisor(EmbeddingOptions(str(bert)))
+        for _ in range(6):
+            engine = await host.engine()
+            await engine.embed(["hello"])
+            await die_of_a_request(engine)
+        await host.close()
+
+    asyncio.run(story())
+
+
+def test_one_that_dies_of_every_load_is_refused_for_a_while(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+
+    async def story() -> None:
+        host = Supervisor(EmbeddingOptions(str(bert)))
+        for _ in range(4):
+            with pytest.raises(WorkerDiedError, match=r"while loading 'bert.gguf' \(exit code 1\)"):
+                await host.engine()
+        with pytest.raises(BusyError, match="4 times in a row"):
+            await host.engine()
+
+    asyncio.run(story())
+
+
+def test_a_load_that_would_take_the_headroom_never_starts(bert: Path) -> None:
+    async def story() -> None:
+        options = EmbeddingOptions(str(bert), planned_bytes=2_000_000, headroom_bytes=1_000_000)
+        host = Supervisor(options, available=lambda: 2_500_000)
+        with pytest.raises(DoesNotFitError, match=r"bert\.gguf needs"):
+            await host.engine()
+        assert host.loads == 0
+
+    asyncio.run(story())
+
+
+def test_a_question_it_can_not_read_is_answered_all_the_same(bert: Path) -> None:
+    async def story() -> None:
+        host = Supervisor(EmbeddingOptions(str(bert)))
+        engine = await host.engine()
+        with pytest.raises(BackendError, match=r"TypeError|AttributeError"):
+            await asyncio.wait_for(engine.tokenize(None), 30)  # type: ignore[arg-type]
+        assert len((await engine.embed(["still here"]))[0]) == 1
+        await host.close()
+
+    asyncio.run(story())
+
+
 def test_what_is_no_embedding_model_is_refused_by_its_own_reason(tiny_model: Path, tmp_path: Path) -> None:
     async def story() -> None:
         with pytest.raises(ModelFileError, match="generates text"):
-            await EmbeddingHost(EmbeddingOptions(str(tiny_model))).engine()
+            await Supervisor(EmbeddingOptions(str(tiny_model))).engine()
         with pytest.raises(ModelNotFoundError):
-            await EmbeddingHost(EmbeddingOptions(str(tmp_path / "none.gguf"))).engine()
+            await Supervisor(EmbeddingOptions(str(tmp_path / "none.gguf"))).engine()
 
     asyncio.run(story())

@@ -1,14 +1,18 @@
-"""The pipe to a worker process: whole messages in order however the bytes arrive, and one end, after the last."""
+"""The pipe to a worker process: whole messages in order however the bytes arrive, to every question one answer or one
+error, and one end, after the last."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from localllm import errors
+from localllm.engine import pipe
 from localllm.engine.pipe import JsonProcess
 
 _ECHO = (
@@ -61,7 +65,7 @@ def test_the_end_comes_once_after_the_last_message() -> None:
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("nonsense", ["not json", '{"n": 1} {"n": 2}', "", '{"n": '])
+@pytest.mark.parametrize("nonsense", ["not json", '{"n": 1} {"n": 2}', "", '{"n": ', "1", '"re"', "[]"])
 def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
     says = f"print('{{\"ready\": 1}}', {nonsense!r}, sep='\\n', flush=True)"
     program = f"{says}; import time; time.sleep(600)"
@@ -135,3 +139,95 @@ def test_what_is_said_before_anybody_listens_is_kept() -> None:
         assert heard == [{"n": 1}, {"n": 2}, "end"]
 
     asyncio.run(talk())
+
+
+# It answers nothing.
+_DEAF = "import sys; print('{\"ready\": 1}', flush=True); sys.stdin.read()"
+# It dies of the first question.
+_MORTAL = "import os; input(); print('{\"ready\": 1}', flush=True); input(); os.abort()"
+# It answers three questions at once, the last first.
+_LATE = """
+import json
+def say(**message): print(json.dumps(message), flush=True)
+input()
+say(ready=1)
+first, second, third = (json.loads(input()) for _ in range(3))
+say(re=third["n"], error={"code": "context_length_exceeded", "message": "too long", "hint": "cut it"})
+say(unasked=1)
+say(re=second["n"], value=second["word"])
+say(re=second["n"], value="again")
+say(re=first["n"], value=first["word"])
+"""
+
+
+def _loses_nothing(story: Callable[[], Awaitable[None]]) -> None:
+    """Run `story`; no error may be left over that nobody was given."""
+    lost: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        await asyncio.wait_for(story(), 60)
+        gc.collect()
+
+    asyncio.run(run())
+    assert lost == []
+
+
+def test_each_question_gets_its_own_answer_in_any_order() -> None:
+    async def story() -> None:
+        process, _ = await JsonProcess.start(_child(_LATE), {}, loads="it")
+        heard: list[Any] = []
+        process.listen(heard.append, lambda: heard.append("end"))
+        answers = [asyncio.create_task(process.ask({"word": word})) for word in "abc"]
+        assert [await a for a in answers[:2]] == ["a", "b"]
+        with pytest.raises(errors.ContextLengthError, match="too long") as refused:
+            await answers[2]
+        assert refused.value.hint == "cut it"
+        await process.wait()
+        assert heard == [{"unasked": 1}, "end"]
+
+    _loses_nothing(story)
+
+
+def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None:
+    async def story() -> None:
+        process, _ = await JsonProcess.start(_child(_MORTAL), {}, loads="it")
+        waiting = [asyncio.create_task(process.ask({"op": "x"})) for _ in range(3)]
+        waiting[1].cancel()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(e) for e in ends] == [errors.WorkerDiedError, asyncio.CancelledError, errors.WorkerDiedError]
+        assert "signal SIGABRT" in str(ends[0])
+        with pytest.raises(errors.WorkerDiedError, match="signal SIGABRT"):
+            await process.ask({"op": "too late"})
+
+    _loses_nothing(story)
+
+
+def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> None:
+    """Its input is closed while it still runs: what is said now is the error, and its end adds none."""
+
+    async def story() -> None:
+        process, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
+        process.hang_up()
+        with pytest.raises(errors.WorkerDiedError):
+            await process.ask({"op": "x"})
+        await process.wait()
+
+    _loses_nothing(story)
+
+
+def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        polite, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
+        waiting = asyncio.create_task(polite.ask({"op": "x"}))
+        await asyncio.sleep(0)
+        await polite.close()
+        assert polite.returncode == 0
+        with pytest.raises(errors.WorkerDiedError, match="the model was unloaded"):
+            await waiting
+        stubborn, _ = await JsonProcess.start(_child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it")
+        monkeypatch.setattr(pipe, "_STOP_GRACE_S", 0.1)
+        await stubborn.close()
+        assert stubborn.returncode == -9
+
+    _loses_nothing(story)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, 
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
+from models.tiny_bert import write_bert
 from support.requests import request_for
 
 PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
@@ -292,3 +296,36 @@ def test_a_worker_that_answered_is_loaded_again_at_once(smollm2: Path) -> None:
             client = await supervisor.engine()
 
     with_model(smollm2, use)
+
+
+_WORDS = {"text": "hello", "special": True, "add_bos": False, "n": 1}
+_REQUEST = {"id": "a", "prompt": "hello", "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("worker", {"op": "tokenize", **_WORDS}),
+        ("worker", {"op": "submit", "request": _REQUEST}),
+        ("embedding", {"op": "tokenize", **_WORDS}),
+    ],
+)
+def test_a_worker_that_nobody_hears_any_more_ends(
+    module: str, message: dict[str, object], smollm2: Path, tmp_path: Path
+) -> None:
+    """Its output is closed and its input is not: it holds a model for nobody."""
+    if module == "worker":
+        order: dict[str, object] = {"spec": asdict(LoadSpec(str(smollm2), n_ctx=256))}
+    else:
+        order = {"path": str(write_bert(tmp_path / "bert.gguf")), "backend": "auto"}
+    command = [sys.executable, "-m", f"localllm.engine.{module}"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        print(json.dumps(order), file=child.stdin, flush=True)
+        assert any("ready" in json.loads(line) for line in child.stdout)
+        child.stdout.close()
+        print(json.dumps(message), file=child.stdin, flush=True)
+        assert child.wait(60) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import pytest
 
 from localllm.cli.launch import makes_embeddings, prepare, prepare_all
 from localllm.cli.serve import background_server, router_for
+from localllm.engine.embedding import EmbeddingOptions
+from localllm.engine.supervisor import Supervisor
 from localllm.errors import UsageError
+from localllm.server.router import ServedModel
 from localllm.settings import Settings
 from models.tiny_bert import CTX, E, write_bert
 from support.http_server import Running, running_server
@@ -161,6 +165,18 @@ def test_the_lists_say_what_it_is(http: httpx.Client) -> None:
     shown = http.post("/api/show", json={"model": "bert"}).json()
     assert shown["capabilities"] == ["embedding"]
     assert 'localllm_requests_total{model="bert"}' in http.get("/metrics").text
+
+
+def test_a_worker_that_dies_again_and_again_is_a_503_with_a_time(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with (
+        running_server([ServedModel("bert", Supervisor(EmbeddingOptions(str(bert))), embeds=True)]) as running,
+        httpx.Client(base_url=running.url, timeout=60) as client,
+    ):
+        replies = [post(client, input="x") for _ in range(5)]
+    assert [r.status_code for r in replies] == [503] * 5
+    assert [r.json()["error"]["code"] for r in replies] == ["worker_died"] * 4 + ["server_busy"]
+    assert 1 <= int(replies[-1].headers["retry-after"]) <= 8
 
 
 def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""A worker process's end of the pipe (`pipe.py` is the other one): it is told what to load, then it is asked.
+
+    in   what to load, in one line; then messages, of which those with a number "n" are questions. The end of the input
+         is the order to close
+    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} | {"re": n, "error": {…}} for each
+         question, and whatever the worker has to say unasked
+
+Where a backend's own errors become those of localllm.errors, for both workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+from localllm.errors import BackendError, DoesNotFitError, LocalLLMError, ModelFileError
+from localllm_backends.contract import BackendFailure, OutOfMemoryError
+
+Message = dict[str, Any]
+Loaded = TypeVar("Loaded")
+
+
+class ChildPipe:
+    """Reads `source` in one thread; any thread may write to `sink`."""
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source, self._sink = source, sink
+        self._lock = threading.Lock()
+        self.gone = False
+
+    @classmethod
+    def of_this_process(cls) -> ChildPipe:
+        """The pipe on standard input and output, which nothing else may use from now on."""
+        # Ctrl-C in the terminal reaches the whole process group; the parent decides when we stop.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Native code prints to stdout at times, and Python can't exit while a thread reads its own stdin: the protocol has
+        # descriptors of its own.
+        pipe = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+        os.dup2(2, 1)
+        return pipe
+
+    def load(self, load: Callable[[Message], Loaded]) -> Loaded:
+        """What `load` makes of the first line. Where it raises a LocalLLMError or a BackendFailure, the parent is told
+        and the process exits."""
+        line = self._source.readline()
+        if not line:
+            sys.exit(0)
+        try:
+            return load(json.loads(line))
+        except (LocalLLMError, BackendFailure) as e:
+            error = _named(e, DoesNotFitError if isinstance(e, OutOfMemoryError) else ModelFileError)
+            self.say({"fatal": _words(error)})
+            sys.exit(error.exit_code)
+
+    def hear(self, receive: Callable[[Message], None]) -> None:
+        """Call `receive` with every message until the last. A question that it fails at is answered with its error,
+        never dropped: somebody waits for it."""
+        for line in self._source:
+            message: Message = {}
+            try:
+                message = json.loads(line)
+                receive(message)
+            except Exception as e:
+                if "n" in message:
+                    self.say({"re": message["n"], "error": _words(_named(e, BackendError))})
+            if self.gone:
+                return
+
+    def answer(self, question: Message, value: Any) -> None:
+        """Answer a message that has a number."""
+        self.say({"re": question["n"], "value": value})
+
+    def say(self, message: Message) -> None:
+        """Write `message`."""
+        self.say_line(json.dumps(message, separators=(",", ":")) + "\n")
+
+    def say_line(self, line: str) -> None:
+        """Write a message that is JSON text already, with its line end. `gone` is set when nobody hears it."""
+        data = line.encode()
+        with self._lock:
+            try:
+                self._sink.write(data)
+                self._sink.flush()
+            except (BrokenPipeError, ValueError):
+                self.gone = True
+
+
+def reason(error: Exception) -> str:
+    """What went wrong: an error made for people in its own words, any other with the name of its class."""
+    return str(error) if isinstance(error, LocalLLMError | BackendFailure) else f"{type(error).__name__}: {error}"
+
+
+def _named(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
+    return error if isinstance(error, LocalLLMError) else otherwise(reason(error))
+
+
+def _words(error: LocalLLMError) -> dict[str, str]:
+    return {"code": error.code, "message": error.message, "hint": error.hint}
