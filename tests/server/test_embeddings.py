@@ -19,7 +19,7 @@ from localllm.cli.serve import background_server, router_for
 from localllm.engine.embedding import EmbeddingOptions
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import UsageError
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from localllm.settings import Settings
 from models.tiny_bert import CTX, E, write_bert
 from support.http_server import Running, running_server
