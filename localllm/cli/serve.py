@@ -167,7 +167,7 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
     names, each to a launch's name."""
     from localllm.cli.launch import memory_for_models
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.models.admission import Admission
+    from localllm.server.models.admission import ModelAdmission
     from localllm.server.models.router import ModelRouter, ServedModel
 
     names = [launch.name for launch in launches]
@@ -186,7 +186,7 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
         for launch in launches
     ]
     limit, available = memory_for_models()
-    return ModelRouter(served, Admission(limit, available) if len(served) > 1 else None)
+    return ModelRouter(served, ModelAdmission(limit, available) if len(served) > 1 else None)
 
 
 def _details(launch: Launch) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.errors import UnsupportedError
 
 # Of the window that is left beside the answer: the text before the cursor says more than the text after it.
@@ -15,7 +15,7 @@ _PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 
 
 async def fim_prompt(
-    engine: Engine,
+    engine: EngineClient,
     prefix: str,
     suffix: str,
     *,
@@ -46,7 +46,7 @@ async def fim_prompt(
     return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *cut]
 
 
-async def _files(engine: Engine, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
+async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
     """Other files, the last ones first to be kept."""
     fim = engine.info.fim_tokens
     parts: list[list[int]] = []

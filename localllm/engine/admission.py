@@ -18,8 +18,8 @@ from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Prefill
 from localllm.engine.misses import miss_reason, recomputed
 from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.residency import NOWHERE, Source
 from localllm.engine.scheduler import admission_order
+from localllm.engine.sequence_pool import NOWHERE, PrefixSource
 from localllm_backends.contract import Backend, NoCellsError
 
 # Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
@@ -54,7 +54,7 @@ class Admission:
             if not any(self._try_admit(self.jobs.waiting[key], sources[key], now) for key in order):
                 return
 
-    def _try_admit(self, job: Job, source: Source, now: float) -> bool:
+    def _try_admit(self, job: Job, source: PrefixSource, now: float) -> bool:
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
@@ -83,7 +83,7 @@ class Admission:
         job.admitted_s = now
         return True
 
-    def _source(self, job: Job, live: Iterable[Job]) -> Source:
+    def _source(self, job: Job, live: Iterable[Job]) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
         if not job.shares:
             return NOWHERE
@@ -142,7 +142,7 @@ class Admission:
             self.jobs.finish(job, "length")
 
 
-def prefix_in_progress(job: Job, source: Source, running: Iterable[Job]) -> bool:
+def prefix_in_progress(job: Job, source: PrefixSource, running: Iterable[Job]) -> bool:
     """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
     prompt = job.tokens
     for other in running:

@@ -10,7 +10,7 @@ from localllm.engine.messages import Event, Failure, Finish, Request
 from localllm_backends.contract import ModelInfo
 
 
-class Engine(Protocol):
+class EngineClient(Protocol):
     """One loaded model in its worker process."""
 
     info: ModelInfo
@@ -48,7 +48,7 @@ class Engine(Protocol):
 class Host(Protocol):
     """Something that can give a loaded Engine for a model name, loading or reloading it when needed."""
 
-    async def engine(self) -> Engine:
+    async def engine(self) -> EngineClient:
         """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises LocalLLMError."""
         ...
 

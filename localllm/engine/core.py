@@ -25,9 +25,9 @@ from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache
-from localllm.engine.residency import Residency
 from localllm.engine.sampling import Constraint, Sampler
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
+from localllm.engine.sequence_pool import SequencePool
 from localllm.engine.sliced_prefill import prefill_policy
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
@@ -70,16 +70,16 @@ class Engine:
     def __post_init__(self) -> None:
         cache = PrefixCache(whole=not self.backend.capabilities.segments, capacity_bytes=self.settings.cache_bytes)
         self._disk = self._open_disk(cache)
-        self.residency = Residency(self.backend, cache, self._disk)
+        self.pool = SequencePool(self.backend, cache, self._disk)
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
         self.speculator = Speculator(self.backend, self.settings.draft, model, self.clock)
         self._sizer = ChunkSizer(self.backend.info.n_batch)
-        self.residency.prefill_tok_s = lambda: self._sizer.prefill_tok_s
+        self.pool.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._prefill = prefill_policy(self.backend, self.settings.aside_tokens, self.metrics, self.clock)
-        self.jobs = Jobs(self.residency, self.speculator, self._prefill, self.metrics, self.clock)
+        self.jobs = Jobs(self.pool, self.speculator, self._prefill, self.metrics, self.clock)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._advance = Advance(self.backend, self.jobs)
@@ -174,7 +174,7 @@ class Engine:
         if grants and not self._sweep(grants, tell):
             return self.jobs.drain()
         self.jobs.expire()
-        self.residency.tick(busy=self.has_work)
+        self.pool.tick(busy=self.has_work)
         self.speculator.tick(busy=True)
         return self.jobs.drain()
 
@@ -208,12 +208,12 @@ class Engine:
         """Housekeeping between requests; True while there is more of it that needs no waiting."""
         self._wake(busy=False)
         # One thing at a time, so that a new request waits for no more than that.
-        return self.residency.tick(busy=False) or self.speculator.tick(busy=False)
+        return self.pool.tick(busy=False) or self.speculator.tick(busy=False)
 
     @property
     def awaits_disk(self) -> bool:
         """True while housekeeping can go on only once something is written: `idle` is worth calling again soon."""
-        return self.residency.waiting
+        return self.pool.waiting
 
     def _wake(self, *, busy: bool) -> None:
         self._memory.mind()
@@ -223,7 +223,7 @@ class Engine:
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
         self._prefill.close()
-        self.residency.finish()
+        self.pool.finish()
         if self._disk is not None:
             self._disk.close()
         self.speculator.close()
@@ -275,21 +275,21 @@ class Engine:
     def snapshot(self) -> dict[str, float | int | str]:
         """The metrics now, as plain values."""
         self._memory.mind()
-        cache = self.residency.cache
+        cache = self.pool.cache
         return {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
             **self.guard.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
-            "residents": self.residency.residents,
+            "residents": self.pool.residents,
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
             "cache_bytes": cache.held_bytes,
             "cache_capacity_bytes": cache.capacity_bytes,
             "cache_evicted_tokens": cache.evicted_tokens,
-            "restored_tokens": self.residency.restored_tokens,
-            "lost_blocks": self.residency.lost_blocks,
+            "restored_tokens": self.pool.restored_tokens,
+            "lost_blocks": self.pool.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
             "disk_written_bytes": self._disk.written_bytes if self._disk else 0,
             "disk_read_blocks": self._disk.read_blocks if self._disk else 0,
@@ -298,7 +298,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
-        self.residency.cache.check_integrity()
+        self.pool.cache.check_integrity()
         self.backend.check_integrity()
         held = sum(1 for j in self.jobs.running.values() if j.sequence is not None)
         assert held == len(self.jobs.running), "a running request without a sequence"

@@ -9,8 +9,8 @@ from localllm.engine.job import Job
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.residency import Residency
 from localllm.engine.seen import SeenLines
+from localllm.engine.sequence_pool import SequencePool
 from localllm.engine.sliced_prefill import PrefillPolicy
 from localllm.engine.speculation.speculator import Speculator
 
@@ -21,7 +21,7 @@ _PREFILL_EVENT_S = 0.25
 class Jobs:
     """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet."""
 
-    pool: Residency
+    pool: SequencePool
     speculator: Speculator
     prefill: PrefillPolicy
     metrics: Metrics

@@ -127,7 +127,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CachedPart:
     """Tokens [start, stop) of a prompt, to be imported from `block`."""
 
     block: Block
@@ -148,7 +148,7 @@ class Match:
     knows of, with or without KV. `node` is the deepest node used; lock it before reading any block.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[CachedPart, ...]
     known: int
     node: Node | None
 
@@ -199,7 +199,7 @@ class PrefixCache:
     def peek(self, tokens: Seq[int] | Tokens) -> Match:
         """What can be restored of `tokens`. Changes nothing."""
         line = as_tokens(tokens)
-        parts: list[Part] = []
+        parts: list[CachedPart] = []
         deepest: Node | None = None
         known = 0
         for node, shared in self._along(line):
@@ -208,11 +208,11 @@ class PrefixCache:
                 continue
             deepest = node
             if self.whole:
-                parts = [Part(node.block, 0, node.stop)]
+                parts = [CachedPart(node.block, 0, node.stop)]
             elif parts and parts[-1].block is node.block and parts[-1].stop == node.start:
-                parts[-1] = Part(node.block, parts[-1].start, known)
+                parts[-1] = CachedPart(node.block, parts[-1].start, known)
             else:
-                parts.append(Part(node.block, node.start, known))
+                parts.append(CachedPart(node.block, node.start, known))
         return Match(tuple(parts), known, deepest)
 
     def match(self, tokens: Seq[int] | Tokens) -> Match:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from localllm.engine.prefix_cache import Block, Match, Part, PrefixCache, Tokens
+from localllm.engine.prefix_cache import Block, CachedPart, Match, PrefixCache, Tokens
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 # Is reading this block quicker than computing so many of its tokens?
@@ -23,7 +23,7 @@ class RestorePlan:
     """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed."""
 
     match: Match
-    parts: tuple[Part, ...]
+    parts: tuple[CachedPart, ...]
     unread: int = 0
 
     @property
@@ -133,7 +133,7 @@ class Restoring:
     def _lock(self, match: Match) -> None:
         self.keeper.cache.lock(match)
 
-    def _lose(self, part: Part) -> None:
+    def _lose(self, part: CachedPart) -> None:
         self.keeper.lost(part.block)
         if not self.keeper.cache.whole:
             self._miss("lost", part.n_tokens)

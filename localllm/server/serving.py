@@ -11,20 +11,20 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from localllm.conversation.recall import Recall
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.errors import LocalLLMError
 from localllm.server.generation.compacting import Counts
 from localllm.server.generation.conversing import Ask, Remembering, job_for
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.generate import run
-from localllm.server.generation.job import Job, Progress, Writer
+from localllm.server.generation.job import PrefillProgress, Prepared, ReplyWriter
 from localllm.server.http.headers import IGNORED, ignored_header, request_id
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel
 
 log = logging.getLogger("localllm.server")
-MakeJob: TypeAlias = Callable[[Engine], Awaitable[Job]]
+MakeJob: TypeAlias = Callable[[EngineClient], Awaitable[Prepared]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Dialect:
 
     media_type: str
     frame_error: Callable[[LocalLLMError], bytes]
-    keepalive: Callable[[Progress], bytes]
+    keepalive: Callable[[PrefillProgress], bytes]
     error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai
     streams: bool = False
 
@@ -45,8 +45,8 @@ class Order:
     dialect's does."""
 
     task: Ask | MakeJob
-    whole: Callable[[Fold, Job], Any]
-    writer: Callable[[Outbox, Job, Progress], Writer]
+    whole: Callable[[Fold, Prepared], Any]
+    writer: Callable[[Outbox, Prepared, PrefillProgress], ReplyWriter]
     ignored: tuple[str, ...] = ()
     frame_error: Callable[[LocalLLMError], bytes] | None = None
 
@@ -64,11 +64,11 @@ class Server:
 
     async def stream(self, model: ServedModel, order: Order, dialect: Dialect) -> StreamResponse:
         """A streaming response; loading, rendering and queueing all happen inside it, behind early headers."""
-        progress = Progress()
+        progress = PrefillProgress()
         headers = {**request_id(), **ignored_header(order.ignored)}
 
         async def produce(outbox: Outbox) -> None:
-            def begin(job: Job) -> Writer:
+            def begin(job: Prepared) -> ReplyWriter:
                 headers.update(_about(order, job))
                 return order.writer(outbox, job, progress)
 
@@ -87,14 +87,14 @@ class Server:
     async def whole(self, request: Request, model: ServedModel, order: Order) -> Response:
         """The reply in one piece: the stream, folded. Cancelled when the client leaves."""
 
-        async def work() -> tuple[Fold, Job]:
+        async def work() -> tuple[Fold, Prepared]:
             folds: list[Fold] = []
 
-            def begin(job: Job) -> Writer:
+            def begin(job: Prepared) -> ReplyWriter:
                 folds.append(Fold(job.choices))
                 return folds[0]
 
-            job = await self._generate(model, order, Progress(), begin)
+            job = await self._generate(model, order, PrefillProgress(), begin)
             return folds[0], job
 
         done = await unless_gone(request, work())
@@ -104,7 +104,7 @@ class Server:
         headers = {**request_id(), **_about(order, job), "x-localllm-cache": fold.usage.cache_note}
         return JSONResponse(order.whole(fold, job), headers=headers)
 
-    async def job(self, task: Ask | MakeJob, model: ServedModel, engine: Engine) -> Job:
+    async def job(self, task: Ask | MakeJob, model: ServedModel, engine: EngineClient) -> Prepared:
         """What `task` makes the engine do. Raises RequestError and what rendering ends in."""
         if isinstance(task, Ask):
             return await job_for(task, model, engine, self.recall, self.counts)
@@ -124,8 +124,8 @@ class Server:
         return _Lease(self, model)
 
     async def _generate(
-        self, model: ServedModel, order: Order, progress: Progress, begin: Callable[[Job], Writer]
-    ) -> Job:
+        self, model: ServedModel, order: Order, progress: PrefillProgress, begin: Callable[[Prepared], ReplyWriter]
+    ) -> Prepared:
         with self.counted(model):
             engine = await model.engine()
             job = await self.job(order.task, model, engine)
@@ -152,7 +152,7 @@ class _Lease:
         self._lease.__exit__(None, None, None)
 
 
-def _about(order: Order, job: Job) -> dict[str, str]:
+def _about(order: Order, job: Prepared) -> dict[str, str]:
     """Headers that say what was ignored, taken out of the prompt and left out of the conversation."""
     said = ignored_header([*order.ignored, *job.ignored])
     if job.normalised:
@@ -162,7 +162,7 @@ def _about(order: Order, job: Job) -> dict[str, str]:
     return said
 
 
-def _note(order: Order, job: Job) -> None:
+def _note(order: Order, job: Prepared) -> None:
     ignored = ignored_header([*order.ignored, *job.ignored])
     if ignored:
         log.info("ignored unknown fields: %s", ignored[IGNORED])

@@ -551,8 +551,8 @@ def test_a_thousand_requests_leave_nothing_behind(load: Callable[..., Any]) -> N
         while engine.has_work:
             engine.step()
         settle(engine)
-        for resident in list(engine.residency._residents):
-            engine.residency._drop(resident)
+        for resident in list(engine.pool._residents):
+            engine.pool._drop(resident)
 
     serve(40)
     gc.collect()

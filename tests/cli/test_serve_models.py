@@ -18,7 +18,7 @@ from localllm.cli.serve import _aliases, router_for
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, UsageError
 from localllm.planner.types import Plan
-from localllm.server.models.admission import Admission
+from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.router import ModelRouter
 from localllm.settings import Settings
 from support.requests import request_for
@@ -56,7 +56,7 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two
             await models.close()
 
     async def turns() -> None:
-        models = ModelRouter(router_for(launches).list(), Admission(launches[0].needs_bytes + 1))
+        models = ModelRouter(router_for(launches).list(), ModelAdmission(launches[0].needs_bytes + 1))
         try:
             assert [m.name for m in await models.preload()] == ["filler"]
             await answer(models, "filler")

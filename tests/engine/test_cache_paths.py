@@ -24,7 +24,7 @@ def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes:
     settings = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0)
     engine = Engine(backend, settings)
     # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
-    engine.residency.prefill_tok_s = lambda: 1000.0
+    engine.pool.prefill_tok_s = lambda: 1000.0
     assert engine._disk is not None
     engine._disk.read_bytes_s = 20_000.0
     return engine
@@ -75,7 +75,7 @@ def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> Non
     _, cached = ask(second, "b", [*SYSTEM, TURN, 2])
     assert cached >= len(SYSTEM)
     assert second._disk.read_blocks == read
-    assert second.residency.cache.held_bytes > 1000
+    assert second.pool.cache.held_bytes > 1000
     second.close()
 
 
@@ -92,7 +92,7 @@ def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
         ask(engine, f"between{n}", [TURN, 9, *range(20, 60)])
         _, cached = ask(engine, f"b{n}", [*line, TURN, 5])
         assert cached >= len(line), f"round {n}"
-        assert engine.residency.cache.held_bytes <= 6000
+        assert engine.pool.cache.held_bytes <= 6000
     engine.close()
 
 
@@ -175,7 +175,7 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
         said.append((outcome.text["a"], outcome.finish("a").usage.cached_tokens))
         settle(engine)
         assert engine._disk is None or all(
-            isinstance(p.block, DiskBlock) for p in engine.residency.cache.peek(backend.tokenize(prompt)).parts
+            isinstance(p.block, DiskBlock) for p in engine.pool.cache.peek(backend.tokenize(prompt)).parts
         )
         engine.close()
     assert said[1] == said[2] == (said[2][0], 0)

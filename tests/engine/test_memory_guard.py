@@ -301,24 +301,24 @@ def test_a_pressed_cache_gives_back_what_is_missing_and_grows_again_afterwards()
     engine = machine.engine(KvAtLoad(n_ctx=1024))
     run(engine, *(ask(str(i)) for i in range(6)))
     settle(engine)
-    held, full = engine.residency.cache.held_bytes, engine.residency.cache.capacity_bytes
+    held, full = engine.pool.cache.held_bytes, engine.pool.cache.capacity_bytes
     assert held > 100
     free = HEADROOM - 50
     machine.available = engine.guard.available = lambda: free  # type: ignore[method-assign]
     machine.now += 1
     engine.idle()
-    shrunk = engine.residency.cache.held_bytes
+    shrunk = engine.pool.cache.held_bytes
     assert 50 <= held - shrunk < held
     snapshot = engine.snapshot()
     assert (snapshot["pressure"], snapshot["available_bytes"]) == ("shrink", HEADROOM - 50)
     free = 110 * MB  # enough, but not by a quarter: no growth yet
     run(engine, *(ask(f"more {i}") for i in range(4)))
     settle(engine)
-    assert engine.residency.cache.held_bytes <= shrunk
+    assert engine.pool.cache.held_bytes <= shrunk
     free = 1000 * MB
     run(engine, *(ask(f"most {i}") for i in range(4)))
     settle(engine)
-    assert engine.residency.cache.held_bytes > shrunk
+    assert engine.pool.cache.held_bytes > shrunk
     assert engine.snapshot()["cache_capacity_bytes"] == full
     assert engine.snapshot()["pressure"] == "none"
 
@@ -370,8 +370,8 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
         assert failure.code == "server_busy"
         assert failure.message == "this machine has 0.04 GB of memory left and 0.10 GB are kept for the system"
         assert "close other programs" in failure.hint
-    assert engine.residency.cache.held_bytes == 0
-    assert engine.residency.residents == 0
+    assert engine.pool.cache.held_bytes == 0
+    assert engine.pool.residents == 0
     machine.free_mb, machine.now = 1000, machine.now + 1
     assert run(engine, ask("c")).finish("c").reason == "length"
 
@@ -381,7 +381,7 @@ def test_where_kv_grows_what_the_cache_gives_back_admits_the_request() -> None:
     engine = machine.engine(ScriptedBackend(n_ctx=1024))
     run(engine, ask("before"))
     settle(engine)
-    cache = engine.residency.cache
+    cache = engine.pool.cache
     given = cache.held_bytes
     machine.available = lambda: 40 * MB if cache.held_bytes == given else 90 * MB  # type: ignore[method-assign]
     engine.guard.available = machine.available
@@ -475,7 +475,7 @@ def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, 
         machine.free_mb, machine.now = free_mb, machine.now + 1
         got = run(engine, turn(name)).tokens[name]
         settle(engine)
-        held.append(engine.residency.cache.held_bytes)
+        held.append(engine.pool.cache.held_bytes)
         tokens, gaps = expected[name]
         at = next((i for i, (a, b) in enumerate(zip(got, tokens, strict=True)) if a != b), None)
         if at is not None:

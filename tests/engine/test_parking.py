@@ -55,7 +55,7 @@ def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
     ]
     together = run(engine, *requests)
     assert engine.metrics.parked
-    assert engine.residency.cache.held_bytes == 0
+    assert engine.pool.cache.held_bytes == 0
     for request in requests:
         alone = run(Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0)), request)
         assert together.tokens[request.id] == alone.tokens[request.id]

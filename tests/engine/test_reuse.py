@@ -127,7 +127,7 @@ def test_nothing_is_kept_of_a_request_that_asks_so(make: Callable[..., ScriptedB
     prompt = turn("secret", 100) + turn("and", 30) + turn("bot")
     run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY, cache_prompt=False))
     settle(engine)
-    assert engine.residency.cache.held_bytes == 0
+    assert engine.pool.cache.held_bytes == 0
     _, cached = ask(engine, "2", prompt)
     assert cached == 0
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
-from localllm.engine import residency
+from localllm.engine import sequence_pool
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
 from support.requests import request_for
@@ -27,7 +27,7 @@ ANSWER = 6
 # About what one conversation of a history has at its end.
 LINE_TOKENS = 300
 # A prompt's end that is found nowhere and a beginning too short to be copied are nobody's loss.
-_ALLOWED_PER_REQUEST = residency.MIN_TOKENS
+_ALLOWED_PER_REQUEST = sequence_pool.MIN_TOKENS
 
 
 class Packed(ScriptedBackend):
@@ -124,7 +124,7 @@ class World:
             outcome.take(self.engine.step())
         assert not self.engine.has_work, "the engine does not come to an end"
         self.engine.check_integrity()
-        assert self.engine.residency.cache.held_bytes <= self.memory_bytes
+        assert self.engine.pool.cache.held_bytes <= self.memory_bytes
         found = []
         for key, prompt, expected in zip(keys, prompts, due, strict=True):
             cached = outcome.finish(key).usage.cached_tokens
@@ -221,7 +221,7 @@ def test_reuse_is_that_of_perfect_knowledge(
 ) -> None:
     line_bytes = LINE_TOKENS * TOKEN_BYTES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residency, "_PIECE_TOKENS", PIECE)
+        patch.setattr(sequence_pool, "_PIECE_TOKENS", PIECE)
         folder = tmp_path_factory.mktemp("kv")
         world = World(folder, int(memory_lines * line_bytes), disk_lines * line_bytes, n_ctx)
         chats = Chats(random.Random(seed))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import BackendError, BusyError, DoesNotFitError, UsageError
-from localllm.server.models.admission import Admission
+from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.router import ModelRouter, ServedModel
 from support.scripted_engine import Gate, ScriptedEngine
 
@@ -20,7 +20,7 @@ GB = 10**9
 
 def router(limit_gb: float, available: Callable[[], int] | None = None, **sizes_gb: float) -> ModelRouter:
     models = [ServedModel(name, ScriptedEngine(), needs_bytes=int(gb * GB)) for name, gb in sizes_gb.items()]
-    return ModelRouter(models, Admission(int(limit_gb * GB), available))
+    return ModelRouter(models, ModelAdmission(int(limit_gb * GB), available))
 
 
 def loaded(models: ModelRouter) -> list[str]:

@@ -16,7 +16,7 @@ from localllm.cli.serve import router_for
 from localllm.engine import memory_guard
 from localllm.errors import BusyError, DoesNotFitError
 from localllm.server.app import create_app
-from localllm.server.models.admission import Admission
+from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.idle import memory_is_short
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.settings import Settings
@@ -104,7 +104,7 @@ def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
         assert isinstance(slow.host, ScriptedEngine)
         slow.host.load_gate = gate
         free = 6 * GB
-        models = ModelRouter([slow, other], Admission(20 * GB, lambda: free))
+        models = ModelRouter([slow, other], ModelAdmission(20 * GB, lambda: free))
         loading = asyncio.create_task(models.resolve("slow").engine())
         for _ in range(10):
             await asyncio.sleep(0)

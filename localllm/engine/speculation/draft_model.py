@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from localllm.engine.job import Job
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.residency import Residency
 from localllm.engine.sampling import Distribution, distribution
+from localllm.engine.sequence_pool import SequencePool
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
@@ -48,7 +48,7 @@ class DraftModel:
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backend = backend
         cache = PrefixCache(whole=not backend.capabilities.segments, capacity_bytes=_CACHE_BYTES)
-        self._residency = Residency(backend, cache)
+        self._pool = SequencePool(backend, cache)
         self._lines: dict[str, _Line] = {}
         self._clock = clock
         self.token_s = 0.0
@@ -132,11 +132,11 @@ class DraftModel:
         line = self._lines.get(job.id)
         if line is None:
             tokens = as_tokens(job.tokens)
-            source = self._residency.lookup(tokens, ())
+            source = self._pool.lookup(tokens, ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
-            need = self._residency.needs_cells(source, len(tokens) + reserve)
-            self._residency.make_room(need, live=len(self._lines) + 1, keep=source.resident)
-            sequence, held = self._residency.take(source, tokens).at_once()
+            need = self._pool.needs_cells(source, len(tokens) + reserve)
+            self._pool.make_room(need, live=len(self._lines) + 1, keep=source.resident)
+            sequence, held = self._pool.take(source, tokens).at_once()
             line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
         right = len(line.held)
         # Only what was fed in the last drafts can be wrong.
@@ -157,11 +157,11 @@ class DraftModel:
         """The job ended: what the draft model read of it stays in its cache."""
         line = self._lines.pop(job.id, None)
         if line is not None:
-            self._residency.release(line.sequence, as_tokens(line.held))
+            self._pool.release(line.sequence, as_tokens(line.held))
 
     def tick(self, *, busy: bool) -> bool:
         """One piece of housekeeping; True while there is more."""
-        return self._residency.tick(busy=busy)
+        return self._pool.tick(busy=busy)
 
     def probe(self) -> None:
         """Measure one drafting step on an empty sequence (seconds into `token_s`)."""

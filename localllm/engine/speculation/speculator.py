@@ -13,8 +13,8 @@ from localllm.engine.job import Job
 from localllm.engine.sampling import Distribution
 from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
+from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
-from localllm.engine.speculation.own_heads import OwnHeads
 from localllm.engine.speculation.rates import Acceptance, HitRates
 from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingBackend
 
@@ -33,7 +33,7 @@ _PROBE_ROUNDS = 3
 _PROBE_BUDGET_S = 1.0
 
 
-class Writer(Protocol):
+class ComputedDrafter(Protocol):
     """What drafts by computing: a draft model, or the model's own heads. `token_s`: seconds a drafted token costs."""
 
     token_s: float
@@ -69,8 +69,8 @@ class Writer(Protocol):
 
 
 @dataclass
-class _Luck:
-    """How one writer fares in one request, and when it may try again after losing."""
+class _BackOff:
+    """How one drafter fares in one request, and when it may try again after losing."""
 
     acceptance: Acceptance
     retry_at: int = 0
@@ -84,12 +84,12 @@ class _Luck:
 
 
 @dataclass
-class _Speech:
-    """One decoding request: its lookup, every writer's luck, and who drafted last. `stopped_at`: the length at which
-    the last writer stopped before what was wanted, unsure of the next token (-1: it did not)."""
+class _DraftState:
+    """One decoding request: its lookup, every drafter's back-off, and who drafted last. `stopped_at`: the length at which
+    the last drafter stopped before what was wanted, unsure of the next token (-1: it did not)."""
 
     lookup: Lookup
-    luck: dict[str, _Luck]
+    back_offs: dict[str, _BackOff]
     drafter: str = ""
     stopped_at: int = -1
 
@@ -114,12 +114,12 @@ class Speculator:
     cost: StepCost = field(default_factory=StepCost)
 
     def __post_init__(self) -> None:
-        self._speeches: dict[str, _Speech] = {}
+        self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
-        self._writers: dict[str, Writer] = {} if self.model is None else {"model": self.model}
+        self._drafters: dict[str, ComputedDrafter] = {} if self.model is None else {"model": self.model}
         if self.mode == "mtp" and self.backend.capabilities.drafts and isinstance(self.backend, DraftingBackend):
-            self._writers["mtp"] = OwnHeads(self.backend, self.clock)
-        self._acceptance = {name: Acceptance() for name in self._writers}
+            self._drafters["mtp"] = MtpDrafter(self.backend, self.clock)
+        self._acceptance = {name: Acceptance() for name in self._drafters}
         self._recent = RecentOutputs()
         self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally(), "mtp": _Tally()}
         self._since_plain = 0
@@ -173,99 +173,101 @@ class Speculator:
         most_steps = math.inf if len(running) == 1 else _MOST_STEPS_BESIDE_OTHERS
         lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds, most_steps)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
-            if proposal.drafter not in self._writers and length:
+            if proposal.drafter not in self._drafters and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
-                self._speeches[job.id].drafter = proposal.drafter
-        for name, writer in self._writers.items():
+                self._states[job.id].drafter = proposal.drafter
+        for name, drafter in self._drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
-            self._let_write(name, writer, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
+            self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
-    def _let_write(self, name: str, writer: Writer, wanted: list[tuple[Job, int]]) -> None:
+    def _let_draft(self, name: str, drafter: ComputedDrafter, wanted: list[tuple[Job, int]]) -> None:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
-        for key, (tokens, dists) in writer.draft(wanted).items():
+        for key, (tokens, dists) in drafter.draft(wanted).items():
             job, length = jobs[key]
-            speech = self._speeches[key]
+            state = self._states[key]
             job.draft, job.draft_from = tokens, dists
             if job.sampler.constraint is not None:
                 job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
-            speech.drafter = name
+            state.drafter = name
             if name == "mtp" and len(job.draft) < length and not self._ends(job.draft):
-                speech.stopped_at = len(job.draft)
+                state.stopped_at = len(job.draft)
 
     def _ends(self, draft: list[int]) -> bool:
         return bool(draft) and draft[-1] in self.backend.info.eog_tokens
 
     def _proposal(self, job: Job, most: int) -> _Proposal:
-        speech = self._speech(job)
+        state = self._state(job)
         most = min(most, job.max_tokens - job.n_generated - 1, self.backend.info.n_ctx - len(job.tokens) - 1)
         if job.request.draft == "off" or most < 1:
             return _Proposal("", [], Candidate(()))
-        tokens, match = speech.lookup.propose(most)
+        tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
-        drafter = "ngram"
+        found_by = "ngram"
         if constraint is not None:
             tokens = tokens[: constraint.acceptable(tokens)] if tokens else []
             if len(tokens) < 2 and (forced := constraint.forced()):
-                tokens, drafter = forced[:most], "grammar"
-        if drafter == "grammar":
+                tokens, found_by = forced[:most], "grammar"
+        if found_by == "grammar":
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
         else:
-            survival = speech.lookup.rates.survival(match, len(tokens))
-        best = _Proposal(drafter, tokens, Candidate(survival))
+            survival = state.lookup.rates.survival(match, len(tokens))
+        best = _Proposal(found_by, tokens, Candidate(survival))
         if self.mode != "ngram" and job.request.draft != "ngram":
-            for name, writer in self._writers.items():
-                best = self._or_writer(job, speech.luck[name], best, most, name, writer)
+            for name, drafter in self._drafters.items():
+                best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
         return best
 
-    def _or_writer(self, job: Job, luck: _Luck, best: _Proposal, most: int, name: str, writer: Writer) -> _Proposal:
-        """This writer's turn instead, where it promises more than `best` does for this job alone."""
-        if not writer.token_s:
+    def _or_drafter(
+        self, job: Job, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: ComputedDrafter
+    ) -> _Proposal:
+        """This drafter's turn instead, where it promises more than `best` does for this job alone."""
+        if not drafter.token_s:
             return best
-        length = min(most, writer.most, _MOST_MODEL_TOKENS)
-        candidate = Candidate(luck.acceptance.survival(length), writer.token_s)
+        length = min(most, drafter.most, _MOST_MODEL_TOKENS)
+        candidate = Candidate(back_off.acceptance.survival(length), drafter.token_s)
         (alone,) = choose_lengths([candidate], self.cost.seconds)
         trial = 0
-        if not alone and job.n_generated >= luck.retry_at:
+        if not alone and job.n_generated >= back_off.retry_at:
             trial = min(_TRIAL_TOKENS, length)
         (instead,) = choose_lengths([best.candidate], self.cost.seconds)
         # A trial promises nothing: it takes the place of nothing that does.
         better = not instead if trial else self._speed(candidate, alone) > self._speed(best.candidate, instead)
         if not (alone or trial) or not better:
             return best
-        return _Proposal(name, [], candidate, trial) if writer.ready(job) else best
+        return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
 
     def _speed(self, candidate: Candidate, length: int) -> float:
         """Tokens per second of one sequence that drafts so many tokens like this."""
         seconds = self.cost.seconds(1 + length) + candidate.token_s * length
         return (1.0 + sum(candidate.survival[:length])) / seconds
 
-    def _speech(self, job: Job) -> _Speech:
-        speech = self._speeches.get(job.id)
-        if speech is None:
+    def _state(self, job: Job) -> _DraftState:
+        state = self._states.get(job.id)
+        if state is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent, job.predicted)
-            luck = {name: _Luck(Acceptance(shared)) for name, shared in self._acceptance.items()}
-            speech = self._speeches[job.id] = _Speech(lookup, luck)
-        return speech
+            back_offs = {name: _BackOff(Acceptance(shared)) for name, shared in self._acceptance.items()}
+            state = self._states[job.id] = _DraftState(lookup, back_offs)
+        return state
 
     # --- after a step --------------------------------------------------------------------------------------------
 
     def emitted(self, job: Job, tokens: Seq[int], drafted: int, accepted: int) -> None:
         """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were right."""
-        speech = self._speeches.get(job.id)
-        if speech is None:
+        state = self._states.get(job.id)
+        if state is None:
             return
-        speech.lookup.advance(tokens)
+        state.lookup.advance(tokens)
         # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
-        unsure, speech.stopped_at = speech.stopped_at == drafted, -1
+        unsure, state.stopped_at = state.stopped_at == drafted, -1
         if not drafted and not unsure:
             return
-        tally = self._tallies[speech.drafter]
+        tally = self._tallies[state.drafter]
         tally.drafted += drafted
         tally.accepted += accepted
-        if speech.drafter in speech.luck:
-            speech.luck[speech.drafter].learn(accepted, drafted + unsure, job.n_generated)
+        if state.drafter in state.back_offs:
+            state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
         """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in `seconds`."""
@@ -279,16 +281,16 @@ class Speculator:
 
     def forget(self, job: Job) -> None:
         """The job left the context: it ended, or was parked."""
-        if self._speeches.pop(job.id, None) is not None:
+        if self._states.pop(job.id, None) is not None:
             self._recent.add(job.tokens[job.n_prompt :])
-        for writer in self._writers.values():
-            writer.forget(job)
+        for drafter in self._drafters.values():
+            drafter.forget(job)
 
     # --- between requests ----------------------------------------------------------------------------------------
 
     def tick(self, *, busy: bool) -> bool:
-        """Housekeeping: one piece of a writer's, or one measurement while nobody waits. True: more to do."""
-        more = sum(writer.tick(busy=busy) for writer in self._writers.values()) > 0
+        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits. True: more to do."""
+        more = sum(drafter.tick(busy=busy) for drafter in self._drafters.values()) > 0
         return more or (not busy and self._probe())
 
     def _probe(self) -> bool:
@@ -314,15 +316,15 @@ class Speculator:
             self._probe_left.clear()
         if not self._probe_left:
             self.cost.set(self._probed)
-            for writer in self._writers.values():
-                if not writer.token_s:
-                    writer.probe()
+            for drafter in self._drafters.values():
+                if not drafter.token_s:
+                    drafter.probe()
         return bool(self._probe_left)
 
     def close(self) -> None:
         """Free the draft model, if there is one."""
-        for writer in self._writers.values():
-            writer.close()
+        for drafter in self._drafters.values():
+            drafter.close()
 
     def snapshot(self) -> dict[str, float | int | str]:
         """Counters and what verification costs, as plain values. `speculation_gain`: speed over no drafting, as

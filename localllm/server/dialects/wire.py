@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.engine.messages import Timings
 from localllm.errors import LocalLLMError
-from localllm.server.generation.job import Progress, Spent
+from localllm.server.generation.job import PrefillProgress, Spent
 from localllm.server.serving import Dialect
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
@@ -16,7 +16,7 @@ quote = json.encoder.encode_basestring_ascii
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-def comment(progress: Progress) -> bytes:
+def comment(progress: PrefillProgress) -> bytes:
     """The keep-alive of server-sent events: a comment with the progress."""
     return f": {progress}\n\n".encode()
 

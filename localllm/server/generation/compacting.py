@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.conversation.compaction import Compacted, Cost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation import prompting
 from localllm.server.generation.prompting import Prompt
@@ -48,7 +48,7 @@ class Counts:
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
 
-    async def of(self, engine: Engine, text: str) -> int:
+    async def of(self, engine: EngineClient, text: str) -> int:
         """How many tokens `text` has in the engine's vocabulary."""
         if not text:
             return 0
@@ -63,7 +63,12 @@ class Counts:
 
 
 async def fitted(
-    engine: Engine, template: ChatTemplate, messages: Messages, render: Render, max_tokens: int | None, counts: Counts
+    engine: EngineClient,
+    template: ChatTemplate,
+    messages: Messages,
+    render: Render,
+    max_tokens: int | None,
+    counts: Counts,
 ) -> tuple[Prompt, Shortened | None]:
     """The prompt for `messages`, with the oldest left out where they do not fit beside an answer of `max_tokens`
     tokens (at most a quarter of the window is kept for it). Raises ContextLengthError with the counts."""
@@ -102,11 +107,11 @@ async def fitted(
     return prompt, Shortened(len(kept.dropped), whole - size) if kept.dropped else None
 
 
-async def _size(engine: Engine, prompt: Prompt) -> int:
+async def _size(engine: EngineClient, prompt: Prompt) -> int:
     return len(await engine.tokenize(prompt.text, add_bos=prompting.wants_bos(engine.info, prompt.text)))
 
 
-async def _costs(engine: Engine, template: ChatTemplate, messages: Messages, counts: Counts) -> list[Cost]:
+async def _costs(engine: EngineClient, template: ChatTemplate, messages: Messages, counts: Counts) -> list[Cost]:
     frame = await _frame_tokens(engine, template, counts)
     stays = await asyncio.to_thread(_keeps_reasoning, template)
 
@@ -120,7 +125,7 @@ async def _costs(engine: Engine, template: ChatTemplate, messages: Messages, cou
     return list(await asyncio.gather(*map(cost, messages)))
 
 
-async def _frame_tokens(engine: Engine, template: ChatTemplate, counts: Counts) -> int:
+async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: Counts) -> int:
     """What the template puts around a message, in tokens: the difference that a question with its answer makes."""
     asked, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:

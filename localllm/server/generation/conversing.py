@@ -8,11 +8,11 @@ from typing import Any
 
 from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.server.generation import prompting
 from localllm.server.generation.compacting import Counts, Messages, fitted
-from localllm.server.generation.job import Job, Outcome, Spent, Writer
+from localllm.server.generation.job import Outcome, Prepared, ReplyWriter, Spent
 from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
 
@@ -29,7 +29,7 @@ class Ask:
     compaction: bool = False
 
 
-async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, counts: Counts) -> Job:
+async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Recall, counts: Counts) -> Prepared:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
     messages, normalised = without_volatile(recall.restore(ask.messages))
     template = model.template(engine.info)
@@ -41,7 +41,7 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, 
         prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
-    return Job(
+    return Prepared(
         prompt=prompt.text,
         generation=ask.generation,
         answer=prompt.answer,
@@ -55,9 +55,9 @@ async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, 
 
 
 class Remembering:
-    """A Writer in front of another that keeps each choice's reasoning for `recall`."""
+    """A ReplyWriter in front of another that keeps each choice's reasoning for `recall`."""
 
-    def __init__(self, inner: Writer, recall: Recall, asked: str) -> None:
+    def __init__(self, inner: ReplyWriter, recall: Recall, asked: str) -> None:
         self._inner, self._recall, self._asked = inner, recall, asked
         self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
 

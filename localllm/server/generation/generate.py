@@ -1,4 +1,4 @@
-"""Runs one job on an engine and tells a Writer what happens: the only place that reads the engine's events."""
+"""Runs one job on an engine and tells a ReplyWriter what happens: the only place that reads the engine's events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyParser
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.engine.messages import (
     Event,
     Failure,
@@ -20,10 +20,10 @@ from localllm.engine.messages import (
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Reason, Spent, Writer
+from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Reason, ReplyWriter, Spent
 
 
-async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> None:
+async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> None:
     """Generate every choice of `job`. Raises the LocalLLMError of the first choice that fails, after cancelling the
     others; cancelling this coroutine cancels the requests in the engine."""
     jobs = [await _within_window(engine, replace(job, prompt=p, also=())) for p in (job.prompt, *job.also)]
@@ -54,7 +54,7 @@ async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> N
     )
 
 
-async def _within_window(engine: Engine, job: Job) -> Job:
+async def _within_window(engine: EngineClient, job: Prepared) -> Prepared:
     """`max_tokens` is a limit, not a wish: agents send 32,000 whatever the window, so it is lowered to what is left.
 
     A token has at least one byte, so a short prompt needs no counting."""
@@ -74,7 +74,9 @@ async def _within_window(engine: Engine, job: Job) -> Job:
     return replace(job, prompt=tokens, generation=replace(job.generation, max_tokens=room))
 
 
-async def _choice(engine: Engine, job: Job, choice: int, variant: int, writer: Writer, progress: Progress) -> Outcome:
+async def _choice(
+    engine: EngineClient, job: Prepared, choice: int, variant: int, writer: ReplyWriter, progress: PrefillProgress
+) -> Outcome:
     generation, answer = job.generation, job.answer
     seed = generation.sampling.seed
     if variant and seed is not None:
@@ -100,7 +102,7 @@ async def _choice(engine: Engine, job: Job, choice: int, variant: int, writer: W
     return voice.finish(_joined(before, end))
 
 
-async def _with_calls(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
+async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
     """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
     stops = (*request.generation.stop, *answer.calls)
     free = _generating(request, stop=stops)
@@ -138,14 +140,14 @@ async def _with_calls(engine: Engine, answer: AnswerPlan, request: Request, voic
         free = _generating(rest, stop=stops)
 
 
-async def _going_on(engine: Engine, request: Request, said: list[str], so_far: Finish) -> Request:
+async def _going_on(engine: EngineClient, request: Request, said: list[str], so_far: Finish) -> Request:
     """`request` for what comes behind the words said so far."""
     prompt = await _behind(engine, request, "".join(said))
     rest = _generating(request, max_tokens=_left(request, so_far))
     return replace(rest, prompt=prompt, add_bos=False, goes_on=True)
 
 
-async def _reason(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
+async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
     """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
     assert answer.reply.think is not None
     closing = answer.reply.think[1]
@@ -173,7 +175,7 @@ def _left(request: Request, so_far: Finish) -> int | None:
     return None if most is None else max(0, most - so_far.usage.completion_tokens)
 
 
-async def _behind(engine: Engine, request: Request, text: str) -> str | list[int]:
+async def _behind(engine: EngineClient, request: Request, text: str) -> str | list[int]:
     """The request's prompt with `text` behind it. BOS is decided by the original prompt, so ids carry it on."""
     if isinstance(request.prompt, str) and not (request.add_bos and engine.info.adds_bos):
         return request.prompt + text
@@ -203,7 +205,7 @@ def _joined(first: Finish | None, second: Finish) -> Finish:
 class _Voice:
     """Reads one choice's events and tells the writer."""
 
-    def __init__(self, writer: Writer, choice: int, progress: Progress, parser: ReplyParser | None) -> None:
+    def __init__(self, writer: ReplyWriter, choice: int, progress: PrefillProgress, parser: ReplyParser | None) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
         self._heard: list[str] | None = None
         self._reasoned = 0
@@ -231,7 +233,7 @@ class _Voice:
             self._writer.text(self._choice, text, ())
         return text
 
-    async def speak(self, engine: Engine, request: Request, heard: list[str] | None = None) -> Finish:
+    async def speak(self, engine: EngineClient, request: Request, heard: list[str] | None = None) -> Finish:
         """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text."""
         self._heard = heard
         end = await engine.listen(request, self._event)

@@ -38,7 +38,7 @@ class AnswerPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Prepared:
     """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
 
     `ignored` names fields that have no effect on this model, `normalised` what was taken out of the prompt,
@@ -93,7 +93,7 @@ class Outcome:
     stop: str | None = None
 
 
-class Writer(Protocol):
+class ReplyWriter(Protocol):
     """A dialect's way to write down a reply as it happens. Calls come in order: `start`, any number of the middle
     ones, one `finish` per choice, `end`; or `error` at any point, after which nothing comes."""
 
@@ -120,7 +120,7 @@ class Writer(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
+class PrefillProgress:
     """Where a job stands, for keep-alive comments."""
 
     done: int = 0

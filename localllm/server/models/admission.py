@@ -14,7 +14,7 @@ log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
 
 
-class Resident(Protocol):
+class LoadedModel(Protocol):
     """A model as admission sees it. `needs_bytes`: what it takes while loaded, as planned."""
 
     name: str
@@ -27,7 +27,7 @@ class Resident(Protocol):
         """Give its memory back."""
 
 
-class Admission:
+class ModelAdmission:
     """Decides who may be loaded. `limit_bytes` is the most that models may ever take together; `available` says what
     is free now (it may block: it is called in a thread), and None trusts the limit alone.
 
@@ -40,14 +40,14 @@ class Admission:
         self.limit_bytes = limit_bytes
         self._available = available
         self._lock = asyncio.Lock()
-        self._admitted: list[Resident] = []
+        self._admitted: list[LoadedModel] = []
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the admitted models were planned to take."""
         return sum(m.needs_bytes for m in self._admitted)
 
-    async def admit(self, model: Resident) -> None:
+    async def admit(self, model: LoadedModel) -> None:
         """Make room for `model` and count it in; nothing to do when it is in already.
 
         Raises DoesNotFitError when it is too large for this machine even alone, BusyError while the models in its way
@@ -70,12 +70,12 @@ class Admission:
                 await victim.unload()
             self._admitted.append(model)
 
-    def release(self, model: Resident) -> None:
+    def release(self, model: LoadedModel) -> None:
         """`model` was unloaded, or could not be loaded."""
         if model in self._admitted:
             self._admitted.remove(model)
 
-    async def fits(self, model: Resident) -> bool:
+    async def fits(self, model: LoadedModel) -> bool:
         """True if `model` could be loaded now with nobody leaving."""
         if model in self._admitted or not self._admitted:
             return model.needs_bytes <= self.limit_bytes
@@ -89,11 +89,11 @@ class Admission:
         promised = sum(m.needs_bytes for m in self._admitted if not m.loaded)
         return max(0, await asyncio.to_thread(self._available) - promised)
 
-    def _longest_unused(self) -> Resident | None:
+    def _longest_unused(self) -> LoadedModel | None:
         idle = [m for m in self._admitted if m.loaded and not m.in_use]
         return min(idle, key=lambda m: m.last_used_s, default=None)
 
-    async def _why(self, model: Resident) -> str:
+    async def _why(self, model: LoadedModel) -> str:
         free = self.limit_bytes - self.held_bytes
         if self._available is not None:
             free = min(free, await self._free())

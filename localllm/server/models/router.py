@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from localllm.conversation.reply import think_markers
-from localllm.engine.api import Engine, Host
+from localllm.engine.api import EngineClient, Host
 from localllm.engine.messages import Sampling
 from localllm.errors import BusyError, LocalLLMError, ModelNotFoundError, UsageError
-from localllm.server.models.admission import Admission
+from localllm.server.models.admission import ModelAdmission
 from localllm_backends.contract import ModelInfo
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ServedModel:
     details: Mapping[str, Any] = field(default_factory=dict)
     embeds: bool = False
     needs_bytes: int = 0
-    admission: Admission | None = None
+    admission: ModelAdmission | None = None
     info: ModelInfo | None = None
     loaded: bool = False
     in_use: int = 0
@@ -47,7 +47,7 @@ class ServedModel:
     created_s: int = field(default_factory=lambda: int(time.time()))
     _templates: dict[str, ChatTemplate] = field(default_factory=dict)
 
-    async def engine(self) -> Engine:
+    async def engine(self) -> EngineClient:
         """The loaded engine (loading it when needed); remembers its facts for the model lists.
 
         Raises BusyError or DoesNotFitError when there is no memory for it, and what loading ended in."""
@@ -128,7 +128,9 @@ class ModelRouter:
     """Names to models. Built from ServedModels, or from a mapping of names to Hosts; each is loaded when first asked
     for."""
 
-    def __init__(self, models: Mapping[str, Host] | Iterable[ServedModel], admission: Admission | None = None) -> None:
+    def __init__(
+        self, models: Mapping[str, Host] | Iterable[ServedModel], admission: ModelAdmission | None = None
+    ) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel(name, host) for name, host in models.items()]
         self._models = {m.name: m for m in models}

@@ -17,7 +17,7 @@ from localllm.engine.client import WorkerClient
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling
-from localllm.engine.speculation.own_heads import OwnHeads
+from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.errors import UnsupportedError
 from localllm.planner import memory
 from localllm.planner.types import RunSettings
@@ -56,12 +56,12 @@ def drafting(
     if free:
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
         engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-        writer = engine.speculator._writers["mtp"]
-        assert isinstance(writer, OwnHeads)
-        assert writer.token_s > 0, "measured while idle"
+        drafter = engine.speculator._drafters["mtp"]
+        assert isinstance(drafter, MtpDrafter)
+        assert drafter.token_s > 0, "measured while idle"
         # Time stands still: a drafted token costs next to nothing.
-        writer._clock = lambda: 0.0
-        writer.token_s = 1e-9
+        drafter._clock = lambda: 0.0
+        drafter.token_s = 1e-9
     return engine
 
 

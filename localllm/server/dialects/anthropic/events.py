@@ -10,7 +10,7 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.wire import arguments_object, quote
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Outcome, Progress, Spent
+from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -26,10 +26,10 @@ def error_body(error: LocalLLMError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class Events:
+class MessageEvents:
     """The Writer of Anthropic's events. The start waits for the first content, when the prompt's size is known."""
 
-    def __init__(self, outbox: Outbox, model: str, progress: Progress) -> None:
+    def __init__(self, outbox: Outbox, model: str, progress: PrefillProgress) -> None:
         self._outbox, self._model, self._progress = outbox, model, progress
         self._block = -1
         self._kind = ""
@@ -110,7 +110,7 @@ class Events:
         self._outbox.write(f'event: {event}\ndata: {{"type":"{event}"{more}}}\n\n'.encode())
 
 
-def ping(progress: Progress) -> bytes:
+def ping(progress: PrefillProgress) -> bytes:
     """Anthropic's keep-alive, with the progress as a comment."""
     return f': {progress}\n\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
 

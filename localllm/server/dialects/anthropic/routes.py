@@ -12,7 +12,7 @@ from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENT_STREAM
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.job import PrefillProgress, Prepared
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Order, Server
@@ -24,11 +24,11 @@ def order(fields: MessagesFields, model: ServedModel) -> Order:
     """A conversation, answered as a message or its events."""
     ask, skipped = messages.ask_of(fields, model.sampling)
 
-    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
         return events.whole(fold, model.name)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> events.Events:
-        return events.Events(outbox, model.name, progress)
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> events.MessageEvents:
+        return events.MessageEvents(outbox, model.name, progress)
 
     return Order(ask, whole, writer, tuple(skipped))
 

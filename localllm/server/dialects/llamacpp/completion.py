@@ -8,14 +8,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import Body, SamplingFields
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompting
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
+from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order
@@ -63,11 +63,11 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
     """Raw text or a gap, answered as completion objects or events."""
     grammar = fields.constraint()
 
-    async def job(engine: Engine) -> Job:
+    async def job(engine: EngineClient) -> Prepared:
         prompt, n = await _prompt(fields, engine), fields.n
         if isinstance(fields, InfillFields):
             n = fields.n_cmpl or n
-        return Job(
+        return Prepared(
             prompt=prompt,
             add_bos=isinstance(prompt, str) and prompting.wants_bos(engine.info, prompt),
             generation=fields.generation(model.sampling),
@@ -75,16 +75,16 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
             n=n or 1,
         )
 
-    def answer(fold: Fold, job: Job) -> Any:
+    def answer(fold: Fold, job: Prepared) -> Any:
         return whole(fold, model)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> Events:
-        return Events(outbox, model)
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> CompletionEvents:
+        return CompletionEvents(outbox, model)
 
     return Order(job, answer, writer)
 
 
-async def _prompt(fields: LlamaCppFields, engine: Engine) -> str | list[int]:
+async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[int]:
     if not isinstance(fields, InfillFields):
         return fields.prompt
     return await fim_prompt(
@@ -97,7 +97,7 @@ async def _prompt(fields: LlamaCppFields, engine: Engine) -> str | list[int]:
     )
 
 
-class Events(RawText):
+class CompletionEvents(RawText):
     """The Writer of llama.cpp's completion events."""
 
     def __init__(self, outbox: Outbox, model: ServedModel) -> None:

@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
 from localllm.server.dialects.fields import Body, StopText, sampling_over, stop_texts
 from localllm.server.generation import prompting
 from localllm.server.generation.conversing import Ask
-from localllm.server.generation.job import AnswerPlan, Job
+from localllm.server.generation.job import AnswerPlan, Prepared
 from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
 
@@ -132,12 +132,12 @@ def _ask(fields: OllamaBody, default: Sampling, messages: Any, tools: list[dict[
     return Ask(normalise(messages), fields.generation(default), wishes)
 
 
-async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: Engine) -> Job:
+async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> Prepared:
     """The job of a raw prompt or one with a suffix."""
     prompt: str | list[int] = fields.prompt
     if fields.suffix:
         prompt = await fim_prompt(engine, fields.prompt, fields.suffix, answer_tokens=fields.answer_tokens())
-    return Job(
+    return Prepared(
         prompt=prompt,
         add_bos=prompting.wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
         generation=fields.generation(model.sampling),

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.errors import UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
@@ -19,7 +19,7 @@ from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Preload, Route, mount, post, refusing
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.job import PrefillProgress, Prepared
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -55,7 +55,7 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> Order | Preload:
     if fields.raw or fields.suffix:
         fields.constraint()
 
-        async def raw(engine: Engine) -> Job:
+        async def raw(engine: EngineClient) -> Prepared:
             return await requests.raw_job(fields, model, engine)
 
         task = raw
@@ -65,10 +65,10 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> Order | Preload:
 
 
 def _order(task: Ask | MakeJob, model: ServedModel, shape: Shape, ignored: list[str]) -> Order:
-    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
         return lines.whole(fold, model.name, shape)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> lines.Lines:
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> lines.Lines:
         return lines.Lines(outbox, model.name, shape)
 
     return Order(task, whole, writer, tuple(ignored))

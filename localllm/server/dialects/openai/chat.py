@@ -14,7 +14,7 @@ from localllm.server.dialects.fields import MAX_TOKENS, TRUNCATION, Count, Sampl
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.job import PrefillProgress, Prepared
 from localllm.server.generation.prompting import Wishes
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -75,11 +75,11 @@ class ChatFields(SamplingFields):
 def order(fields: ChatFields, model: ServedModel) -> Order:
     """A conversation, answered as chat.completion or its chunks."""
 
-    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
         return chat_reply.whole(fold, model.name)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> chat_reply.Chunks:
-        return chat_reply.Chunks(
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> chat_reply.ChatChunks:
+        return chat_reply.ChatChunks(
             outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
         )
 

@@ -14,7 +14,7 @@ from localllm.server.generation.job import Outcome, Spent
 from localllm.server.http.streaming import Outbox
 
 
-class Chunks:
+class ChatChunks:
     """The Writer of chat.completion.chunk events. Each token costs two string joins and one JSON string."""
 
     def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:

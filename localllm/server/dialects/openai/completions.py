@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
-from localllm.engine.api import Engine
+from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server.dialects.constraint import Constraint
@@ -21,7 +21,7 @@ from localllm.server.dialects.openai.chat_reply import usage_body
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompting
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
+from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import MakeJob, Order
@@ -72,11 +72,11 @@ def order(fields: CompletionFields, model: ServedModel) -> Order:
     """Raw text, answered as text_completion or its chunks."""
     echo = bool(fields.echo)
 
-    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+    def answer(fold: Fold, job: Prepared) -> dict[str, Any]:
         return whole(fold, job, model.name, echo=echo)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> Chunks:
-        return Chunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> CompletionChunks:
+        return CompletionChunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
 
     return Order(_task(fields, model), answer, writer)
 
@@ -84,11 +84,11 @@ def order(fields: CompletionFields, model: ServedModel) -> Order:
 def fill_in_order(fields: CompletionFields, model: ServedModel) -> Order:
     """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
 
-    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+    def answer(fold: Fold, job: Prepared) -> dict[str, Any]:
         return chat_reply.whole(fold, model.name)
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> chat_reply.Chunks:
-        return chat_reply.Chunks(outbox, model.name, n=job.choices, include_usage=True)
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> chat_reply.ChatChunks:
+        return chat_reply.ChatChunks(outbox, model.name, n=job.choices, include_usage=True)
 
     return Order(_task(fields, model), answer, writer)
 
@@ -104,13 +104,15 @@ def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
         raise RequestError("echo needs prompts that are text", param="echo")
     grammar = fields.constraint(fields.response_format)
 
-    async def job(engine: Engine) -> Job:
+    async def job(engine: EngineClient) -> Prepared:
         return await job_of(fields, grammar, model, engine)
 
     return job
 
 
-async def job_of(fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: Engine) -> Job:
+async def job_of(
+    fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: EngineClient
+) -> Prepared:
     """The job `fields` asks for."""
     prompts = fields.prompts()
     add_bos = engine.info.adds_bos
@@ -119,7 +121,7 @@ async def job_of(fields: CompletionFields, grammar: Constraint | None, model: Se
         prompts = [await fim_prompt(engine, prompts[0], fields.suffix, answer_tokens=fields.answer_tokens())]
     elif isinstance(prompts[0], str):
         add_bos = prompting.wants_bos(engine.info, prompts[0])
-    return Job(
+    return Prepared(
         prompt=prompts[0],
         generation=fields.generation(model.sampling),
         answer=AnswerPlan(grammar=grammar),
@@ -129,10 +131,10 @@ async def job_of(fields: CompletionFields, grammar: Constraint | None, model: Se
     )
 
 
-class Chunks(RawText):
+class CompletionChunks(RawText):
     """The Writer of text_completion events. `echoes` is put before each choice's answer."""
 
-    def __init__(self, outbox: Outbox, model: str, job: Job, *, include_usage: bool, echo: bool) -> None:
+    def __init__(self, outbox: Outbox, model: str, job: Prepared, *, include_usage: bool, echo: bool) -> None:
         self._outbox, self._include_usage = outbox, include_usage
         self._head = (
             f'data: {{"id":"{new_id()}","object":"text_completion","created":{int(time.time())},'
@@ -171,7 +173,7 @@ class Chunks(RawText):
         self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
 
 
-def whole(fold: Fold, job: Job, model: str, *, echo: bool) -> dict[str, Any]:
+def whole(fold: Fold, job: Prepared, model: str, *, echo: bool) -> dict[str, Any]:
     """The text_completion object."""
     prompts = (job.prompt, *job.also)
     choices = []

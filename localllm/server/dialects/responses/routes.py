@@ -15,7 +15,7 @@ from localllm.server.dialects.responses.store import Store
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.folding import Fold
-from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.job import PrefillProgress, Prepared
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order, Server
@@ -69,10 +69,10 @@ def order(fields: ResponsesFields, model: ServedModel, store: Store) -> Order:
         if fields.store is not False:
             store.put(body, sent)
 
-    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
         return replay(fold, Response(fields, model.name, None, keep))
 
-    def writer(outbox: Outbox, job: Job, progress: Progress) -> Response:
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> Response:
         streamed.append(Response(fields, model.name, outbox, keep, job.compacted))
         return streamed[0]
 

@@ -14,7 +14,7 @@ _SMOOTHING = 0.2
 _PROBES = 3
 
 
-class OwnHeads:
+class MtpDrafter:
     """Drafts for several jobs at once, in the sequences the engine already has. Belongs to the engine's thread."""
 
     def __init__(self, backend: DraftingBackend, clock: Callable[[], float] = time.monotonic) -> None:

@@ -55,7 +55,7 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Source:
+class PrefixSource:
     """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known line."""
 
     kind: Literal["none", "live", "resident", "exported"]
@@ -67,7 +67,7 @@ class Source:
 
 
 # For a request that takes nothing from others.
-NOWHERE = Source("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
+NOWHERE = PrefixSource("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Taken:
         return self.sequence, self.rest.held
 
 
-class Residency:
+class SequencePool:
     """Owns every sequence that no running job owns, and the prefix cache with its tier on `disk` (None: none)."""
 
     def __init__(self, backend: Backend, cache: PrefixCache, disk: DiskTier | None = None) -> None:
@@ -103,27 +103,27 @@ class Residency:
 
     # --- finding -------------------------------------------------------------------------------------------------
 
-    def lookup(self, prompt: Tokens, live: Iterable[Job]) -> Source:
+    def lookup(self, prompt: Tokens, live: Iterable[Job]) -> PrefixSource:
         """The best source for `prompt`. One token is always left to compute: its logits are needed."""
         most = len(prompt) - 1
         plan = self.plan(prompt)
-        best = Source("none", 0, 0)
+        best = PrefixSource("none", 0, 0)
         known = plan.match.known
         if plan.saved >= MIN_TOKENS:
-            best = Source("exported", plan.saved, known, plan=plan)
+            best = PrefixSource("exported", plan.saved, known, plan=plan)
         for job in live:
             if job.sequence is None:
                 continue
             shared = min(most, common_prefix(as_tokens(job.tokens[: job.n_kv]), prompt))
             known = max(known, shared)
             if shared > best.length and (self._can_split or shared == job.n_kv):
-                best = Source("live", shared, known, sequence=job.sequence)
+                best = PrefixSource("live", shared, known, sequence=job.sequence)
         for resident in self._residents:
             shared = min(most, common_prefix(resident.tokens, prompt))
             known = max(known, shared)
             if shared >= max(best.length, 1) and self._may_take(resident, shared):
-                best = Source("resident", shared, known, resident=resident)
-        return Source(best.kind, best.length, known, best.resident, best.sequence, best.plan)
+                best = PrefixSource("resident", shared, known, resident=resident)
+        return PrefixSource(best.kind, best.length, known, best.resident, best.sequence, best.plan)
 
     def plan(self, prompt: Tokens) -> RestorePlan:
         """What to take of what the cache holds of `prompt`."""
@@ -138,13 +138,13 @@ class Residency:
         """A line that can't be forked, and is nowhere else, is not cut to a smaller part of itself."""
         return self._can_split or resident.exported or 2 * length >= len(resident.tokens)
 
-    def needs_cells(self, source: Source, n_tokens: int) -> int:
+    def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens` of which `source` brings its share."""
         return n_tokens - (source.length if source.kind in ("live", "resident") else 0)
 
     # --- taking --------------------------------------------------------------------------------------------------
 
-    def take(self, source: Source, prompt: Tokens) -> Taken:
+    def take(self, source: PrefixSource, prompt: Tokens) -> Taken:
         """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
         what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
         # However it comes back, the line is in use again: its copies in the cache are the last to go.
