@@ -546,7 +546,7 @@ def test_a_thousand_requests_leave_nothing_behind(load: Callable[..., Any]) -> N
             engine.step()
             if rng.random() < 0.2:
                 engine.cancel(str(i))
-            while len(engine._running) + len(engine._waiting) > 4:
+            while len(engine.jobs.running) + len(engine.jobs.waiting) > 4:
                 engine.step()
         while engine.has_work:
             engine.step()
