@@ -192,7 +192,7 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
 
 def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None) -> MlxBackend:
     from localllm_backends.mlx import memory
-    from localllm_backends.mlx.backend import MlxBackend
+    from localllm_backends.mlx.backend import Loaded, MlxBackend
     from localllm_backends.mlx.shapes import Sizes
     from localllm_backends.mlx.vocabulary import Vocabulary
 
@@ -209,8 +209,10 @@ def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
     weights_bytes = read_weights(model, folder.name, on_progress)
     vocabulary = Vocabulary(folder, config, shapes.n_vocab)
     return MlxBackend(
-        model, vocabulary, layout, shapes, sizes, spec, folder, config,
-        n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
+        Loaded(
+            model, vocabulary, layout, shapes, sizes, spec, folder, config,
+            n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
+        )
     )  # fmt: skip
 
 
