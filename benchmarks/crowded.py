@@ -14,7 +14,7 @@ from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave, write
 from benchmarks.timing import settle, timed
 from localllm.engine.core import Engine
-from localllm.engine.messages import Request, Sampling
+from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -34,7 +34,7 @@ class Chats:
         self._n += 1
         vocabulary = self.engine.backend.info.n_vocab - 100
         prompt = [(i * 7919 + self._n * 104_729) % vocabulary + 50 for i in range(n_prompt)]
-        request = Request(f"r{self._n}", prompt, max_tokens=n, sampling=Sampling(temperature=0.0), ignore_eos=True)
+        request = Request(f"r{self._n}", prompt, Generation(Sampling(temperature=0.0), n, ignore_eos=True))
         _, seconds = timed(self.engine, request, prompt)
         settle(self.engine)
         return (n - 1) / seconds

@@ -13,7 +13,7 @@ from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave, write
 from benchmarks.timing import settle, timed
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request, Sampling
+from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -32,7 +32,7 @@ class Server:
     def ttft_s(self, prompt: list[int]) -> float:
         """Seconds to the first token of `prompt`; 8 tokens are generated, then everything settles."""
         self._n += 1
-        request = Request(f"r{self._n}", prompt, max_tokens=8, sampling=Sampling(temperature=0.0), ignore_eos=True)
+        request = Request(f"r{self._n}", prompt, Generation(Sampling(temperature=0.0), 8, ignore_eos=True))
         first, _ = timed(self.engine, request, prompt)
         settle(self.engine)
         return first

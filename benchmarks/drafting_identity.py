@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from engine.drive import GREEDY, run
 from engine.speculation.test_speculation_real import speculating
 from engine.test_exactness import isolated
-from localllm.engine.messages import Request
+from localllm.engine.messages import Generation, Request
 from models.first_layers import write_first_layers
 
 # Without any drafting, batches of four were seen to flip at 0.098 (SmolLM2 Q4_1, AVX2).
@@ -77,9 +77,8 @@ def main() -> None:
             for together in (1, 4):
                 engine = speculating(path, draft)
                 mode = "off" if drafter == "off" else "auto"
-                requests = [
-                    Request(k, p, n, GREEDY, ignore_eos=True, cache_prompt=False, draft=mode) for k, p in lines.items()
-                ]
+                greedy = Generation(GREEDY, n, ignore_eos=True, cache_prompt=False)
+                requests = [Request(k, p, greedy, draft=mode) for k, p in lines.items()]
                 got: dict[str, list[int]] = {}
                 for start in range(0, len(requests), together):
                     got |= run(engine, *requests[start : start + together]).tokens

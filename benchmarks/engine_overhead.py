@@ -14,7 +14,7 @@ from benchmarks.models import smollm2
 from benchmarks.ratio import Comparison, interleave
 from benchmarks.timing import timed
 from localllm.engine.core import Engine
-from localllm.engine.messages import Request, Sampling
+from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 from localllm_backends.llamacpp.load import start_native, usable_cores
@@ -66,10 +66,8 @@ class Ours:
 
     def _run(self, prompt: list[int], n: int) -> tuple[float, float]:
         self.n += 1
-        sampling = Sampling(temperature=0.0)
-        request = Request(
-            f"r{self.n}", prompt, max_tokens=n, sampling=sampling, ignore_eos=True, cache_prompt=False, draft="off"
-        )
+        greedy = Generation(Sampling(temperature=0.0), n, ignore_eos=True, cache_prompt=False)
+        request = Request(f"r{self.n}", prompt, greedy, draft="off")
         return timed(self.engine, request, prompt)
 
     def prefill(self, n: int) -> float:

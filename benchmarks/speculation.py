@@ -17,7 +17,7 @@ from benchmarks.models import gemma, smollm2
 from benchmarks.ratio import Comparison, interleave, write
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Finish, Request, Sampling, Text
+from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -89,9 +89,8 @@ class Bench:
         """Tokens/s over all streams."""
         engine = self.engine
         for i in range(streams):
-            request = Request(
-                f"{kind}-{seed}-{i}", "", n, Sampling(temperature=0.0), ignore_eos=True, cache_prompt=False, draft=mode
-            )
+            greedy = Generation(Sampling(temperature=0.0), n, ignore_eos=True, cache_prompt=False)
+            request = Request(f"{kind}-{seed}-{i}", "", greedy, draft=mode)
             engine.submit(request, engine.backend.tokenize(prompt(kind, seed * 31 + i)))
         started: dict[str, float] = {}
         tokens: dict[str, list[int]] = {}

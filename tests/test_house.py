@@ -121,21 +121,13 @@ MOST_PARAMETERS = 8
 _TYPER = "Typer reads a command's options off its signature: one parameter each, with its help"
 TOO_LONG = {
     "localllm/cli/recommend.py::recommend": _TYPER,
-    # To be cleared: server/ and the engine's loop are being taken apart.
+    # To be cleared: the engine's loop is being taken apart.
     "localllm/engine/core.py": "to be cleared",
-    "localllm/server/llamacpp.py::routes": "to be cleared",
-    "localllm/server/ollama_routes.py::routes": "to be cleared",
-    "localllm/server/openai_routes.py::routes": "to be cleared",
-    "localllm/server/prompting.py::_build": "to be cleared",
-    "localllm/server/responses_routes.py::routes": "to be cleared",
 }
 TOO_MANY_PARAMETERS = {
     "localllm/cli/chat.py::chat": _TYPER,
     "localllm/cli/recommend.py::recommend": _TYPER,
     "localllm/cli/serve.py::serve": _TYPER,
-    # To be cleared: as above.
-    "localllm/server/prompting.py::build": "to be cleared",
-    "localllm/server/prompting.py::_build": "to be cleared",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -142,14 +142,12 @@ async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], lis
 
 async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:
     """(decode, prefill) in tokens/s of one request of `n` prompt tokens no cache has seen."""
-    from localllm.engine.messages import Failure, Finish, Request, Sampling
+    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
     from localllm.errors import by_code
 
     prompt = [5 + (seed * 7919 + i * 104729) % (engine.info.n_vocab - 10) for i in range(n)]
-    request = Request(
-        f"bench-{seed}", prompt, max_tokens=_DECODE_TOKENS, sampling=Sampling(temperature=0.0), ignore_eos=True,
-        cache_prompt=False, draft="off",
-    )  # fmt: skip
+    greedy = Generation(Sampling(temperature=0.0), _DECODE_TOKENS, ignore_eos=True, cache_prompt=False)
+    request = Request(f"bench-{seed}", prompt, greedy, draft="off")
     async for event in engine.submit(request):
         if isinstance(event, Failure):
             raise by_code(event.code, event.message, hint=event.hint)

@@ -116,15 +116,13 @@ async def _probed(engine: WorkerClient) -> None:
 
 async def _decode(engine: WorkerClient, workload: str, seed: int, mode: str) -> tuple[float, int, int]:
     """(tokens/s, accepted, rejected drafted tokens) of one greedy request."""
-    from localllm.engine.messages import Failure, Finish, Request, Sampling
+    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
     from localllm.errors import by_code
 
     tokens, n = await _fitting(engine, workload, seed)
     sampling = Sampling(temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=_TOKENS[workload])
-    request = Request(
-        f"bench-{workload}-{seed}", tokens, max_tokens=n, sampling=sampling, ignore_eos=True, cache_prompt=False,
-        draft=mode,
-    )  # fmt: skip
+    generation = Generation(sampling, n, ignore_eos=True, cache_prompt=False)
+    request = Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode)
     async for event in engine.submit(request):
         if isinstance(event, Failure):
             raise by_code(event.code, event.message, hint=event.hint)

@@ -15,7 +15,7 @@ import typer
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.server.editors import ConfigFile, Target
+    from localllm.cli.editors import ConfigFile, Target
 
 _TIMEOUT_S = 120.0
 
@@ -29,7 +29,7 @@ def connect(
     check: Annotated[bool, typer.Option("--check", help="Make that editor's calls to the running server.")] = False,
 ) -> None:
     """Print (or write) the configuration that connects EDITOR to the running server."""
-    from localllm.server.editors import RECIPES
+    from localllm.cli.editors import RECIPES
     from localllm.settings import Settings
 
     recipe_of = RECIPES.get(editor.lower())
@@ -60,7 +60,7 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
     """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
     import httpx
 
-    from localllm.server.editors import Target
+    from localllm.cli.editors import Target
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -149,7 +149,7 @@ def run_checks(target: Target, probes: Any) -> int:
     """Make the calls and print a line for each; returns how many failed."""
     import httpx
 
-    from localllm.server.editors import calls
+    from localllm.cli.editors import calls
 
     failures = 0
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from localllm.cli.launch import Launch
-    from localllm.server.router import ModelRouter, ServedModel
-    from localllm.server.settings import ServerSettings
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.models.router import ModelRouter, ServedModel
 
 _GB = "{:.2f} GB"
 
@@ -55,7 +55,7 @@ def serve(
     import asyncio
 
     from localllm.cli.launch import prepare_all
-    from localllm.server.settings import ServerSettings
+    from localllm.server.http.settings import ServerSettings
     from localllm.settings import Settings
 
     flags = {
@@ -85,7 +85,7 @@ async def _serve_until_stopped(
     import asyncio
     import sys
 
-    from localllm.server.idle import memory_is_short, unload_idle
+    from localllm.server.models.idle import memory_is_short, unload_idle
 
     def say(text: str) -> None:
         if not quiet:
@@ -106,7 +106,7 @@ async def _serve_until_stopped(
     watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
     try:
         app, serve_on = await serving
-        await serve_on(app, sock)
+        await serve_on(app, sock, settings)
     finally:
         if watch is not None:
             watch.cancel()
@@ -122,7 +122,7 @@ def _serving(router: ModelRouter, settings: ServerSettings) -> tuple[FastAPI, Ca
     gc.disable()
     try:
         from localllm.server.app import create_app
-        from localllm.server.run import serve_on
+        from localllm.server.http.run import serve_on
 
         return create_app(router, settings=settings), serve_on
     finally:
@@ -148,7 +148,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     Raises PortInUseError or UsageError."""
     from pathlib import Path
 
-    from localllm.server.sockets import bind, bind_unix
+    from localllm.server.http.sockets import bind, bind_unix
 
     if settings.unix_socket is None:
         sock = bind(settings.host, settings.port)
@@ -170,8 +170,8 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
     from localllm.cli.launch import memory_for_models
     from localllm.engine.embedding import EmbeddingHost
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.admission import Admission
-    from localllm.server.router import ModelRouter, ServedModel
+    from localllm.server.models.admission import Admission
+    from localllm.server.models.router import ModelRouter, ServedModel
 
     names = [launch.name for launch in launches]
     if len(set(names)) < len(names):
@@ -224,9 +224,9 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
     from localllm.cli.launch import prepare
     from localllm.cli.progress import loading_note
     from localllm.engine.supervisor import Supervisor
-    from localllm.server.router import ModelRouter
-    from localllm.server.settings import ServerSettings
-    from localllm.server.sockets import bind
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.http.sockets import bind
+    from localllm.server.models.router import ModelRouter
     from localllm.settings import Settings
 
     settings = Settings({"context": context})
@@ -307,7 +307,7 @@ class _InBackground:
             await router.resolve(self._name).engine()
             self.ready.set()
             app, serve_on = await serving
-            await serve_on(app, self._sock, quiet=True)
+            await serve_on(app, self._sock, self._settings, quiet=True)
         finally:
             serving.cancel()
             await router.close()

@@ -26,7 +26,7 @@ def prefix_in_progress(job: Job, source: Source, running: Iterable[Job]) -> bool
     """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
     prompt = job.tokens
     for other in running:
-        if not other.prefilling:
+        if not other.prefilling or not (job.shares and other.shares):
             continue
         ahead = min(len(other.tokens), len(prompt) - 1)
         shared = 0
@@ -59,6 +59,8 @@ def miss_reason(job: Job, again: dict[str, int], is_control: Callable[[int], boo
     most = job.n_prompt - 1
     if job.cached >= most:
         return ""
+    if not job.shares:
+        return "the request asked for no cache"
     if sum(again.values()) > MIN_TOKENS or (job.known >= most and again):
         return "; ".join(f"{n} known tokens {_WORDS[reason]}" for reason, n in again.items())
     if job.known == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, h
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Request, Text, TokenLogprob
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.residency import Residency, Source
+from localllm.engine.residency import NOWHERE, Residency, Source
 from localllm.engine.sampling import Constraint, Row, Sampler, best_ids, log_softmax
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
 from localllm.engine.seen import SeenLines
@@ -123,13 +123,14 @@ class Engine:
         info = self.backend.info
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
+        generation = request.generation
         room = info.n_ctx - len(prompt)
         if room < 1:
             said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
             return [Failure(request.id, "context_length_exceeded", said)]
-        if request.max_tokens is not None and request.max_tokens > room:
+        if generation.max_tokens is not None and generation.max_tokens > room:
             said = (
-                f"the prompt has {len(prompt)} tokens and max_tokens asks for {request.max_tokens} more; "
+                f"the prompt has {len(prompt)} tokens and max_tokens asks for {generation.max_tokens} more; "
                 f"the served context is {info.n_ctx}"
             )
             return [Failure(request.id, "context_length_exceeded", said)]
@@ -149,11 +150,11 @@ class Engine:
             request=request,
             tokens=list(prompt),
             n_prompt=len(prompt),
-            max_tokens=room if request.max_tokens is None else request.max_tokens,
-            sampler=Sampler(request.sampling, constraint),
-            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), request.stop),
+            max_tokens=room if generation.max_tokens is None else generation.max_tokens,
+            sampler=Sampler(generation.sampling, constraint),
+            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), generation.stop),
             submitted_s=self.clock(),
-            predicted=self.backend.tokenize(request.prediction, special=False) if request.prediction else [],
+            predicted=self.backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
         )
         self._waiting[job.id] = job
         self.metrics.requests += 1
@@ -271,10 +272,7 @@ class Engine:
         most = self._may_run()
         while self._waiting and len(self._running) < most:
             now = self.clock()
-            sources = {
-                job.id: self.residency.lookup(as_tokens(job.tokens), self._running.values())
-                for job in self._waiting.values()
-            }
+            sources = {job.id: self._source(job, self._running.values()) for job in self._waiting.values()}
             order = admission_order(
                 [(j.id, len(j.tokens) - sources[j.id].length, now - j.submitted_s) for j in self._waiting.values()]
             )
@@ -296,7 +294,7 @@ class Engine:
             if self._running:
                 return False
             self.residency.make_room(self.backend.info.n_ctx, live=1)
-            source = self.residency.lookup(tokens, ())
+            source = self._source(job, ())
         try:
             taken = self.residency.take(source, tokens)
         except NoCellsError:
@@ -308,6 +306,12 @@ class Engine:
             job.queued_s = now - job.submitted_s
         job.admitted_s = now
         return True
+
+    def _source(self, job: Job, live: Iterable[Job]) -> Source:
+        """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
+        if not job.shares:
+            return NOWHERE
+        return self.residency.lookup(as_tokens(job.tokens), [j for j in live if j.shares])
 
     def _restore(self) -> None:
         """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it."""
@@ -335,7 +339,8 @@ class Engine:
             self.metrics.recomputed("parked", len(line) - 1 - taken)
         else:
             self.metrics.prompt_tokens += job.n_prompt
-            job.known = max(job.known, self._seen.known(line[:-1]))
+            if job.shares:
+                job.known = max(job.known, self._seen.known(line[:-1]))
             job.cached = taken
             again = recomputed(job.known, taken, missed, whole=self.residency.cache.whole)
             for reason, n_tokens in again.items():
@@ -344,7 +349,7 @@ class Engine:
             self.metrics.cached_tokens += taken
         job.restoring, job.begun = None, True
         job.admissions += 1
-        if self.residency.cache.whole:
+        if self.residency.cache.whole and job.shares:
             job.checkpoints = checkpoints(job, self.backend.is_control)
         self._events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
@@ -419,7 +424,7 @@ class Engine:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.sampler.greedy and job.request.logprobs is None
+        greedy = job.sampler.greedy and job.request.generation.logprobs is None
         best = result.argmax(index) if greedy else []
         rows = None if greedy else result.logits(index)
         accepted = 0
@@ -458,11 +463,13 @@ class Engine:
             job.first_token_s = now
             job.prefill_s = now - (job.admitted_s or now)
         self.metrics.generated_tokens += 1
-        if token in self._eog and not job.request.ignore_eos:
+        if token in self._eog and not job.request.generation.ignore_eos:
             job.tokens.append(token)
             return "stop"
         text = job.text.push(token)
-        logprobs = self._logprobs(job, token, row) if job.request.logprobs is not None and row is not None else ()
+        logprobs = (
+            self._logprobs(job, token, row) if job.request.generation.logprobs is not None and row is not None else ()
+        )
         job.tokens.append(token)
         said.append(Text(job.id, text, (token,), logprobs))
         if job.text.stopped_by is not None:
@@ -479,7 +486,7 @@ class Engine:
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
 
-        n = job.request.logprobs or 0
+        n = job.request.generation.logprobs or 0
         top: list[int] = best_ids(row, n).tolist() if n else []
         alternatives = tuple((text(t), t, float(values[t])) for t in top)
         return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
@@ -505,14 +512,14 @@ class Engine:
         if job.sequence is not None:
             sequence, job.sequence = job.sequence, None
             held = as_tokens(job.tokens[: job.n_kv])
-            if job.request.cache_prompt:
+            if job.shares:
                 self._seen.add(held)
-            self.residency.release(sequence, held, keep=job.request.cache_prompt)
+            self.residency.release(sequence, held, keep=job.shares)
 
     def _expire(self) -> None:
         now = self.clock()
         for job in [*self._running.values(), *self._waiting.values()]:
-            limit = job.request.time_limit_s
+            limit = job.request.generation.time_limit_s
             if limit is not None and now - job.submitted_s > limit:
                 self._finish(job, "length")
 
@@ -525,7 +532,11 @@ class Engine:
             assert youngest.sequence is not None
             self._asides.forget(youngest)
             youngest.leave()
-            self.residency.park(youngest.sequence, as_tokens(youngest.tokens[: youngest.n_kv]))
+            held = as_tokens(youngest.tokens[: youngest.n_kv])
+            if youngest.shares:
+                self.residency.park(youngest.sequence, held)
+            else:
+                self.residency.release(youngest.sequence, held, keep=False)
             youngest.sequence, youngest.n_kv, youngest.draft = None, 0, []
             self.speculator.forget(youngest)
             del self._running[youngest.id]

@@ -55,6 +55,11 @@ class Job:
         return self.request.id
 
     @property
+    def shares(self) -> bool:
+        """True if its KV may come from others and go to others: from the prefix cache, a neighbour, and back."""
+        return self.request.generation.cache_prompt
+
+    @property
     def n_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.n_prompt

@@ -35,31 +35,44 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One generation. `prompt` is text (special tokens parsed) or token ids; `max_tokens` None = the remaining window.
+class Generation:
+    """How one answer is made, whatever its prompt: made once from a client's body, then carried whole. What changes on
+    the way is `dataclasses.replace`d, so that nothing gets lost.
 
-    `logprobs` counts the alternatives reported per token (None = none reported at all).
+    `max_tokens` None = the remaining window. `logprobs` counts the alternatives reported per token (None = none
+    reported at all). `cache_prompt` False neither uses nor fills the prefix cache. `prediction` is text the client
+    expects in the answer, which drafting tries first.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    time_limit_s: float | None = None
+    cache_prompt: bool = True
+    prediction: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One `generation` behind a `prompt`, which is text (special tokens parsed) or token ids.
+
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
-    `render_control` also writes control tokens into the text, for replies whose structure they mark.
-    `draft`: auto, ngram or off; `prediction` is text the client expects in the answer, which drafting tries first.
-    `conversation` is a hint that groups requests of one chat, used only to order cache eviction.
+    `add_bos` puts the BOS token before a text, where the model wants one. `render_control` also writes control tokens
+    into the text, for replies whose structure they mark. `draft`: auto, ngram or off.
+    `goes_on` says that the end of the prompt is the beginning of the answer, which the model has just written: an
+    answer with reasoning or tool calls may be made in parts, one after the other and under one id.
     """
 
     id: str
     prompt: str | list[int]
-    max_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    generation: Generation = field(default_factory=Generation)
     grammar: tuple[str, str] | None = None
-    cache_prompt: bool = True
     add_bos: bool = True
-    time_limit_s: float | None = None
-    draft: str = "auto"
-    prediction: str = ""
     render_control: bool = False
-    conversation: str = ""
+    draft: str = "auto"
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +173,12 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 def request_from_json(data: dict[str, Any]) -> Request:
     """The inverse of `request_to_json`."""
-    data = dict(data)
-    sampling = dict(data.pop("sampling", {}))
+    generation = dict(data.get("generation", {}))
+    sampling = dict(generation.get("sampling", {}))
     sampling["logit_bias"] = {int(k): float(v) for k, v in sampling.get("logit_bias", {}).items()}
-    grammar = data.pop("grammar", None)
-    return Request(
-        sampling=Sampling(**sampling),
-        stop=tuple(data.pop("stop", ())),
-        grammar=tuple(grammar) if grammar else None,
-        **data,
-    )
+    generation |= {"sampling": Sampling(**sampling), "stop": tuple(generation.get("stop", ()))}
+    grammar = data.get("grammar")
+    return Request(**{**data, "generation": Generation(**generation), "grammar": tuple(grammar) if grammar else None})
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

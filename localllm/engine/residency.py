@@ -19,7 +19,7 @@ from typing import Literal
 from localllm.engine import restoring
 from localllm.engine.disk_tier import DiskBlock, DiskTier
 from localllm.engine.job import Job
-from localllm.engine.prefix_cache import Block, MemoryBlock, PrefixCache, Room, Tokens, as_tokens, common_prefix
+from localllm.engine.prefix_cache import Block, Match, MemoryBlock, PrefixCache, Room, Tokens, as_tokens, common_prefix
 from localllm.engine.restoring import RestorePlan, Restoring
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
@@ -58,6 +58,10 @@ class Source:
     resident: Resident | None = None
     sequence: int | None = None
     plan: RestorePlan | None = None
+
+
+# For a request that takes nothing from others.
+NOWHERE = Source("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class Residency:
         """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
         what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
         # However it comes back, the line is in use again: its copies in the cache are the last to go.
-        self.cache.match(prompt[:-1])
+        if source.kind != "none":
+            self.cache.match(prompt[:-1])
         if source.kind == "resident" and source.resident is not None:
             taken = self._take_resident(source.resident, source.length)
             if taken is not None:

@@ -8,20 +8,19 @@ from starlette.exceptions import HTTPException
 
 import localllm
 from localllm.errors import LocalLLMError
-from localllm.server import (
-    anthropic_routes,
-    llamacpp,
-    metrics,
-    ollama_routes,
-    openai_routes,
-    openapi,
-    responses_routes,
-)
-from localllm.server.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
-from localllm.server.router import ModelRouter
-from localllm.server.security import App, Message, Receive, Scope, SecurityGate, Send, refuse
+from localllm.server import metrics
+from localllm.server.dialects import openapi
+from localllm.server.dialects.anthropic import routes as anthropic_routes
+from localllm.server.dialects.llamacpp import routes as llamacpp_routes
+from localllm.server.dialects.ollama import routes as ollama_routes
+from localllm.server.dialects.openai import routes as openai_routes
+from localllm.server.dialects.responses import routes as responses_routes
+from localllm.server.http.asgi import App, Message, Receive, Scope, Send
+from localllm.server.http.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
+from localllm.server.http.gate import SecurityGate, refuse
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
 from localllm.server.serving import Server
-from localllm.server.settings import ServerSettings
 
 
 class _Edge:
@@ -65,7 +64,7 @@ def create_app(models: ModelRouter, *, settings: ServerSettings | None = None) -
     app.add_middleware(_Edge)
     app.add_middleware(SecurityGate, settings=settings)  # added last: runs first
     _errors(app)
-    for face in (openai_routes, responses_routes, anthropic_routes, ollama_routes, llamacpp):
+    for face in (openai_routes, responses_routes, anthropic_routes, ollama_routes, llamacpp_routes):
         app.include_router(face.routes(server))
 
     @app.get("/health", tags=["server"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from localllm.server.router import ModelRouter
+from localllm.server.models.router import ModelRouter
 from localllm.server.serving import Server
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

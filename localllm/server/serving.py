@@ -1,12 +1,11 @@
-"""What every generating route does alike: read the body, find the model, answer whole or as a stream."""
+"""Answers one request of any dialect: find the engine, make the job, generate, and tell it whole or as it comes."""
 
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -14,32 +13,42 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.recall import Recall
 from localllm.engine.api import Engine
 from localllm.errors import LocalLLMError
-from localllm.server.compacting import Counts
-from localllm.server.conversing import Ask, Remembering, job_for
-from localllm.server.folding import Fold
-from localllm.server.generation import Job, Progress, Writer, run
-from localllm.server.openai_chat import cache_note, ignored_header
-from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.settings import ServerSettings
-from localllm.server.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.generation.compacting import Counts
+from localllm.server.generation.conversing import Ask, Remembering, job_for
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.generate import run
+from localllm.server.generation.job import Job, Progress, Writer
+from localllm.server.http.headers import IGNORED, ignored_header, request_id
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.models.router import ModelRouter, ServedModel
 
 log = logging.getLogger("localllm.server")
-Prepare = Callable[[Engine], Awaitable[Job]]
+MakeJob: TypeAlias = Callable[[Engine], Awaitable[Job]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API frames its streams and errors."""
+    """How one API frames its streams and errors. `streams`: it does so unless told not to."""
 
     media_type: str
     frame_error: Callable[[LocalLLMError], bytes]
     keepalive: Callable[[Progress], bytes]
     error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai
+    streams: bool = False
 
 
-def comment(progress: Progress) -> bytes:
-    """The keep-alive of server-sent events: a comment with the progress."""
-    return f": {progress}\n\n".encode()
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One request, translated: the `task` to do, and how its answer is written down, `whole` or by a `writer` as it
+    comes. `ignored` names fields without effect; `frame_error` is for a stream whose last frame tells more than the
+    dialect's does."""
+
+    task: Ask | MakeJob
+    whole: Callable[[Fold, Job], Any]
+    writer: Callable[[Outbox, Job, Progress], Writer]
+    ignored: tuple[str, ...] = ()
+    frame_error: Callable[[LocalLLMError], bytes] | None = None
 
 
 class Server:
@@ -53,100 +62,79 @@ class Server:
         self.requests = 0
         self.active = 0
 
-    async def stream(
-        self,
-        model: ServedModel,
-        prepare: Prepare,
-        writer: Callable[[Outbox, Job, Progress], Writer],
-        dialect: Dialect,
-        ignored: Sequence[str] = (),
-    ) -> StreamResponse:
+    async def stream(self, model: ServedModel, order: Order, dialect: Dialect) -> StreamResponse:
         """A streaming response; loading, rendering and queueing all happen inside it, behind early headers."""
         progress = Progress()
-        names = list(ignored)
-        extra: dict[str, str] = {}
+        headers = {**request_id(), **ignored_header(order.ignored)}
 
         async def produce(outbox: Outbox) -> None:
-            with self.counted(model):
-                engine = await model.engine()
-                job = await prepare(engine)
-                names.extend(job.ignored)
-                extra.update({**normalised_header(job), **compacted_header(job)})
-                self._note(names, job.compacted)
-                await run(engine, job, self._remembering(writer(outbox, job, progress), job), progress)
+            def begin(job: Job) -> Writer:
+                headers.update(_about(order, job))
+                return order.writer(outbox, job, progress)
+
+            await self._generate(model, order, progress, begin)
 
         return StreamResponse(
             produce,
             settings=self.settings,
             media_type=dialect.media_type,
             keepalive=lambda: dialect.keepalive(progress),
-            frame_error=dialect.frame_error,
+            frame_error=order.frame_error or dialect.frame_error,
             error_body=dialect.error_body,
-            headers=lambda: {**request_id(), **ignored_header(names), **extra},
+            headers=lambda: headers,
         )
 
-    async def whole(
-        self,
-        request: Request,
-        model: ServedModel,
-        prepare: Prepare,
-        body: Callable[[Fold, Job], Any],
-        ignored: Sequence[str] = (),
-    ) -> Response:
+    async def whole(self, request: Request, model: ServedModel, order: Order) -> Response:
         """The reply in one piece: the stream, folded. Cancelled when the client leaves."""
 
         async def work() -> tuple[Fold, Job]:
-            with self.counted(model):
-                engine = await model.engine()
-                job = await prepare(engine)
-                fold = Fold(job.choices)
-                await run(engine, job, self._remembering(fold, job), Progress())
-                return fold, job
+            folds: list[Fold] = []
+
+            def begin(job: Job) -> Writer:
+                folds.append(Fold(job.choices))
+                return folds[0]
+
+            job = await self._generate(model, order, Progress(), begin)
+            return folds[0], job
 
         done = await unless_gone(request, work())
         if done is None:
             return Response(status_code=499)
         fold, job = done
-        names = [*ignored, *job.ignored]
-        self._note(names, job.compacted)
-        headers = {
-            **request_id(),
-            **ignored_header(names),
-            **normalised_header(job),
-            **compacted_header(job),
-            "x-localllm-cache": cache_note(fold.usage),
-        }
-        return JSONResponse(body(fold, job), headers=headers)
+        headers = {**request_id(), **_about(order, job), "x-localllm-cache": fold.usage.cache_note}
+        return JSONResponse(order.whole(fold, job), headers=headers)
 
-    def prepare(self, ask: Ask, model: ServedModel) -> Prepare:
-        """How to make the job of a conversation once the engine is there."""
+    async def job(self, task: Ask | MakeJob, model: ServedModel, engine: Engine) -> Job:
+        """What `task` makes the engine do. Raises RequestError and what rendering ends in."""
+        if isinstance(task, Ask):
+            return await job_for(task, model, engine, self.recall, self.counts)
+        return await task(engine)
 
-        async def prepared(engine: Engine) -> Job:
-            return await job_for(ask, model, engine, self.recall, self.counts)
-
-        return prepared
-
-    async def count(self, ask: Ask, model: ServedModel) -> int:
-        """How many tokens the prompt of `ask` has."""
+    async def count(self, order: Order, model: ServedModel) -> int:
+        """How many tokens the prompt of a conversation has."""
         with model.lease():
             engine = await model.engine()
-            job = await job_for(ask, model, engine, self.recall, self.counts)
+            job = await self.job(order.task, model, engine)
             assert isinstance(job.prompt, str)
             return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
-
-    def _remembering(self, writer: Writer, job: Job) -> Writer:
-        return writer if job.asked is None else Remembering(writer, self.recall, job.asked)
-
-    def _note(self, ignored: Sequence[str], compacted: str = "") -> None:
-        if ignored:
-            log.info("ignored unknown fields: %s", ignored_header(ignored)["x-localllm-ignored"])
-        if compacted:
-            log.info("compacted a conversation: left out %s", compacted)
 
     def counted(self, model: ServedModel) -> _Lease:
         """A block in which a request of `model` runs: it is counted, and its model kept."""
         self.requests += 1
         return _Lease(self, model)
+
+    async def _generate(
+        self, model: ServedModel, order: Order, progress: Progress, begin: Callable[[Job], Writer]
+    ) -> Job:
+        with self.counted(model):
+            engine = await model.engine()
+            job = await self.job(order.task, model, engine)
+            _note(order, job)
+            writer = begin(job)
+            if job.asked is not None:
+                writer = Remembering(writer, self.recall, job.asked)
+            await run(engine, job, writer, progress)
+            return job
 
 
 class _Lease:
@@ -164,16 +152,19 @@ class _Lease:
         self._lease.__exit__(None, None, None)
 
 
-def normalised_header(job: Job) -> Mapping[str, str]:
-    """`x-localllm-normalised`, when lines were taken out of the prompt."""
-    return {"x-localllm-normalised": ",".join(job.normalised)} if job.normalised else {}
+def _about(order: Order, job: Job) -> dict[str, str]:
+    """Headers that say what was ignored, taken out of the prompt and left out of the conversation."""
+    said = ignored_header([*order.ignored, *job.ignored])
+    if job.normalised:
+        said["x-localllm-normalised"] = ",".join(job.normalised)
+    if job.compacted:
+        said["x-localllm-compacted"] = job.compacted
+    return said
 
 
-def compacted_header(job: Job) -> Mapping[str, str]:
-    """`x-localllm-compacted`, when messages were left out."""
-    return {"x-localllm-compacted": job.compacted} if job.compacted else {}
-
-
-def request_id() -> Mapping[str, str]:
-    """A fresh `x-request-id`."""
-    return {"x-request-id": "req_" + secrets.token_hex(8)}
+def _note(order: Order, job: Job) -> None:
+    ignored = ignored_header([*order.ignored, *job.ignored])
+    if ignored:
+        log.info("ignored unknown fields: %s", ignored[IGNORED])
+    if job.compacted:
+        log.info("compacted a conversation: left out %s", job.compacted)

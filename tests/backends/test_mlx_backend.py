@@ -532,7 +532,7 @@ def test_a_thousand_requests_leave_nothing_behind(load: Callable[..., Any]) -> N
 
     from engine.drive import GREEDY, settle
     from localllm.engine.core import Engine, EngineSettings
-    from localllm.engine.messages import Request
+    from support.requests import request_for
 
     engine = Engine(load(n_ctx=1024), EngineSettings(cache_bytes=300_000))
     rng = random.Random(0)
@@ -541,7 +541,7 @@ def test_a_thousand_requests_leave_nothing_behind(load: Callable[..., Any]) -> N
         for i in range(n):
             prompt = line(rng.choice([3, 30, 90]), rng.randrange(40))
             engine.submit(
-                Request(str(i), prompt, max_tokens=rng.randint(1, 4), sampling=GREEDY, ignore_eos=True), prompt
+                request_for(str(i), prompt, max_tokens=rng.randint(1, 4), sampling=GREEDY, ignore_eos=True), prompt
             )
             engine.step()
             if rng.random() < 0.2:

@@ -15,12 +15,13 @@ import pytest
 
 from localllm.cli.launch import prepare_all
 from localllm.cli.serve import _aliases, router_for
-from localllm.engine.messages import Finish, Request, Sampling
+from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, UsageError
 from localllm.planner.types import Plan
-from localllm.server.admission import Admission
-from localllm.server.router import ModelRouter
+from localllm.server.models.admission import Admission
+from localllm.server.models.router import ModelRouter
 from localllm.settings import Settings
+from support.requests import request_for
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def two(tiny_model: Path, tmp_path: Path) -> list[str | None]:
 async def answer(models: ModelRouter, name: str) -> Finish:
     model = models.resolve(name)
     with model.lease():
-        request = Request("r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True)
+        request = request_for("r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True)
         events = [e async for e in (await model.engine()).submit(request)]
     assert isinstance(events[-1], Finish)
     return events[-1]
@@ -189,7 +190,10 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
 def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
     are read while the model loads."""
-    needed = "cli.serve, cli.launch, cli.planning, server.idle, server.sockets, server.router, engine.supervisor"
+    needed = (
+        "cli.serve, cli.launch, cli.planning, server.models.idle, server.models.router, server.models.admission, "
+        "server.http.sockets, server.http.settings, engine.supervisor"
+    )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
     program = f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import harmony
 from localllm.conversation.tools.lazy import either, starts_of
 from localllm.engine.constraint import GrammarCompiler
-from localllm.server import prompting
+from localllm.server.generation import prompting
+from localllm.server.generation.prompting import Wishes
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -70,8 +71,8 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
 def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(backend: Backend) -> None:
     # As gpt-oss's template does: it knows tools, and the reply begins before any channel.
     template = ChatTemplate("{% if tools %}<|channel|>{% endif %}<|start|>assistant<|message|>")
-    built = asyncio.run(prompting.build(template, [], grammar=("json_schema", '{"type": "integer"}')))
-    assert built.grammar is not None
+    built = asyncio.run(prompting.build(template, [], Wishes(grammar=("json_schema", '{"type": "integer"}'))))
+    assert built.answer.grammar is not None
 
     def ids(text: str) -> list[int]:
         """Without the space that this vocabulary puts before a text."""
@@ -80,7 +81,7 @@ def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thou
     final = [CHANNEL, *ids("final"), MESSAGE, *ids("42")]
     thought = [CHANNEL, *ids("analysis"), MESSAGE, *ids("So: "), *ids("<|end|>"), START, *ids("assistant")]
     for answer in (final, thought + final):
-        constraint = GrammarCompiler(backend)(built.grammar)
+        constraint = GrammarCompiler(backend)(built.answer.grammar)
         assert constraint.acceptable(answer) == len(answer)
-    bare = GrammarCompiler(backend)(built.grammar)
+    bare = GrammarCompiler(backend)(built.answer.grammar)
     assert bare.acceptable(ids("42")) == 0

@@ -15,6 +15,7 @@ from localllm.engine.messages import Event, Prefill, Request, Text
 from localllm_backends.contract import BackendFailure, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 MB = 10**6
@@ -80,8 +81,8 @@ def words(n: int, seed: int) -> list[int]:
     return [3 + (i * 7 + seed * 31) % 250 for i in range(n)]
 
 
-def ask(key: str, prompt: list[int], n: int = 8) -> Request:
-    return Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+def ask(key: str, prompt: list[int], n: int = 8, prediction: str = "") -> Request:
+    return request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True, prediction=prediction)
 
 
 def start(engine: Engine, *requests: Request) -> Outcome:
@@ -288,7 +289,7 @@ def test_nobody_drafts_between_two_slices() -> None:
     settings = EngineSettings(aside_tokens=50, headroom_bytes=0, draft="ngram")
     engine = Engine(backend, settings)
     told = expected(words(5, 1), 200)
-    stream = replace(ask("stream", words(5, 1), 200), prediction=backend.detokenize(told))
+    stream = ask("stream", words(5, 1), 200, prediction=backend.detokenize(told))
     outcome = start(engine, stream)
     for _ in range(10):
         outcome.take(engine.step())

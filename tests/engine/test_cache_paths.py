@@ -9,9 +9,9 @@ import pytest
 from engine.drive import GREEDY, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.disk_tier import DiskBlock
-from localllm.engine.messages import Request
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
 FIRST_LINE = [TURN, *range(60, 82), TURN]
@@ -31,7 +31,7 @@ def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes:
 
 
 def ask(engine: Engine, key: str, prompt: list[int]) -> tuple[list[int], int]:
-    outcome = run(engine, Request(key, prompt, max_tokens=4, sampling=GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for(key, prompt, max_tokens=4, sampling=GREEDY, ignore_eos=True))
     settle(engine)
     return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 
@@ -120,14 +120,15 @@ def test_tokens_computed_again_are_counted_by_their_reason() -> None:
     assert cached < 16
     assert 500 - 64 <= snapshot["recomputed_evicted_tokens"] <= 502  # type: ignore[operator]
     assert sum(v for k, v in snapshot.items() if k.startswith("recomputed_")) == snapshot["recomputed_evicted_tokens"]  # type: ignore[misc]
-    usage = run(engine, Request("why", lines[1], max_tokens=2, sampling=GREEDY)).finish("why").usage
+    usage = run(engine, request_for("why", lines[1], max_tokens=2, sampling=GREEDY)).finish("why").usage
     assert "evicted" in usage.cache_miss
 
 
 def test_a_parked_request_counts_what_it_computes_twice() -> None:
     engine = Engine(ScriptedBackend(n_ctx=512, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0))
     asked = [
-        Request(f"r{i}", [TURN, 9 + i, *[40] * 30], max_tokens=300, sampling=GREEDY, ignore_eos=True) for i in range(3)
+        request_for(f"r{i}", [TURN, 9 + i, *[40] * 30], max_tokens=300, sampling=GREEDY, ignore_eos=True)
+        for i in range(3)
     ]
     run(engine, *asked)
     assert engine.metrics.parked > 0
@@ -170,7 +171,7 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
             monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", value)
         backend = llamacpp.load(spec)
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path) if disk else None, headroom_bytes=0))
-        outcome = run(engine, Request("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True))
+        outcome = run(engine, request_for("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True))
         said.append((outcome.text["a"], outcome.finish("a").usage.cached_tokens))
         settle(engine)
         assert engine._disk is None or all(

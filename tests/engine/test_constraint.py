@@ -12,9 +12,10 @@ import pytest
 from engine.drive import GREEDY, run
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request, Sampling
+from localllm.engine.messages import Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from support.requests import request_for
 
 PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
 # Kernels round differently for different batches, so two texts may part where the best two tokens were this close (in
@@ -42,7 +43,7 @@ def engine(smollm2: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3)])
 def test_a_schema_is_obeyed(engine: Engine, sampling: Sampling) -> None:
-    request = Request("a", PROMPT, max_tokens=120, sampling=sampling, grammar=("json_schema", json.dumps(SCHEMA)))
+    request = request_for("a", PROMPT, max_tokens=120, sampling=sampling, grammar=("json_schema", json.dumps(SCHEMA)))
     outcome = run(engine, request)
     value = json.loads(outcome.text["a"])
     assert set(value) == {"name", "legs", "soft"}
@@ -59,21 +60,21 @@ def test_a_schema_is_obeyed(engine: Engine, sampling: Sampling) -> None:
     ],
 )
 def test_other_grammars_are_obeyed(engine: Engine, grammar: tuple[str, str], pattern: str) -> None:
-    outcome = run(engine, Request("a", PROMPT, max_tokens=60, sampling=GREEDY, grammar=grammar))
+    outcome = run(engine, request_for("a", PROMPT, max_tokens=60, sampling=GREEDY, grammar=grammar))
     assert re.fullmatch(pattern, outcome.text["a"])
 
 
 @pytest.mark.parametrize("grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")])
 def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
-    outcome = run(engine, Request("a", PROMPT, max_tokens=5, grammar=grammar))
+    outcome = run(engine, request_for("a", PROMPT, max_tokens=5, grammar=grammar))
     assert outcome.failure("a").code == "unsupported_parameter"
 
 
 def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
-    free = Request("free", PROMPT, max_tokens=30, sampling=GREEDY, logprobs=2)
+    free = request_for("free", PROMPT, max_tokens=30, sampling=GREEDY, logprobs=2)
     alone = run(engine, free).logprobs["free"]
     assert len(alone) == 30
-    tied = Request("tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA)))
+    tied = request_for("tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA)))
     outcome = run(engine, free, tied)
     assert set(json.loads(outcome.text["tied"])) == {"name", "legs", "soft"}
     together = outcome.logprobs["free"]

@@ -6,7 +6,8 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Prefill, Queued, Request, Sampling
+from localllm.engine.messages import Prefill, Queued, Sampling
+from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend, row_after
 
 
@@ -24,7 +25,7 @@ def reference(backend: ScriptedBackend, prompt: list[int], n: int) -> list[int]:
 def test_greedy_output_is_the_models_own() -> None:
     backend = ScriptedBackend()
     engine = Engine(backend)
-    outcome = run(engine, Request("a", "hello", max_tokens=50, sampling=GREEDY))
+    outcome = run(engine, request_for("a", "hello", max_tokens=50, sampling=GREEDY))
     expected = reference(backend, backend.tokenize("hello"), 50)
     assert outcome.tokens["a"] == expected
     assert outcome.text["a"] == backend.detokenize(expected)
@@ -34,29 +35,31 @@ def test_requests_share_steps_and_do_not_disturb_each_other() -> None:
     backend = ScriptedBackend(n_ctx=1024)
     prompts = {f"r{i}": f"prompt number {i} " * (i + 1) for i in range(4)}
     outcome = run(
-        Engine(backend), *(Request(k, p, max_tokens=20, sampling=GREEDY, ignore_eos=True) for k, p in prompts.items())
+        Engine(backend),
+        *(request_for(k, p, max_tokens=20, sampling=GREEDY, ignore_eos=True) for k, p in prompts.items()),
     )
     assert any(len(step) == 4 for step in backend.steps)
     for key, prompt in prompts.items():
         alone = run(
-            Engine(ScriptedBackend(n_ctx=1024)), Request("x", prompt, max_tokens=20, sampling=GREEDY, ignore_eos=True)
+            Engine(ScriptedBackend(n_ctx=1024)),
+            request_for("x", prompt, max_tokens=20, sampling=GREEDY, ignore_eos=True),
         )
         assert outcome.tokens[key] == alone.tokens["x"]
 
 
 def test_more_requests_than_sequences_all_end() -> None:
     backend = ScriptedBackend(n_ctx=2048)
-    requests = [Request(f"r{i}", f"question {i}", max_tokens=10, sampling=GREEDY) for i in range(20)]
+    requests = [request_for(f"r{i}", f"question {i}", max_tokens=10, sampling=GREEDY) for i in range(20)]
     outcome = run(Engine(backend), *requests)
     assert all(outcome.finish(r.id).usage.prompt_tokens == len(f"{r.prompt}") for r in requests)
 
 
 def test_max_tokens_and_context_end_with_length() -> None:
     engine = Engine(ScriptedBackend(n_ctx=64))
-    outcome = run(engine, Request("a", "x" * 10, max_tokens=5, sampling=GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for("a", "x" * 10, max_tokens=5, sampling=GREEDY, ignore_eos=True))
     assert outcome.finish("a").reason == "length"
     assert outcome.finish("a").usage.completion_tokens == 5
-    outcome = run(engine, Request("b", "y" * 10, sampling=GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for("b", "y" * 10, sampling=GREEDY, ignore_eos=True))
     assert outcome.finish("b").reason == "length"
     assert outcome.finish("b").usage.completion_tokens == 54
 
@@ -64,7 +67,7 @@ def test_max_tokens_and_context_end_with_length() -> None:
 @pytest.mark.parametrize(("prompt", "max_tokens"), [("x" * 64, None), ("x" * 65, 1), ("x" * 60, 5)])
 def test_what_does_not_fit_is_refused_at_once_with_the_counts(prompt: str, max_tokens: int | None) -> None:
     backend = ScriptedBackend(n_ctx=64)
-    outcome = run(Engine(backend), Request("a", prompt, max_tokens=max_tokens))
+    outcome = run(Engine(backend), request_for("a", prompt, max_tokens=max_tokens))
     assert outcome.failure("a").code == "context_length_exceeded"
     assert "64" in outcome.failure("a").message
     assert str(len(prompt)) in outcome.failure("a").message
@@ -75,7 +78,7 @@ def test_the_queue_is_bounded() -> None:
     engine = Engine(ScriptedBackend(), EngineSettings(queue_limit=2))
     outcome = Outcome()
     for i in range(3):
-        outcome.take(engine.submit(Request(f"r{i}", "hi", max_tokens=2), [50, 51]))
+        outcome.take(engine.submit(request_for(f"r{i}", "hi", max_tokens=2), [50, 51]))
     assert outcome.failure("r2").code == "server_busy"
 
 
@@ -83,7 +86,7 @@ def test_stop_strings_are_cut_and_named() -> None:
     backend = ScriptedBackend()
     text = backend.detokenize(reference(backend, backend.tokenize("go"), 60))
     stop = text[8:11]
-    outcome = run(Engine(backend), Request("a", "go", max_tokens=60, sampling=GREEDY, stop=(stop,)))
+    outcome = run(Engine(backend), request_for("a", "go", max_tokens=60, sampling=GREEDY, stop=(stop,)))
     assert outcome.text["a"] == text[: text.index(stop)]
     assert outcome.finish("a").reason == "stop"
     assert outcome.finish("a").stop == stop
@@ -91,12 +94,12 @@ def test_stop_strings_are_cut_and_named() -> None:
 
 def test_the_same_seed_gives_the_same_text_whatever_shares_the_batch() -> None:
     sampling = Sampling(temperature=1.0, seed=7)
-    alone = run(Engine(ScriptedBackend()), Request("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True))
-    crowd = [Request(f"x{i}", f"other {i}", max_tokens=25, sampling=Sampling(seed=i)) for i in range(3)]
+    alone = run(Engine(ScriptedBackend()), request_for("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True))
+    crowd = [request_for(f"x{i}", f"other {i}", max_tokens=25, sampling=Sampling(seed=i)) for i in range(3)]
     together = run(
         Engine(ScriptedBackend(n_ctx=1024)),
         *crowd,
-        Request("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True),
+        request_for("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True),
     )
     assert together.tokens["a"] == alone.tokens["a"]
 
@@ -106,7 +109,7 @@ def test_cancel_ends_within_the_step_and_frees_everything() -> None:
     engine = Engine(backend)
     outcome = Outcome()
     outcome.take(
-        engine.submit(Request("a", "long story", sampling=GREEDY, ignore_eos=True, cache_prompt=False), [40] * 12)
+        engine.submit(request_for("a", "long story", sampling=GREEDY, ignore_eos=True, cache_prompt=False), [40] * 12)
     )
     for _ in range(3):
         outcome.take(engine.step())
@@ -124,12 +127,12 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on() -> None:
     backend = ScriptedBackend()
     engine = Engine(backend)
     outcome = Outcome()
-    outcome.take(engine.submit(Request("a", "one", max_tokens=5), [40, 41]))
+    outcome.take(engine.submit(request_for("a", "one", max_tokens=5), [40, 41]))
     backend.fail_next_step = "the device was lost"
     outcome.take(engine.step())
     assert outcome.failure("a").code == "backend_error"
     assert "device was lost" in outcome.failure("a").message
-    run(engine, Request("b", "two", max_tokens=5, sampling=GREEDY))
+    run(engine, request_for("b", "two", max_tokens=5, sampling=GREEDY))
     settle(engine)
 
 
@@ -140,14 +143,14 @@ def test_a_time_limit_ends_a_request() -> None:
     def tick(_: int) -> None:
         now[0] += 1.0
 
-    outcome = run(engine, Request("a", "x", sampling=GREEDY, ignore_eos=True, time_limit_s=3.5), between=tick)
+    outcome = run(engine, request_for("a", "x", sampling=GREEDY, ignore_eos=True, time_limit_s=3.5), between=tick)
     assert outcome.finish("a").reason == "length"
     assert outcome.finish("a").usage.completion_tokens == 5
 
 
 def test_events_tell_the_story_in_order() -> None:
     engine = Engine(ScriptedBackend(n_batch=8))
-    events = engine.submit(Request("a", "z" * 30, max_tokens=2, sampling=GREEDY), [70] * 30)
+    events = engine.submit(request_for("a", "z" * 30, max_tokens=2, sampling=GREEDY), [70] * 30)
     while engine.has_work:
         events += engine.step()
     assert isinstance(events[0], Queued)
@@ -159,7 +162,7 @@ def test_events_tell_the_story_in_order() -> None:
 def test_logprobs_are_the_models_distribution() -> None:
     backend = ScriptedBackend()
     engine = Engine(backend)
-    events = engine.submit(Request("a", "q", max_tokens=3, sampling=GREEDY, logprobs=2, ignore_eos=True), [80])
+    events = engine.submit(request_for("a", "q", max_tokens=3, sampling=GREEDY, logprobs=2, ignore_eos=True), [80])
     while engine.has_work:
         events += engine.step()
     (first, *_) = [e.logprobs[0] for e in events if e.kind == "text" and e.logprobs]
@@ -194,7 +197,7 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
     gaps: list[float] = []
     last = [0.0]
     outcome = Outcome()
-    outcome.take(engine.submit(Request("s", "stream", max_tokens=300, sampling=GREEDY, ignore_eos=True), [60] * 6))
+    outcome.take(engine.submit(request_for("s", "stream", max_tokens=300, sampling=GREEDY, ignore_eos=True), [60] * 6))
     sent = False
     while engine.has_work:
         events = engine.step()
@@ -204,6 +207,6 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
             last[0] = now[0]
         if not sent and len(outcome.tokens.get("s", [])) == 20:
             sent = True
-            outcome.take(engine.submit(Request("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000))
+            outcome.take(engine.submit(request_for("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000))
     assert outcome.finish("l").usage.prompt_tokens == 3000
     assert max(gaps[5:]) <= 12 * 0.007

@@ -12,8 +12,8 @@ import pytest
 from localllm.engine import disk_tier
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.disk_tier import DiskBlock, DiskTier
-from localllm.engine.messages import Request
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 TOKENS = as_tokens(np.arange(32, dtype=np.int32))
@@ -97,7 +97,7 @@ def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.Monke
     heard: list[bool] = []
     monkeypatch.setattr(DiskTier, "working", lambda _self, busy: heard.append(busy))
     engine = Engine(ScriptedBackend(), EngineSettings(disk_dir=str(tmp_path)))
-    engine.submit(Request("a", [4, 5, 6], max_tokens=3, ignore_eos=True), [4, 5, 6])
+    engine.submit(request_for("a", [4, 5, 6], max_tokens=3, ignore_eos=True), [4, 5, 6])
     while engine.has_work:
         engine.step()
     assert set(heard) == {True}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
@@ -26,7 +26,7 @@ def on_disk(directory: Path, backend: ScriptedBackend | None = None, disk_bytes:
 
 
 def ask(engine: Engine, key: str = "a", prompt: list[int] = PROMPT) -> tuple[list[int], int]:
-    outcome = run(engine, Request(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
     settle(engine)
     return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 
@@ -133,7 +133,7 @@ def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None
     for i in range(2):
         backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path)))
-        outcome = run(engine, Request("a", prompt, max_tokens=24, sampling=GREEDY, ignore_eos=True))
+        outcome = run(engine, request_for("a", prompt, max_tokens=24, sampling=GREEDY, ignore_eos=True))
         answers.append(outcome.tokens["a"])
         usage = outcome.finish("a").usage
         assert usage.cached_tokens == (usage.prompt_tokens - 1 if i else 0)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from localllm.engine.embedding import EmbeddingHost, EmbeddingOptions, Embeds
-from localllm.engine.messages import Failure, Request
+from localllm.engine.messages import Failure
 from localllm.errors import ContextLengthError, ModelFileError, ModelNotFoundError, RequestError, WorkerDiedError
 from models.tiny_bert import CTX, E, write_bert
+from support.requests import request_for
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,9 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
             with pytest.raises(RequestError):
                 await engine.detokenize([10**6])
             assert (await engine.detokenize(tokens[1:-1])).strip() == "ab"
-            events = [e async for e in engine.submit(Request("r", "hi"))]
+            events = [e async for e in engine.submit(request_for("r", "hi"))]
             assert [type(e) for e in events] == [Failure]
-            assert [await engine.listen(Request("r", "hi"), events.append)] == events
+            assert [await engine.listen(request_for("r", "hi"), events.append)] == events
             many = await asyncio.gather(*(engine.embed([f"text {i}"]) for i in range(20)))
             assert len({v[0][0] for v in many}) == 20
             assert (await engine.snapshot())["requests"] == 22

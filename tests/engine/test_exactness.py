@@ -17,10 +17,10 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
+from support.requests import request_for
 
 # The largest relative gap at which these models were seen to flip is 0.02; an honest mistake is orders above it.
 NEAR_TIE = 0.05
@@ -75,7 +75,9 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
             prompt = [*branch, *message(rng)]
             key, n, cancel = f"{mix}-{i}", rng.randint(1, 20), rng.random() < 0.2
             asked[key] = (prompt, n, cancel)
-            outcome.take(engine.submit(Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt))
+            outcome.take(
+                engine.submit(request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt)
+            )
             for _ in range(rng.randint(0, 4)):
                 outcome.take(engine.step())
             if cancel:
@@ -112,7 +114,7 @@ def test_smollm2_chats_in_a_crowd_equal_chats_alone(smollm2: Path) -> None:
     engine = Engine(backend)
     questions = ["Name three colours.", "What is a lighthouse?", "Count to five.", "Who was Ada Lovelace?"]
     prompts = {q: f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions}
-    together = run(engine, *(Request(q, p, max_tokens=24, sampling=GREEDY) for q, p in prompts.items()))
+    together = run(engine, *(request_for(q, p, max_tokens=24, sampling=GREEDY) for q, p in prompts.items()))
     ties = 0
     for question, prompt in prompts.items():
         expected, gaps = isolated(backend, backend.tokenize(prompt), 24)

@@ -35,6 +35,7 @@ from localllm.engine.supervisor import Supervisor
 from localllm.errors import DoesNotFitError
 from localllm_backends.contract import LoadSpec, MemoryReport
 from localllm_backends.llamacpp import backend_type as llamacpp
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 MB = 10**6
@@ -290,7 +291,9 @@ class Machine:
 
 
 def ask(name: str, text: str = "", n: int = 8) -> Request:
-    return Request(name, text or f"a story about {name} and the sea", max_tokens=n, sampling=GREEDY, ignore_eos=True)
+    return request_for(
+        name, text or f"a story about {name} and the sea", max_tokens=n, sampling=GREEDY, ignore_eos=True
+    )
 
 
 def test_a_pressed_cache_gives_back_what_is_missing_and_grows_again_afterwards() -> None:
@@ -442,7 +445,7 @@ def test_whatever_memory_does_every_request_ends_once_and_exactly(
             assert end.code == "server_busy"
             continue
         alone = run(Engine(make(n_ctx=160), EngineSettings(headroom_bytes=0)), request)
-        if end.reason == "length" and end.usage.completion_tokens == request.max_tokens:
+        if end.reason == "length" and end.usage.completion_tokens == request.generation.max_tokens:
             assert outcome.tokens[request.id] == alone.tokens[request.id]
 
 
@@ -453,7 +456,7 @@ SYSTEM = "<|im_start|>system\nYou are a lighthouse keeper who answers in short s
 
 def turn(name: str, n: int = 24) -> Request:
     prompt = f"{SYSTEM}<|im_start|>user\nTell me about {name}.<|im_end|>\n<|im_start|>assistant\n"
-    return Request(name, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+    return request_for(name, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
 
 
 NAMES = ("storms", "ships", "whales", "storms again", "the lamp", "ships again")

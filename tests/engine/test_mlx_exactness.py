@@ -13,10 +13,10 @@ import pytest
 from engine.drive import GREEDY, Outcome, settle
 from engine.test_exactness import NEAR_TIE, isolated, message
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
+from support.requests import request_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
 
@@ -45,7 +45,9 @@ def test_random_mixes_equal_isolated_runs(shape: str, kv_type: str, tmp_path: Pa
             prompt = [*rng.choice(histories)[: rng.choice([40, 150, 300])], *message(rng)]
             key, n, cancel = f"{mix}-{i}", rng.randint(1, 20), rng.random() < 0.2
             asked[key] = (prompt, n, cancel)
-            outcome.take(engine.submit(Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt))
+            outcome.take(
+                engine.submit(request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt)
+            )
             for _ in range(rng.randint(0, 4)):
                 outcome.take(engine.step())
                 engine.check_integrity()

@@ -15,11 +15,11 @@ import pytest
 
 from engine.drive import GREEDY, run
 from localllm.engine.core import Engine
-from localllm.engine.messages import Request
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.mlx import backend_type as mlx
 from models.mlx_from_gguf import convert, dequantised
+from support.requests import request_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
 
@@ -44,7 +44,7 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any) -> None:
     from mlx_lm.generate import generate_step
 
     prompt = backend.tokenize(QUESTION)
-    outcome = run(Engine(backend), Request("q", prompt, max_tokens=16, sampling=GREEDY, ignore_eos=True))
+    outcome = run(Engine(backend), request_for("q", prompt, max_tokens=16, sampling=GREEDY, ignore_eos=True))
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), backend._stepper.model, max_tokens=16)]
     assert outcome.tokens["q"] == theirs
 
@@ -73,9 +73,9 @@ def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, 
 def test_a_crowd_gets_the_answers_it_would_get_alone(backend: Any) -> None:
     questions = {q: backend.tokenize(f"<|im_start|>user\n{q}<|im_end|>\n") for q in ("Count to five.", "Who was Ada?")}
     alone = {
-        q: run(Engine(backend), Request(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)).tokens[q]
+        q: run(Engine(backend), request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)).tokens[q]
         for q, p in questions.items()
     }
-    requests = [Request(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True) for q, p in questions.items()]
+    requests = [request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True) for q, p in questions.items()]
     together = run(Engine(backend), *requests)
     assert together.tokens == alone

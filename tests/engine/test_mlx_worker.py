@@ -9,12 +9,13 @@ import pytest
 
 from localllm.engine import backends
 from localllm.engine.client import WorkerOptions
-from localllm.engine.messages import Failure, Finish, Request, Sampling, Text
+from localllm.engine.messages import Failure, Finish, Sampling, Text
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import ModelFileError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
+from support.requests import request_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
 
@@ -40,7 +41,7 @@ def test_a_worker_serves_a_checkpoint_to_several_at_once(folder: Path) -> None:
             assert engine.info.chat_template == tiny_mlx.TEMPLATE
 
             async def one(i: int) -> list[int]:
-                request = Request(
+                request = request_for(
                     str(i), "the man in the hat", max_tokens=12, sampling=Sampling(temperature=0.0), ignore_eos=True
                 )
                 tokens: list[int] = []

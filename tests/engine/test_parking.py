@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 
@@ -25,21 +25,37 @@ def test_requests_that_outgrow_the_context_together_take_turns_and_end(
 ) -> None:
     engine = Engine(ScriptedBackend(n_ctx=n_ctx), EngineSettings(headroom_bytes=0, draft=draft))
     requests = [
-        Request(str(i), "abcd"[i] * prompt, max_tokens=min(n, n_ctx - prompt), sampling=GREEDY, ignore_eos=True)
+        request_for(str(i), "abcd"[i] * prompt, max_tokens=min(n, n_ctx - prompt), sampling=GREEDY, ignore_eos=True)
         for i, (prompt, n) in enumerate(sizes)
     ]
     outcome = run(engine, *requests, most=600)
-    assert [outcome.finish(r.id).usage.completion_tokens for r in requests] == [r.max_tokens for r in requests]
+    assert [outcome.finish(r.id).usage.completion_tokens for r in requests] == [
+        r.generation.max_tokens for r in requests
+    ]
 
 
 def test_one_that_was_parked_comes_back_with_its_tokens() -> None:
     sizes = [(20, 250), (20, 250)]
     engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
     requests = [
-        Request(str(i), "xy"[i] * p, max_tokens=n, sampling=GREEDY, ignore_eos=True) for i, (p, n) in enumerate(sizes)
+        request_for(str(i), "xy"[i] * p, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+        for i, (p, n) in enumerate(sizes)
     ]
     together = run(engine, *requests)
     assert engine.metrics.parked
+    for request in requests:
+        alone = run(Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0)), request)
+        assert together.tokens[request.id] == alone.tokens[request.id]
+
+
+def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
+    requests = [
+        request_for(key, key * 20, max_tokens=250, sampling=GREEDY, ignore_eos=True, cache_prompt=False) for key in "xy"
+    ]
+    together = run(engine, *requests)
+    assert engine.metrics.parked
+    assert engine.residency.cache.held_bytes == 0
     for request in requests:
         alone = run(Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0)), request)
         assert together.tokens[request.id] == alone.tokens[request.id]

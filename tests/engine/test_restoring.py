@@ -10,6 +10,7 @@ from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
 from localllm.engine.prefix_cache import MemoryBlock
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 LONG = [40 + i % 97 for i in range(2000)]
@@ -32,7 +33,7 @@ class Noting(ScriptedBackend):
 
 
 def ask(key: str, prompt: list[int], n: int = 6) -> Request:
-    return Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+    return request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
 
 
 def cached(n_ctx: int = 8192) -> tuple[Engine, Noting]:

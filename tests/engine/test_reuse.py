@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
+from localllm.engine.messages import Prefill
+from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
 SHAPES: dict[str, Callable[..., ScriptedBackend]] = {
@@ -32,7 +33,7 @@ def turn(text: str, fill: int = 0) -> list[int]:
 
 def ask(engine: Engine, key: str, prompt: list[int], n: int = 8) -> tuple[list[int], int]:
     """(prompt + answer, tokens found in the cache)"""
-    outcome = run(engine, Request(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True))
     return prompt + outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 
 
@@ -92,7 +93,7 @@ def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
     system = turn("system", 2000)
     run(
         engine,
-        *(Request(f"r{i}", system + turn(f"q{i}") + turn("bot"), max_tokens=4, sampling=GREEDY) for i in range(4)),
+        *(request_for(f"r{i}", system + turn(f"q{i}") + turn("bot"), max_tokens=4, sampling=GREEDY) for i in range(4)),
     )
     assert backend.computed_tokens < len(system) + 4 * 40
 
@@ -111,37 +112,62 @@ def test_a_short_chat_does_not_carry_a_long_idle_one() -> None:
 def test_misses_are_explained() -> None:
     engine = Engine(ScriptedBackend(n_ctx=2048))
     prompt = turn("system", 100) + turn("question") + turn("bot")
-    first = run(engine, Request("1", prompt, max_tokens=2, sampling=GREEDY)).finish("1").usage
+    first = run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY)).finish("1").usage
     assert "seen before" in first.cache_miss
     changed = [*prompt[:50], 99, *prompt[51:]]
-    second = run(engine, Request("2", changed, max_tokens=2, sampling=GREEDY)).finish("2").usage
+    second = run(engine, request_for("2", changed, max_tokens=2, sampling=GREEDY)).finish("2").usage
     assert "token 50" in second.cache_miss
     assert second.cached_tokens == 50
-    third = run(engine, Request("3", prompt, max_tokens=2, sampling=GREEDY)).finish("3").usage
+    third = run(engine, request_for("3", prompt, max_tokens=2, sampling=GREEDY)).finish("3").usage
     assert third.cache_miss == ""
 
 
-def test_nothing_is_kept_of_a_request_that_asks_so() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=2048))
-    prompt = turn("secret", 100)
-    run(engine, Request("1", prompt, max_tokens=2, sampling=GREEDY, cache_prompt=False))
+def test_nothing_is_kept_of_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+    engine = Engine(make(n_ctx=2048))
+    prompt = turn("secret", 100) + turn("and", 30) + turn("bot")
+    run(engine, request_for("1", prompt, max_tokens=2, sampling=GREEDY, cache_prompt=False))
     settle(engine)
     assert engine.residency.cache.held_bytes == 0
     _, cached = ask(engine, "2", prompt)
     assert cached == 0
 
 
+def test_nothing_is_used_by_a_request_that_asks_so(make: Callable[..., ScriptedBackend]) -> None:
+    engine = Engine(make(n_ctx=2048))
+    prompt = turn("system", 100) + turn("question", 30) + turn("bot")
+    said, _ = ask(engine, "1", prompt)
+    outcome = run(engine, request_for("2", prompt, 8, GREEDY, ignore_eos=True, cache_prompt=False))
+    usage = outcome.finish("2").usage
+    assert prompt + outcome.tokens["2"] == said
+    assert (usage.cached_tokens, usage.cache_miss) == (0, "the request asked for no cache")
+    _, cached = ask(engine, "3", [*said, *turn("more")])
+    assert cached > 100, "what was cached before still is"
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_nobody_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: bool) -> None:
+    engine = Engine(ScriptedBackend(n_ctx=4096, n_batch=64))
+    prompt = turn("system", 1000) + turn("bot")
+    engine.submit(request_for("a", prompt, 2, GREEDY, cache_prompt=first), prompt)
+    engine.step()
+    engine.submit(request_for("b", prompt, 2, GREEDY, cache_prompt=second), prompt)
+    begun = any(isinstance(event, Prefill) and event.id == "b" for event in engine.step())
+    assert begun != (first and second), "two that share compute the prefix once, others begin at once"
+
+
 def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_answer() -> None:
     backend = ScriptedBackend(n_ctx=512, n_batch=64)
     engine = Engine(backend)
-    requests = [Request(f"r{i}", turn(f"q{i}", 30), max_tokens=300, sampling=GREEDY, ignore_eos=True) for i in range(3)]
+    requests = [
+        request_for(f"r{i}", turn(f"q{i}", 30), max_tokens=300, sampling=GREEDY, ignore_eos=True) for i in range(3)
+    ]
     outcome = run(engine, *requests)
     assert engine.metrics.parked > 0
     for request in requests:
         assert isinstance(request.prompt, list)
         alone = run(
             Engine(ScriptedBackend(n_ctx=512)),
-            Request("x", request.prompt, max_tokens=300, sampling=GREEDY, ignore_eos=True),
+            request_for("x", request.prompt, max_tokens=300, sampling=GREEDY, ignore_eos=True),
         )
         assert outcome.tokens[request.id] == alone.tokens["x"]
 
@@ -166,7 +192,9 @@ def test_random_histories_change_no_answer(
     for i, (parts, n, wait, cancel) in enumerate(mix):
         prompt = [t for part in parts for t in part]
         asked[f"r{i}"] = (prompt, n, cancel)
-        outcome.take(engine.submit(Request(f"r{i}", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt))
+        outcome.take(
+            engine.submit(request_for(f"r{i}", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt)
+        )
         for _ in range(wait):
             outcome.take(engine.step())
             engine.check_integrity()
@@ -181,7 +209,8 @@ def test_random_histories_change_no_answer(
     for key, (prompt, n, cancelled) in asked.items():
         assert len(outcome.ends[key]) == 1
         alone = run(
-            Engine(ScriptedBackend(n_ctx=n_ctx)), Request("x", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+            Engine(ScriptedBackend(n_ctx=n_ctx)),
+            request_for("x", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True),
         )
         expected, got = alone.tokens["x"], outcome.tokens.get(key, [])
         assert got == (expected[: len(got)] if cancelled else expected)

@@ -17,8 +17,8 @@ from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
 from localllm.engine import residency
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request
 from localllm_backends.contract import BackendFailure
+from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
 PIECE = 32
@@ -117,7 +117,7 @@ class World:
         for prompt in prompts:
             self.asked += 1
             keys.append(f"r{self.asked}")
-            outcome.take(self.engine.submit(Request(keys[-1], prompt, ANSWER, GREEDY, ignore_eos=True), prompt))
+            outcome.take(self.engine.submit(request_for(keys[-1], prompt, ANSWER, GREEDY, ignore_eos=True), prompt))
         for _ in range(3000):
             if not self.engine.has_work:
                 break

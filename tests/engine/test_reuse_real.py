@@ -14,9 +14,10 @@ import pytest
 
 from benchmarks.seen import common
 from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.messages import Finish, Request, Sampling, Text
+from localllm.engine.messages import Finish, Sampling, Text
 from localllm.library import starter
 from localllm_backends.contract import LoadSpec
+from support.requests import request_for
 
 # Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and neither is reading a large
 # block for a template's first line (24 tokens): each may happen once.
@@ -106,7 +107,7 @@ class Life:
     async def ask(self, prompt: list[int], n: int = ANSWER_TOKENS) -> tuple[list[int], int]:
         """(prompt and answer, tokens of the prompt that were cached)"""
         self.known.n += 1
-        request = Request(f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True)
+        request = request_for(f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True)
         answer: list[int] = []
         reusable = self.known.reusable(prompt)
         async for event in self.client.submit(request):

@@ -16,6 +16,7 @@ from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, 
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
+from support.requests import request_for
 
 PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = Sampling(temperature=0.0)
@@ -85,10 +86,10 @@ def test_greedy_text_is_llamacpps_own_token_for_token(smollm2: Path) -> None:
     assert len(expected) >= 128
 
     async def use(_: Supervisor, engine: WorkerClient) -> None:
-        _, tokens, end = await generate(engine, Request("a", PROMPT, max_tokens=200, sampling=GREEDY))
+        _, tokens, end = await generate(engine, request_for("a", PROMPT, max_tokens=200, sampling=GREEDY))
         assert tokens == expected
         assert isinstance(end, Finish)
-        again = (await generate(engine, Request("b", PROMPT, max_tokens=200, sampling=GREEDY)))[1]
+        again = (await generate(engine, request_for("b", PROMPT, max_tokens=200, sampling=GREEDY)))[1]
         assert again[:128] == expected[:128], "a cached prompt changes nothing"
 
     with_model(smollm2, use)
@@ -99,7 +100,9 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
         ends: list[Finish | Failure] = []
         seen = 0
         async with asyncio.timeout(200):
-            async for event in engine.submit(Request("a", PROMPT, max_tokens=1000, sampling=GREEDY, ignore_eos=True)):
+            async for event in engine.submit(
+                request_for("a", PROMPT, max_tokens=1000, sampling=GREEDY, ignore_eos=True)
+            ):
                 seen += isinstance(event, Text)
                 if isinstance(event, Text) and seen == 10:
                     os.kill(engine.pid, signal.SIGKILL)
@@ -115,7 +118,7 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
             await engine.snapshot()
         revived = await supervisor.engine()
         assert revived.pid != engine.pid
-        text, _, end = await generate(revived, Request("a", PROMPT, max_tokens=5, sampling=GREEDY))
+        text, _, end = await generate(revived, request_for("a", PROMPT, max_tokens=5, sampling=GREEDY))
         assert isinstance(end, Finish)
         assert text
 
@@ -124,7 +127,7 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
 
 def test_leaving_early_cancels(smollm2: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
-        stream = engine.submit(Request("a", PROMPT, sampling=GREEDY, ignore_eos=True))
+        stream = engine.submit(request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True))
         async for event in stream:
             if isinstance(event, Text):
                 break
@@ -138,7 +141,7 @@ def test_leaving_early_cancels(smollm2: Path) -> None:
 
 def test_listening_hears_what_submitting_yields(smollm2: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
-        request = Request("a", PROMPT, max_tokens=20, sampling=GREEDY, cache_prompt=False)
+        request = request_for("a", PROMPT, max_tokens=20, sampling=GREEDY, cache_prompt=False)
         text, tokens, _end = await generate(engine, request)
         heard: list[Event] = []
         end = await engine.listen(request, heard.append)
@@ -147,7 +150,7 @@ def test_listening_hears_what_submitting_yields(smollm2: Path) -> None:
         said = [e for e in heard if isinstance(e, Text)]
         assert ("".join(e.text for e in said), [t for e in said for t in e.tokens]) == (text, tokens)
         assert not any(isinstance(e, Finish | Failure) for e in heard)
-        refused = await engine.listen(Request("b", "word " * 3000, 1), heard.append)
+        refused = await engine.listen(request_for("b", "word " * 3000, 1), heard.append)
         assert isinstance(refused, Failure)
         assert refused.code == "context_length_exceeded"
 
@@ -166,7 +169,7 @@ def test_a_listener_that_fails_or_leaves_cancels_its_request(smollm2: Path) -> N
             if isinstance(event, Text):
                 began.set()
 
-        endless = Request("a", PROMPT, sampling=GREEDY, ignore_eos=True)
+        endless = request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True)
         with pytest.raises(ZeroDivisionError):
             await engine.listen(replace(endless, id="f"), fail)
         task = asyncio.create_task(engine.listen(endless, note))
@@ -190,10 +193,10 @@ def test_a_listener_is_told_when_the_worker_dies(smollm2: Path) -> None:
                 os.kill(engine.pid, signal.SIGKILL)
 
         async with asyncio.timeout(60):
-            end = await engine.listen(Request("a", PROMPT, sampling=GREEDY, ignore_eos=True), kill)
+            end = await engine.listen(request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True), kill)
             assert isinstance(end, Failure)
             assert end.code == "worker_died"
-            late = await engine.listen(Request("b", PROMPT), kill)
+            late = await engine.listen(request_for("b", PROMPT), kill)
             assert isinstance(late, Failure)
             assert late.code == "worker_died"
 
@@ -281,7 +284,7 @@ def test_a_worker_that_answered_is_loaded_again_at_once(smollm2: Path) -> None:
 
     async def use(supervisor: Supervisor, client: WorkerClient) -> None:
         for i in range(6):
-            async for event in client.submit(Request(f"r{i}", PROMPT, 1, GREEDY)):
+            async for event in client.submit(request_for(f"r{i}", PROMPT, 1, GREEDY)):
                 last = event
             assert isinstance(last, Finish)
             os.kill(client.pid, signal.SIGKILL)

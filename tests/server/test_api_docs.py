@@ -7,8 +7,9 @@ from pathlib import Path
 
 from localllm.conversation.tools.prompt import _INSTRUCTION
 from localllm.server.app import create_app
-from localllm.server.fields import HINTS, REFUSED, ChatFields
-from localllm.server.router import ModelRouter
+from localllm.server.dialects.fields import HINTS, REFUSED
+from localllm.server.dialects.openai.chat import ChatFields
+from localllm.server.models.router import ModelRouter
 from support.scripted_engine import ScriptedEngine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -31,6 +32,13 @@ def test_every_path_is_documented() -> None:
     for path in app.openapi()["paths"]:
         short = path.partition("/{")[0].rsplit("/", 1)[-1]
         assert short in PAGE or "rerank" in path, path
+
+
+def test_every_body_is_described_by_the_fields_its_path_reads() -> None:
+    document = create_app(ModelRouter({"tiny": ScriptedEngine()})).openapi()
+    for path, own in {"/v1/completions": "suffix", "/completion": "n_probs", "/infill": "input_extra"}.items():
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert own in document["components"]["schemas"][body.rpartition("/")[2]]["properties"], path
 
 
 def test_the_default_tool_format_is_the_documented_one() -> None:

@@ -1,36 +1,48 @@
 """Every documented field of every dialect, and what becomes of it: the table below is the whole truth.
 
-HONOURED: it reaches the engine or shapes the reply (how: test_conformance.py). REFUSED: a 400 that names it.
-NAMED: tolerated, and named in x-localllm-ignored. NO_EFFECT: it says nothing about the answer (whose bill, which
-queue, which cache), so it is passed over in silence. A value that would change the answer is never passed over.
+HONOURED: with it the engine is asked something else, or the reply is another, than without it (how:
+test_conformance.py). REFUSED: a 400 that names it. NAMED: tolerated, and named in x-localllm-ignored. NO_EFFECT: it says
+nothing about the answer (whose bill, which queue, which cache), so it is passed over in silence. A value that would
+change the answer is never passed over. A third entry is what must be sent besides for the field to mean anything.
 Sources: OpenAI's API reference (chat, completions, responses), docs.anthropic.com (messages), Ollama's docs/api.md,
 llama.cpp's tools/server/README.md, vLLM's OpenAI-compatible server.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import BOS, ScriptedEngine
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object"}
+OTHER = [{"role": "user", "content": "something else"}]
+WITH_TOOLS = {"tools": [TOOL]}
+FUNCTION = {"type": "function", "name": "f"}
+# Too long for the window together, though each turn is short.
+LONG = [{"role": r, "content": f"{i} " + "word " * 40} for i in range(12) for r in ("user", "assistant")] + HI
 HONOURED, REFUSED, NAMED, NO_EFFECT = "honoured", "refused", "named", "no effect"
 
-CHAT: dict[str, tuple[str, Any]] = {
-    "messages": (HONOURED, HI), "model": (HONOURED, "tiny"), "stream": (HONOURED, False), "n": (HONOURED, 2),
+Table = dict[str, tuple[Any, ...]]
+
+CHAT: Table = {
+    "messages": (HONOURED, OTHER), "model": (HONOURED, "other"), "stream": (HONOURED, True), "n": (HONOURED, 2),
     "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "frequency_penalty": (HONOURED, 1),
     "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "logprobs": (HONOURED, True),
-    "max_completion_tokens": (HONOURED, 5), "max_tokens": (HONOURED, 5), "parallel_tool_calls": (HONOURED, False),
-    "prompt_cache_key": (HONOURED, "k"), "response_format": (HONOURED, {"type": "json_object"}), "seed": (HONOURED, 3),
-    "stop": (HONOURED, ["x"]), "stream_options": (HONOURED, {"include_usage": True}), "tools": (HONOURED, [TOOL]),
-    "tool_choice": (HONOURED, "auto"), "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
+    "max_completion_tokens": (HONOURED, 5), "max_tokens": (HONOURED, 5),
+    "parallel_tool_calls": (HONOURED, False, WITH_TOOLS), "prediction": (HONOURED, {"type": "content", "content": "x"}),
+    "prompt_cache_key": (NAMED, "k"), "response_format": (HONOURED, {"type": "json_object"}), "seed": (HONOURED, 3),
+    "stop": (HONOURED, ["x"]), "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}),
+    "tools": (HONOURED, [TOOL]), "tool_choice": (HONOURED, "none", WITH_TOOLS),
+    "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
     "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]), "functions": (REFUSED, [{"name": "f"}]),
     "function_call": (REFUSED, {"name": "f"}), "store": (REFUSED, True), "verbosity": (REFUSED, "low"),
     "web_search_options": (REFUSED, {}), "metadata": (NO_EFFECT, {"a": "b"}), "user": (NO_EFFECT, "u"),
@@ -41,7 +53,7 @@ CHAT: dict[str, tuple[str, Any]] = {
     "ignore_eos": (HONOURED, True), "json_schema": (HONOURED, SCHEMA), "min_p": (HONOURED, 0.1), "n_predict": (HONOURED, 5),
     "repeat_last_n": (HONOURED, 5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
     "t_max_predict_ms": (HONOURED, 5000), "top_k": (HONOURED, 5), "typical_p": (HONOURED, 0.5),
-    "truncation": (HONOURED, "auto"),
+    "truncation": (HONOURED, "auto", {"messages": LONG}),
     "add_generation_prompt": (REFUSED, False), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
     "best_of": (REFUSED, 2), "continue_final_message": (REFUSED, True), "dry_multiplier": (REFUSED, 0.8),
     "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True), "guided_choice": (REFUSED, ["a"]),
@@ -56,19 +68,21 @@ CHAT: dict[str, tuple[str, Any]] = {
     "dry_base": (NAMED, 1.75), "dynatemp_exponent": (NAMED, 1), "mirostat_tau": (NAMED, 5), "xtc_threshold": (NAMED, 0.1),
     "priority": (NAMED, 1), "an_editors_own": (NAMED, 1),
 }  # fmt: skip
-TEXT: dict[str, tuple[str, Any]] = {
-    "prompt": (HONOURED, "ab"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True), "logprobs": (HONOURED, 2),
+TEXT: Table = {
+    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True), "logprobs": (HONOURED, 2),
     "max_tokens": (HONOURED, 5), "n": (HONOURED, 2), "stop": (HONOURED, "x"), "seed": (HONOURED, 3),
     "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "frequency_penalty": (HONOURED, 1),
-    "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "stream": (HONOURED, False),
-    "stream_options": (HONOURED, {"include_usage": True}), "best_of": (REFUSED, 2), "user": (NO_EFFECT, "u"),
+    "presence_penalty": (HONOURED, 1), "logit_bias": (HONOURED, {"1": 1}), "stream": (HONOURED, True),
+    "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}), "best_of": (REFUSED, 2), "user": (NO_EFFECT, "u"),
 }  # fmt: skip
-RESPONSES: dict[str, tuple[str, Any]] = {
-    "input": (HONOURED, "hi"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
-    "parallel_tool_calls": (HONOURED, False), "prompt_cache_key": (HONOURED, "k"), "reasoning": (NAMED, {"effort": "low"}),
-    "store": (HONOURED, False), "stream": (HONOURED, False), "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5),
-    "text": (HONOURED, {"format": {"type": "json_object"}}), "tool_choice": (HONOURED, "auto"),
-    "tools": (HONOURED, [{"type": "function", "name": "f"}]), "truncation": (HONOURED, "auto"),
+RESPONSES: Table = {
+    "input": (HONOURED, "something else"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
+    "parallel_tool_calls": (HONOURED, False, {"tools": [FUNCTION]}), "prompt_cache_key": (NAMED, "k"),
+    "reasoning": (NAMED, {"effort": "low"}),
+    "store": (HONOURED, False), "stream": (HONOURED, True), "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5),
+    "text": (HONOURED, {"format": {"type": "json_object"}}), "seed": (HONOURED, 3),
+    "tool_choice": (HONOURED, "none", {"tools": [FUNCTION]}), "tools": (HONOURED, [FUNCTION]),
+    "truncation": (HONOURED, "auto", {"input": LONG}),
     "context_management": (REFUSED, [{"type": "compaction"}]),
     "background": (REFUSED, True), "conversation": (REFUSED, "c"), "prompt": (REFUSED, {"id": "p"}),
     "previous_response_id": (REFUSED, "resp_x"), "top_logprobs": (REFUSED, 3),
@@ -77,8 +91,8 @@ RESPONSES: dict[str, tuple[str, Any]] = {
     "user": (NO_EFFECT, "u"), "prompt_cache_retention": (NO_EFFECT, "24h"),
     "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
 }  # fmt: skip
-MESSAGES: dict[str, tuple[str, Any]] = {
-    "messages": (HONOURED, HI), "max_tokens": (HONOURED, 5), "system": (HONOURED, "be kind"), "stream": (HONOURED, False),
+MESSAGES: Table = {
+    "messages": (HONOURED, OTHER), "max_tokens": (HONOURED, 5), "system": (HONOURED, "be kind"), "stream": (HONOURED, True),
     "stop_sequences": (HONOURED, ["x"]), "temperature": (HONOURED, 0.5), "top_k": (HONOURED, 5), "top_p": (HONOURED, 0.5),
     "tools": (HONOURED, [{"name": "f", "input_schema": SCHEMA}]),
     "output_config": (HONOURED, {"format": {"type": "json_schema", "schema": SCHEMA}}),
@@ -87,17 +101,17 @@ MESSAGES: dict[str, tuple[str, Any]] = {
     "container": (REFUSED, "c"), "mcp_servers": (REFUSED, [{"url": "x"}]), "context_management": (NAMED, {"edits": []}),
     "metadata": (NO_EFFECT, {"user_id": "u"}), "service_tier": (NO_EFFECT, "auto"),
 }  # fmt: skip
-OLLAMA_CHAT: dict[str, tuple[str, Any]] = {
-    "messages": (HONOURED, HI), "stream": (HONOURED, False), "tools": (HONOURED, [TOOL]), "format": (HONOURED, SCHEMA),
+OLLAMA_CHAT: Table = {
+    "messages": (HONOURED, OTHER), "stream": (HONOURED, True), "tools": (HONOURED, [TOOL]), "format": (HONOURED, SCHEMA),
     "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"), "an_apps_own": (NAMED, 1),
 }  # fmt: skip
-OLLAMA_GENERATE: dict[str, tuple[str, Any]] = {
-    "prompt": (HONOURED, "ab"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"), "raw": (HONOURED, True),
+OLLAMA_GENERATE: Table = {
+    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"), "raw": (HONOURED, True),
     "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}), "keep_alive": (NO_EFFECT, 0),
     "images": (REFUSED, ["aGk="]), "template": (REFUSED, "{{ x }}"), "context": (REFUSED, [1, 2]),
 }  # fmt: skip
-LLAMACPP: dict[str, tuple[str, Any]] = {
-    "prompt": (HONOURED, "ab"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2), "json_schema": (HONOURED, SCHEMA),
+LLAMACPP: Table = {
+    "prompt": (HONOURED, "other"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2), "json_schema": (HONOURED, SCHEMA),
     "grammar": (HONOURED, 'root ::= "x"'), "stop": (HONOURED, ["x"]), "cache_prompt": (HONOURED, False),
     "t_max_predict_ms": (HONOURED, 5000), "image_data": (REFUSED, [{"data": "x", "id": 1}]),
     "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]), "mirostat": (REFUSED, 2),
@@ -106,7 +120,7 @@ LLAMACPP: dict[str, tuple[str, Any]] = {
     "n_indent": (NO_EFFECT, 0), "timings_per_token": (NO_EFFECT, True), "return_progress": (NO_EFFECT, True),
     "t_max_prompt_ms": (NO_EFFECT, 500),
 }  # fmt: skip
-DIALECTS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]]]] = {
+DIALECTS: dict[str, tuple[dict[str, Any], Table]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),
     "/v1/completions": ({"prompt": "ab"}, TEXT),
     "/v1/responses": ({"input": "hi"}, RESPONSES),
@@ -116,21 +130,50 @@ DIALECTS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]]]] = {
     "/completion": ({"prompt": "ab"}, LLAMACPP),
 }
 ROWS = [(path, field, *row) for path, (_, table) in DIALECTS.items() for field, row in table.items()]
+TEMPLATE = "{{ a }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+CALLS = "Well.\n" + "".join(
+    f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)
+)  # fmt: skip
+# What differs from one reply to the next, whatever was asked.
+FRESH = re.compile(r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"total_duration": ?\d+')
 
 
 @pytest.fixture(scope="module")
-def http():
-    engine = ScriptedEngine(fim_tokens={"pre": 200, "suf": 201, "mid": 202}, bos_token=BOS)
+def engine() -> ScriptedEngine:
+    fim = {"pre": 200, "suf": 201, "mid": 202}
+    return ScriptedEngine([CALLS], chat_template=TEMPLATE, fim_tokens=fim, bos_token=BOS)
+
+
+@pytest.fixture(scope="module")
+def http(engine: ScriptedEngine):
     with (
-        running_server([ServedModel("tiny", engine)]) as running,
+        running_server([ServedModel("tiny", engine), ServedModel("other", engine)]) as running,
         httpx.Client(base_url=running.url, trust_env=False) as client,
     ):
         yield client
 
 
-@pytest.mark.parametrize(("path", "field", "fate", "value"), ROWS, ids=[f"{r[0]} {r[1]} {r[2]}" for r in ROWS])
-def test_what_becomes_of_it(http: httpx.Client, path: str, field: str, fate: str, value: Any) -> None:
-    reply = http.post(path, json={**DIALECTS[path][0], field: value})
+def effect(
+    http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any], field: str
+) -> tuple[httpx.Response, Any]:
+    """The reply to `body`, and all that can be seen of it: what the engine was asked, what the reply says, whether it
+    is kept. An echo of the field itself is no effect."""
+    engine.requests.clear()
+    reply = http.post(path, json=body)
+    said: Any = FRESH.sub("", reply.text)
+    kept = False
+    if path == "/v1/responses" and "json" in reply.headers["content-type"]:
+        plain = reply.json()
+        kept = http.get(f"{path}/{plain.get('id')}").status_code == 200
+        said = {k: FRESH.sub("", str(v)) for k, v in plain.items() if k not in (field, "id", "created_at")}
+    return reply, (reply.status_code, said, kept, [replace(r, id="") for r in engine.requests])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:3]))
+def test_what_becomes_of_it(http: httpx.Client, engine: ScriptedEngine, row: tuple[Any, ...]) -> None:
+    path, field, fate, value = row[:4]
+    body = {**DIALECTS[path][0], **(row[4] if len(row) > 4 else {})}
+    reply, seen = effect(http, engine, path, {**body, field: value}, field)
     if fate == REFUSED:
         assert reply.status_code in (400, 404), reply.text
         assert field.rstrip("s") in reply.text or "resp_x" in reply.text
@@ -139,6 +182,8 @@ def test_what_becomes_of_it(http: httpx.Client, path: str, field: str, fate: str
     ignored = [name.split(".")[0] for name in reply.headers.get("x-localllm-ignored", "").split(",") if name]
     named = "reasoning_effort" if field == "reasoning" else field
     assert (named in ignored) if fate == NAMED else not ignored, ignored
+    _, without = effect(http, engine, path, body, field)
+    assert (seen != without) == (fate == HONOURED)
 
 
 def test_a_schema_in_anthropics_dialect_reaches_the_engine() -> None:

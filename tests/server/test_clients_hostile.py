@@ -7,7 +7,6 @@ import socket
 import httpx
 import pytest
 
-from localllm.server import run as server_run
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
@@ -19,10 +18,9 @@ def _read_health(s: socket.socket) -> None:
     assert b" 200 " in said
 
 
-def test_headers_that_trickle_behind_a_first_request_are_cut_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_run, "_HEADER_TIMEOUT_S", 0.3)
+def test_headers_that_trickle_behind_a_first_request_are_cut_off_too() -> None:
     with (
-        running_server({"tiny": ScriptedEngine()}) as server,
+        running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.3) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         s.settimeout(5)
@@ -32,10 +30,9 @@ def test_headers_that_trickle_behind_a_first_request_are_cut_off_too(monkeypatch
         assert s.recv(1000) == b""
 
 
-def test_a_connection_may_rest_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_run, "_HEADER_TIMEOUT_S", 0.3)
+def test_a_connection_may_rest_between_requests() -> None:
     with (
-        running_server({"tiny": ScriptedEngine()}) as server,
+        running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.3) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         for _ in range(2):
@@ -56,6 +53,19 @@ def test_many_that_hold_their_connections_open_keep_nobody_out() -> None:
                 s.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: b")
                 held.append(s)
             assert httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
+        finally:
+            for s in held:
+                s.close()
+
+
+def test_one_connection_more_than_allowed_is_told_to_come_back() -> None:
+    with running_server({"tiny": ScriptedEngine()}, max_connections=2) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        try:
+            for s in held:
+                s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                _read_health(s)
+            assert httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 503
         finally:
             for s in held:
                 s.close()

@@ -15,10 +15,10 @@ from localllm.cli.launch import prepare, prepare_all
 from localllm.cli.serve import router_for
 from localllm.engine import memory_guard
 from localllm.errors import BusyError, DoesNotFitError
-from localllm.server.admission import Admission
 from localllm.server.app import create_app
-from localllm.server.idle import memory_is_short
-from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.models.admission import Admission
+from localllm.server.models.idle import memory_is_short
+from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.settings import Settings
 from support.scripted_engine import Gate, ScriptedEngine
 

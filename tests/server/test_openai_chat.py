@@ -86,16 +86,16 @@ def test_limits_and_sampling_reach_the_engine(client: openai.OpenAI, engine: Scr
     assert reply.choices[0].message.content == "Hello"
     assert reply.choices[0].finish_reason == "length"
     sent = engine.requests[0]
-    s = sent.sampling
+    s = sent.generation.sampling
     assert (s.temperature, s.seed, s.top_p, s.top_k, s.min_p) == (0.25, 7, 0.5, 3, 0.1)
     assert (s.typical_p, s.repeat_penalty, s.presence_penalty, s.frequency_penalty) == (0.9, 1.1, 0.5, -0.5)
     assert s.logit_bias == {65: -100.0}
-    assert (sent.ignore_eos, sent.cache_prompt, sent.max_tokens) == (True, False, 5)
+    assert (sent.generation.ignore_eos, sent.generation.cache_prompt, sent.generation.max_tokens) == (True, False, 5)
 
 
 def test_max_completion_tokens_wins_over_max_tokens(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     client.chat.completions.create(model="tiny", messages=HI, max_completion_tokens=3, max_tokens=9)
-    assert engine.requests[0].max_tokens == 3
+    assert engine.requests[0].generation.max_tokens == 3
 
 
 def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
@@ -106,7 +106,7 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
 def test_max_tokens_beyond_the_window_is_lowered_to_it(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     client.chat.completions.create(model="tiny", messages=HI, max_tokens=32_000)
     sent = engine.requests[0]
-    assert sent.max_tokens == 4096 - len(sent.prompt)
+    assert sent.generation.max_tokens == 4096 - len(sent.prompt)
 
 
 def test_a_prompt_longer_than_the_window_is_a_400_also_for_a_stream(client: openai.OpenAI) -> None:
@@ -119,7 +119,7 @@ def test_a_prompt_longer_than_the_window_is_a_400_also_for_a_stream(client: open
 
 
 def test_n_choices_stream_and_whole(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = lambda r: ["a" * (r.sampling.seed or 0)]
+    engine.script = lambda r: ["a" * (r.generation.sampling.seed or 0)]
     reply = client.chat.completions.create(model="tiny", messages=HI, n=3, seed=2)
     assert [c.message.content for c in reply.choices] == ["aa", "aaa", "aaaa"]
     assert reply.usage.completion_tokens == 9

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from localllm.engine.messages import Finish, Request
+from localllm.engine.messages import Finish
 from localllm.errors import BusyError, ModelNotFoundError
-from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.models.router import ModelRouter, ServedModel
+from support.requests import request_for
 from support.scripted_engine import Gate, ScriptedEngine
 
 
@@ -48,7 +49,7 @@ def test_a_model_in_use_is_not_unloaded() -> None:
 
         async def ask() -> object:
             with model.lease():
-                events = [e async for e in (await model.engine()).submit(Request("r", "x"))]
+                events = [e async for e in (await model.engine()).submit(request_for("r", "x"))]
             return events[-1]
 
         first, second = asyncio.create_task(ask()), asyncio.create_task(ask())

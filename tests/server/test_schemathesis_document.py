@@ -15,8 +15,8 @@ from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.settings import ServerSettings
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter, ServedModel
 from support.scripted_engine import BOS, ScriptedEngine
 
 EXAMPLES = int(os.environ.get("LOCALLLM_EXAMPLES", "8"))

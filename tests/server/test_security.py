@@ -16,11 +16,11 @@ import pytest
 
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.errors import PortInUseError, UsageError
-from localllm.server import run as server_run
-from localllm.server import sockets
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter
-from localllm.server.settings import ServerSettings
+from localllm.server.http import sockets
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.models.router import ModelRouter
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
@@ -189,10 +189,9 @@ def test_a_body_that_trickles_is_cut_off(server: Running) -> None:
         assert b"408" in s.recv(1000)
 
 
-def test_headers_that_trickle_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_run, "_HEADER_TIMEOUT_S", 0.2)
+def test_headers_that_trickle_are_cut_off() -> None:
     with (
-        running_server({"tiny": ScriptedEngine()}) as server,
+        running_server({"tiny": ScriptedEngine()}, header_timeout_s=0.2) as server,
         socket.create_connection(("127.0.0.1", server.port)) as s,
     ):
         s.sendall(b"GET /health HT")
@@ -363,7 +362,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
         sockets.bind_unix(path)
 
     async def ask() -> httpx.Response:
-        task = asyncio.create_task(server_run.serve_on(app, sock, quiet=True))
+        task = asyncio.create_task(serve_on(app, sock, settings, quiet=True))
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         async with httpx.AsyncClient(transport=transport, base_url="http://anything.example") as client:
             reply = await client.get("/health")
@@ -378,7 +377,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
 def test_many_clients_that_leave_harm_nobody() -> None:
     """A quarter of the clients leave in mid-answer; the others are answered, and the engine ends with nothing running."""
     gate = Gate()
-    engine = ScriptedEngine(script=lambda r: ["x"] * 20 if r.max_tokens != 7 else ["x", gate, "y"])
+    engine = ScriptedEngine(script=lambda r: ["x"] * 20 if r.generation.max_tokens != 7 else ["x", gate, "y"])
 
     async def one(client: httpx.AsyncClient, i: int) -> bool:
         leaves = i % 4 == 0

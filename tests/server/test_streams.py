@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from localllm.engine.messages import Failure
-from localllm.server.router import ServedModel
+from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
@@ -233,7 +233,7 @@ def test_a_schema_waits_until_the_reasoning_is_over(http: httpx.Client, thinker:
     message = reply["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm, one.", '{"a": 1}')
     free, formed = thinker.requests
-    assert (free.grammar, free.stop) == (None, ("</think>",))
+    assert (free.grammar, free.generation.stop) == (None, ("</think>",))
     assert formed.prompt == free.prompt + "Hm, one.</think>\n\n"
     assert reply["usage"]["prompt_tokens"] == len(free.prompt)
 

@@ -17,10 +17,10 @@ import pytest
 from localllm.cli.serve import listening
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter
-from localllm.server.run import serve_on
-from localllm.server.settings import ServerSettings
-from localllm.server.sockets import bind_unix
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.sockets import bind_unix
+from localllm.server.models.router import ModelRouter
 from support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
@@ -42,7 +42,7 @@ def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(pa
             assert str(path) in address
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=settings)
-            server = asyncio.create_task(serve_on(app, sock, quiet=True))
+            server = asyncio.create_task(serve_on(app, sock, settings, quiet=True))
             transport = httpx.AsyncHTTPTransport(uds=str(path))
             async with httpx.AsyncClient(transport=transport, base_url="http://localllm") as client:
                 assert (await client.get("/health")).json() == {"status": "ok"}

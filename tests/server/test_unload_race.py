@@ -14,7 +14,7 @@ from localllm.engine.client import WorkerOptions
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import BusyError
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter, ServedModel
+from localllm.server.models.router import ModelRouter, ServedModel
 from localllm_backends.contract import LoadSpec
 from support.scripted_engine import ScriptedEngine
 

@@ -84,4 +84,4 @@ def test_a_marker_inside_the_reasoning_opens_no_call(http: httpx.Client, engine:
 def test_a_plain_chat_is_one_request_without_grammar_or_stops(http: httpx.Client, engine: ScriptedEngine) -> None:
     http.post("/v1/chat/completions", json={"messages": HI})
     (request,) = engine.requests
-    assert (request.grammar, request.stop, request.render_control) == (None, (), False)
+    assert (request.grammar, request.generation.stop, request.render_control) == (None, (), False)

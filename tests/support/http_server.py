@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.server.app import create_app
-from localllm.server.router import ModelRouter, ServedModel
-from localllm.server.run import serve_on
-from localllm.server.settings import ServerSettings
-from localllm.server.sockets import bind
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.sockets import bind
+from localllm.server.models.router import ModelRouter, ServedModel
 
 
 class Running:
@@ -29,9 +29,10 @@ def running_server(models: ModelRouter | dict[str, Any] | list[ServedModel], **s
     """Serve `models` until the block ends."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
     sock = bind("127.0.0.1", 0)
-    app = create_app(router, settings=ServerSettings(port=sock.getsockname()[1], **settings))
+    limits = ServerSettings(port=sock.getsockname()[1], **settings)
+    app = create_app(router, settings=limits)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_on(app, sock, quiet=True))
+    task = loop.create_task(serve_on(app, sock, limits, quiet=True))
 
     def serve() -> None:
         asyncio.set_event_loop(loop)

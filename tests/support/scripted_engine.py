@@ -30,9 +30,6 @@ from localllm.errors import LocalLLMError
 from localllm_backends.contract import ModelInfo
 
 BOS, EOS = 256, 257
-# A request that goes on behind another's words has that one's id and a letter more (localllm/server/generation.py).
-_ID_CHARS = 24
-_CONTINUES = "cfu"
 
 
 class Gate:
@@ -114,7 +111,7 @@ class ScriptedEngine:
         prompt = encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
         n_prompt = len(prompt) + int(request.add_bos and self.info.adds_bos and isinstance(request.prompt, str))
         room = self.info.n_ctx - n_prompt
-        if room <= 0 or (request.max_tokens is not None and request.max_tokens > room):
+        if room <= 0 or (request.generation.max_tokens is not None and request.generation.max_tokens > room):
             said = f"the prompt has {n_prompt} tokens and the served context is {self.info.n_ctx}"
             yield Failure(request.id, "context_length_exceeded", said)
             return
@@ -139,11 +136,11 @@ class ScriptedEngine:
         raise AssertionError("a script without an end")
 
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
-        limit = room if request.max_tokens is None else request.max_tokens
+        limit = room if request.generation.max_tokens is None else request.generation.max_tokens
         steps = self.script(request) if callable(self.script) else self.script
-        if len(request.id) > _ID_CHARS and request.id[_ID_CHARS] in _CONTINUES:
+        if request.goes_on:
             steps = _behind(steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt)
-        ends = JsonEnd() if request.grammar is not None and request.id[_ID_CHARS:].endswith("c") else None
+        ends = JsonEnd() if request.grammar is not None and request.goes_on else None
         yield Queued(request.id, 0)
         yield Prefill(request.id, n_prompt, n_prompt, self.cached_tokens)
         said, held, reason, stop = 0, "", self.ends, None
@@ -159,15 +156,15 @@ class ScriptedEngine:
             tokens = encode(text[:end] if end >= 0 else text)[: limit - said]
             said += len(tokens)
             held += decode(tokens)
-            hit = _first_stop(held, request.stop)
+            hit = _first_stop(held, request.generation.stop)
             if hit is not None:
                 at, stop = hit
                 said -= len(encode(held[at + len(stop) :]))  # a token is a byte: those behind were never made
                 text, held, reason = held[:at], "", "stop"
             else:
-                keep = _partial(held, request.stop)
+                keep = _partial(held, request.generation.stop)
                 text, held = held[: len(held) - keep], held[len(held) - keep :]
-            yield Text(request.id, text, tuple(tokens), _logprobs(tokens, request.logprobs))
+            yield Text(request.id, text, tuple(tokens), _logprobs(tokens, request.generation.logprobs))
             if stop is not None or end >= 0:
                 break
             if said >= limit:

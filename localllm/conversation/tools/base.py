@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from localllm.conversation.reply import CallReader, Drop
+from localllm.errors import UnsupportedError
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -17,8 +18,19 @@ Grammar: TypeAlias = tuple[str, str]
 """A kind of grammar the engine knows and its source."""
 
 
-class UnheldError(Exception):
+class UnheldError(UnsupportedError):
     """A format's grammar has no way to write some name or value. Its calls are then read as the model writes them."""
+
+    code = "unheld_call"
+
+    def __init__(
+        self,
+        message: str = "this tool format has no way to write that",
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
 
 
 @dataclass(frozen=True, slots=True)

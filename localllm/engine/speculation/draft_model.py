@@ -183,4 +183,4 @@ class DraftModel:
 
 def _draws(job: Job) -> bool:
     """True when the draft must be drawn like the target's tokens are; under a grammar the best guess is proposed."""
-    return job.request.sampling.temperature > 0 and job.sampler.constraint is None
+    return job.request.generation.sampling.temperature > 0 and job.sampler.constraint is None

@@ -16,7 +16,7 @@ from localllm.cli.main import run as localllm
 from localllm.engine.client import WorkerClient
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Finish, Request, Sampling
+from localllm.engine.messages import Finish, Sampling
 from localllm.engine.speculation.own_heads import OwnHeads
 from localllm.errors import UnsupportedError
 from localllm.planner import memory
@@ -27,6 +27,7 @@ from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_catalog import gguf
 from localllm_catalog.from_gguf import model_from_gguf
 from models import tiny_mtp
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 
@@ -96,7 +97,7 @@ def test_answers_are_those_without_heads(shape: str, together: int, tmp_path: Pa
     path = write(tmp_path / "m.gguf", likeness=0.35)
     engine, alone, rng = drafting(path, n_rewind=n_rewind), plain(path), random.Random(together)
     prompts = {f"p{i}": words(rng, rng.randrange(4, 120)) for i in range(9)}
-    requests = [Request(k, p, 40, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
+    requests = [request_for(k, p, 40, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
     got: dict[str, list[int]] = {}
     steps = engine.metrics.steps
     for start in range(0, len(requests), together):
@@ -123,7 +124,7 @@ def test_cancelled_forked_cached_and_stored_conversations_change_nothing(path: P
             for i in range(rng.randint(1, 4)):
                 key, history = f"m{mix}r{i}", rng.choice(histories)
                 asked[key] = [*history[: rng.choice([30, 70, 200])], *words(rng, 5)]
-                outcome.take(engine.submit(Request(key, asked[key], 24, GREEDY, ignore_eos=True), asked[key]))
+                outcome.take(engine.submit(request_for(key, asked[key], 24, GREEDY, ignore_eos=True), asked[key]))
             cancelled = rng.choice(list(asked)) if len(asked) > 2 else None
             steps = 0
             while engine.has_work:
@@ -155,7 +156,7 @@ def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
     grammar = ("regex", "[a-z0-9 ]{1,40}")
     for key, more in {"greedy": GREEDY, "sampled": Sampling(temperature=0.8, seed=11)}.items():
         for rule in (None, grammar):
-            request = Request(key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False)
+            request = request_for(key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False)
             # The heads' guesses are drawn from nothing, so the same uniforms choose the same tokens.
             assert run(engine, request).tokens == run(without, request).tokens
     assert engine.snapshot()["drafted_mtp_tokens"] > 0
@@ -168,7 +169,7 @@ def test_heads_that_are_always_wrong_are_soon_left_alone(tmp_path: Path) -> None
     engine = drafting(tiny_mtp.write_mtp(tmp_path / "random.gguf"), free=False)
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-    run(engine, Request("a", words(random.Random(9), 30), 400, GREEDY, ignore_eos=True))
+    run(engine, request_for("a", words(random.Random(9), 30), 400, GREEDY, ignore_eos=True))
     drafted = engine.snapshot()["drafted_mtp_tokens"]
     # Tried at the beginning and then after 48, 96, 192 … tokens, two tokens at a time.
     assert 0 < int(drafted) <= 40
@@ -196,7 +197,7 @@ def test_heads_that_are_never_sure_count_as_wrong() -> None:
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
     before = backend.asked
-    run(engine, Request("a", "say it", 400, GREEDY, ignore_eos=True))
+    run(engine, request_for("a", "say it", 400, GREEDY, ignore_eos=True))
     assert 0 < backend.asked - before <= 20
     assert engine.snapshot()["drafted_mtp_tokens"] == 0
 
@@ -206,7 +207,7 @@ def test_heads_draft_only_when_they_are_asked_for(path: Path) -> None:
     engine = Engine(backend, EngineSettings(draft="auto"))
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
-    run(engine, Request("a", words(random.Random(1), 30), 40, GREEDY, ignore_eos=True))
+    run(engine, request_for("a", words(random.Random(1), 30), 40, GREEDY, ignore_eos=True))
     assert engine.snapshot()["drafted_mtp_tokens"] == 0
     engine.close()
 
@@ -224,7 +225,9 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
         client = await WorkerClient.start(launch.options)
         try:
             # While it is idle a worker measures what drafting costs; a first answer waits for nothing.
-            async for event in client.submit(Request("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)):
+            async for event in client.submit(
+                request_for("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)
+            ):
                 if isinstance(event, Finish):
                     return event
         finally:

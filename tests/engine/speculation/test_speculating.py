@@ -11,9 +11,10 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Request, Sampling
+from localllm.engine.messages import Sampling
 from localllm.engine.sampling import Row
 from localllm.engine.speculation.draft_model import vocabulary_difference
+from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 
@@ -27,7 +28,7 @@ def engine_of(backend: ScriptedBackend, draft: ScriptedBackend | None = None, mo
 
 
 def plain(prompt: str, n: int, **more: object) -> str:
-    request = Request("x", prompt, n, GREEDY, **more)  # type: ignore[arg-type]
+    request = request_for("x", prompt, n, GREEDY, **more)  # type: ignore[arg-type]
     return run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
 
 
@@ -36,7 +37,7 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
     backend = ScriptedBackend(n_ctx=1024)
     engine = engine_of(backend)
     before = len(backend.steps)
-    request = Request("a", "say it", 60, GREEDY, ignore_eos=True, prediction=expected)
+    request = request_for("a", "say it", 60, GREEDY, ignore_eos=True, prediction=expected)
     outcome = run(engine, request)
     assert outcome.text["a"] == expected
     assert len(backend.steps) - before < 20
@@ -64,7 +65,7 @@ def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, b
             guess = "".join(rng.choice("abc") if rng.random() < 0.1 else c for c in text)
             key = f"{mix}-{i}"
             wanted[key] = text
-            request = Request(key, prompt, n, GREEDY, prediction=guess[rng.randint(0, 3) :])
+            request = request_for(key, prompt, n, GREEDY, prediction=guess[rng.randint(0, 3) :])
             outcome.take(engine.submit(request, backend.tokenize(prompt)))
             for _ in range(rng.randint(0, 3)):
                 outcome.take(engine.step())
@@ -84,10 +85,10 @@ def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, b
 def test_sampled_answers_keep_their_seed_with_lookups() -> None:
     """A lookup is a point mass, and coupling with one is drawing from p and comparing: the same draws, the same text."""
     sampling = Sampling(temperature=0.9, seed=11)
-    request = Request("x", "hello", 60, sampling, ignore_eos=True)
+    request = request_for("x", "hello", 60, sampling, ignore_eos=True)
     expected = run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
     engine = engine_of(ScriptedBackend(n_ctx=1024))
-    outcome = run(engine, Request("x", "hello", 60, sampling, ignore_eos=True, prediction=expected))
+    outcome = run(engine, request_for("x", "hello", 60, sampling, ignore_eos=True, prediction=expected))
     assert outcome.text["x"] == expected
     assert outcome.finish("x").usage.accepted_draft_tokens > 30
 
@@ -96,26 +97,28 @@ def test_stop_strings_and_limits_end_inside_a_draft() -> None:
     text = plain("tell", 80, ignore_eos=True)
     stop = text[37:40]
     for more in ({"stop": (stop,)}, {"max_tokens": 23}):
-        request = Request("a", "tell", **{"max_tokens": 80, **more}, sampling=GREEDY, ignore_eos=True, prediction=text)  # type: ignore[arg-type]
+        request = request_for(
+            "a", "tell", **{"max_tokens": 80, **more}, sampling=GREEDY, ignore_eos=True, prediction=text
+        )  # type: ignore[arg-type]
         outcome = run(engine_of(ScriptedBackend(n_ctx=1024)), request)
         assert outcome.text["a"] == (text[: text.index(stop)] if "stop" in more else text[:23])
 
 
 def test_switched_off_by_setting_or_request() -> None:
     text = plain("tell", 40, ignore_eos=True)
-    asked = Request("a", "tell", 40, GREEDY, ignore_eos=True, prediction=text)
+    asked = request_for("a", "tell", 40, GREEDY, ignore_eos=True, prediction=text)
     off = engine_of(ScriptedBackend(n_ctx=1024), mode="off")
     assert run(off, asked).finish("a").usage.accepted_draft_tokens == 0
     assert off.snapshot()["speculation"] == "switched off"
     on = engine_of(ScriptedBackend(n_ctx=1024))
-    refused = Request("b", "tell", 40, GREEDY, ignore_eos=True, prediction=text, draft="off")
+    refused = request_for("b", "tell", 40, GREEDY, ignore_eos=True, prediction=text, draft="off")
     assert run(on, refused).finish("b").usage.accepted_draft_tokens == 0
 
 
 def test_memory_that_cannot_go_back_says_so() -> None:
     engine = engine_of(ScriptedBackend(rewind="none", segments=False))
     text = plain("tell", 20)
-    outcome = run(engine, Request("a", "tell", 20, GREEDY, prediction=text))
+    outcome = run(engine, request_for("a", "tell", 20, GREEDY, prediction=text))
     assert outcome.text["a"] == text
     assert "can't take tokens back" in str(engine.snapshot()["speculation"])
 
@@ -124,7 +127,7 @@ def test_drafts_never_park_or_end_a_request_for_want_of_cells() -> None:
     prompt = "x" * 20
     text = plain(prompt, 44, ignore_eos=True)
     engine = engine_of(ScriptedBackend(n_ctx=64))
-    outcome = run(engine, Request("a", prompt, 44, GREEDY, ignore_eos=True, prediction=text))
+    outcome = run(engine, request_for("a", prompt, 44, GREEDY, ignore_eos=True, prediction=text))
     assert outcome.text["a"] == text
     assert engine.metrics.parked == 0
 
@@ -171,7 +174,7 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
         ticks = itertools.count(1.0)
         engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
         settle(engine)
-        request = Request("a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction)
+        request = request_for("a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction)
         outcome = run(engine, request)
         return outcome.text["a"], outcome.finish("a").usage.accepted_draft_tokens
 
@@ -185,7 +188,7 @@ def test_a_draft_model_of_the_same_mind_writes_ahead() -> None:
     expected = plain("dear", 60, ignore_eos=True)
     backend, small = ScriptedBackend(n_ctx=1024), ScriptedBackend(n_ctx=1024)
     engine = engine_of(backend, small)
-    outcome = run(engine, Request("a", "dear", 60, GREEDY, ignore_eos=True))
+    outcome = run(engine, request_for("a", "dear", 60, GREEDY, ignore_eos=True))
     assert outcome.text["a"] == expected
     snapshot = engine.snapshot()
     assert snapshot["accepted_model_tokens"] == snapshot["drafted_model_tokens"] > 20  # type: ignore[operator]
@@ -193,7 +196,9 @@ def test_a_draft_model_of_the_same_mind_writes_ahead() -> None:
 
 def test_a_draft_model_draws_for_sampled_requests_and_several_at_once() -> None:
     engine = engine_of(ScriptedBackend(n_ctx=2048), ScriptedBackend(n_ctx=2048))
-    requests = [Request(f"r{i}", f"dear {i}", 40, Sampling(temperature=0.8, seed=i), ignore_eos=True) for i in range(4)]
+    requests = [
+        request_for(f"r{i}", f"dear {i}", 40, Sampling(temperature=0.8, seed=i), ignore_eos=True) for i in range(4)
+    ]
     outcome = run(engine, *requests)
     assert all(outcome.finish(r.id).usage.completion_tokens == 40 for r in requests)
     # The same model draws from the same distribution: coupling accepts every token.
@@ -205,10 +210,10 @@ def test_what_the_draft_model_read_is_not_read_again() -> None:
     small = ScriptedBackend(n_ctx=1024)
     engine = engine_of(ScriptedBackend(n_ctx=1024), small)
     prompt = "long " * 40
-    run(engine, Request("a", prompt, 60, GREEDY, ignore_eos=True))
+    run(engine, request_for("a", prompt, 60, GREEDY, ignore_eos=True))
     settle(engine)
     before = small.computed_tokens
-    run(engine, Request("b", prompt + "more", 20, GREEDY, ignore_eos=True))
+    run(engine, request_for("b", prompt + "more", 20, GREEDY, ignore_eos=True))
     assert small.computed_tokens - before < 60
 
 
@@ -220,7 +225,7 @@ def test_a_failing_draft_model_costs_nothing_but_its_drafts() -> None:
         if n % 3 == 0:
             small.fail_next_step = "gone"
 
-    outcome = run(engine, Request("a", "dear", 50, GREEDY, ignore_eos=True), between=fail)
+    outcome = run(engine, request_for("a", "dear", 50, GREEDY, ignore_eos=True), between=fail)
     assert outcome.text["a"] == plain("dear", 50, ignore_eos=True)
 
 

@@ -16,12 +16,13 @@ from engine.test_exactness import NEAR_TIE, isolated
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Finish, Request, Sampling, Text
+from localllm.engine.messages import Finish, Sampling, Text
 from localllm.errors import LocalLLMError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 from models.first_layers import write_first_layers
+from support.requests import request_for
 
 COPY = (
     "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n    return total\n\n"
@@ -71,7 +72,7 @@ def test_greedy_answers_of_smollm2_stay_the_same(smollm2: Path, tmp_path: Path, 
     draft = write_first_layers(smollm2, tmp_path / "draft.gguf", 6) if drafter == "first layers" else None
     engine = speculating(smollm2, draft)
     prompts = {f"p{i}": engine.backend.tokenize(p) for i, p in enumerate(PROMPTS)}
-    requests = [Request(k, p, 32, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
+    requests = [request_for(k, p, 32, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
     got = {}
     for start in range(0, len(requests), together):
         got |= run(engine, *requests[start : start + together]).tokens
@@ -101,8 +102,8 @@ def test_windows_and_recurrent_states_take_rejected_drafts_back(shape: str, tmp_
     for i in range(8):
         part = [rng.randrange(3, 250) for _ in range(20)]
         prompts[f"p{i}"] = [*part, *part, *part[: rng.randrange(3, 20)]]
-    requests = [Request(k, p, 30, GREEDY, ignore_eos=True) for k, p in prompts.items()]
-    cancelled = Request("gone", prompts["p0"], 30, GREEDY, ignore_eos=True)
+    requests = [request_for(k, p, 30, GREEDY, ignore_eos=True) for k, p in prompts.items()]
+    cancelled = request_for("gone", prompts["p0"], 30, GREEDY, ignore_eos=True)
     engine.submit(cancelled, prompts["p0"])
     for _ in range(4):
         engine.step()
@@ -126,7 +127,7 @@ def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(smollm2: 
     engine = speculating(smollm2)
 
     def answer(key: str, draft: str) -> tuple[str, Finish]:
-        request = Request(key, "Answer in JSON:\n", 60, GREEDY, grammar=("json_schema", schema), draft=draft)
+        request = request_for(key, "Answer in JSON:\n", 60, GREEDY, grammar=("json_schema", schema), draft=draft)
         outcome = run(engine, request)
         return outcome.text[key], outcome.finish(key)
 
@@ -140,7 +141,7 @@ def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(smollm2: 
 
 def test_a_sampled_answer_with_a_draft_model_ends_well(smollm2: Path, tmp_path: Path) -> None:
     engine = speculating(smollm2, write_first_layers(smollm2, tmp_path / "draft.gguf", 6))
-    outcome = run(engine, Request("a", PROMPTS[1], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True))
+    outcome = run(engine, request_for("a", PROMPTS[1], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True))
     usage = outcome.finish("a").usage
     assert usage.completion_tokens == 40
     assert usage.accepted_draft_tokens + usage.rejected_draft_tokens > 0
@@ -150,7 +151,7 @@ async def _through_a_worker(options: WorkerOptions) -> tuple[str, Finish]:
     client = await WorkerClient.start(options)
     text = ""
     try:
-        async for event in client.submit(Request("a", COPY, 40, GREEDY, ignore_eos=True)):
+        async for event in client.submit(request_for("a", COPY, 40, GREEDY, ignore_eos=True)):
             if isinstance(event, Text):
                 text += event.text
             if isinstance(event, Finish):

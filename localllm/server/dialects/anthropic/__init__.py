@@ -1,0 +1,1 @@
+"""Anthropic's Messages, as Claude Code and its SDKs speak them."""

@@ -1,0 +1,167 @@
+"""Anthropic's events, the message object, and its errors: how its API writes an answer."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import LocalLLMError
+from localllm.server.dialects.wire import arguments_object, quote
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import Outcome, Progress, Spent
+from localllm.server.http.streaming import Outbox
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def error_body(error: LocalLLMError) -> dict[str, Any]:
+    """The error object of Anthropic's API."""
+    kind = _ERROR_TYPES.get(error.http_status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class Events:
+    """The Writer of Anthropic's events. The start waits for the first content, when the prompt's size is known."""
+
+    def __init__(self, outbox: Outbox, model: str, progress: Progress) -> None:
+        self._outbox, self._model, self._progress = outbox, model, progress
+        self._block = -1
+        self._kind = ""
+        self._begun = False
+        self._outcome: Outcome | None = None
+
+    def start(self) -> None:
+        """Wait for the prefill to be counted."""
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """A text delta."""
+        if not text:
+            return
+        self._open("text", '{"type":"text","text":""}')
+        self._delta(f'{{"type":"text_delta","text":{quote(text)}}}')
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """A thinking delta."""
+        self._open("thinking", '{"type":"thinking","thinking":"","signature":""}')
+        self._delta(f'{{"type":"thinking_delta","thinking":{quote(text)}}}')
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """A tool_use block."""
+        body = f'{{"type":"tool_use","id":"{new_tool_id()}","name":{quote(name)},"input":{{}}}}'
+        self._open(f"call{index}", body)
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """A fragment of its input."""
+        self._delta(f'{{"type":"input_json_delta","partial_json":{quote(text)}}}')
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Close the last block."""
+        self._begin()
+        self._close()
+        self._outcome = outcome
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """Why it stopped, the usage, and the end."""
+        assert self._outcome is not None
+        reason, sequence = stop_reason(self._outcome)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        self._send("message_delta", json.dumps({"delta": delta, "usage": usage_body(usage)})[1:-1])
+        self._send("message_stop", "")
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        counted = Spent(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
+        message: dict[str, Any] = {
+            "id": new_id(), "type": "message", "role": "assistant", "model": self._model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
+        }  # fmt: skip
+        self._send("message_start", f'"message":{json.dumps(message)}')
+
+    def _open(self, kind: str, body: str) -> None:
+        if kind == self._kind:
+            return
+        self._begin()
+        self._close()
+        self._block += 1
+        self._kind = kind
+        self._send("content_block_start", f'"index":{self._block},"content_block":{body}')
+
+    def _delta(self, delta: str) -> None:
+        self._send("content_block_delta", f'"index":{self._block},"delta":{delta}')
+
+    def _close(self) -> None:
+        if self._kind == "thinking":
+            # Clients send it back with the thinking; it means nothing here.
+            self._delta('{"type":"signature_delta","signature":"localllm"}')
+        if self._kind:
+            self._send("content_block_stop", f'"index":{self._block}')
+        self._kind = ""
+
+    def _send(self, event: str, fields: str) -> None:
+        more = f",{fields}" if fields else ""
+        self._outbox.write(f'event: {event}\ndata: {{"type":"{event}"{more}}}\n\n'.encode())
+
+
+def ping(progress: Progress) -> bytes:
+    """Anthropic's keep-alive, with the progress as a comment."""
+    return f': {progress}\n\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
+
+
+def frame_error(error: LocalLLMError) -> bytes:
+    """An error inside a stream."""
+    return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
+
+
+def whole(fold: Fold, model: str) -> dict[str, Any]:
+    """The message object."""
+    choice = fold.choices[0]
+    assert choice.outcome is not None
+    content: list[dict[str, Any]] = []
+    if choice.reasoning:
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": "localllm"})
+    if choice.text:
+        content.append({"type": "text", "text": choice.text})
+    for call in choice.calls:
+        content.append(
+            {"type": "tool_use", "id": new_tool_id(), "name": call.name, "input": arguments_object(call.arguments)}
+        )
+    reason, sequence = stop_reason(choice.outcome)
+    return {
+        "id": new_id(), "type": "message", "role": "assistant", "model": model, "content": content,
+        "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(fold.usage),
+    }  # fmt: skip
+
+
+def stop_reason(outcome: Outcome) -> tuple[str, str | None]:
+    """Anthropic's stop_reason and stop_sequence."""
+    if outcome.stop is not None and outcome.reason == "stop":
+        return "stop_sequence", outcome.stop
+    return _STOP_REASONS[outcome.reason], None
+
+
+def usage_body(usage: Spent) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the fresh ones."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def new_id() -> str:
+    """An id for one message."""
+    return "msg_" + secrets.token_hex(12)
+
+
+def new_tool_id() -> str:
+    """An id for one tool use."""
+    return "toolu_" + secrets.token_hex(12)

@@ -1,0 +1,52 @@
+"""The paths of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from localllm.server.dialects.anthropic import events, messages
+from localllm.server.dialects.anthropic.messages import MessagesFields
+from localllm.server.dialects.fields import HINTS
+from localllm.server.dialects.route import Route, mount, mount_count
+from localllm.server.dialects.wire import EVENT_STREAM
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import Job, Progress
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import Dialect, Order, Server
+
+_ANTHROPIC = Dialect(EVENT_STREAM, events.frame_error, events.ping, events.error_body)
+
+
+def order(fields: MessagesFields, model: ServedModel) -> Order:
+    """A conversation, answered as a message or its events."""
+    ask, skipped = messages.ask_of(fields, model.sampling)
+
+    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+        return events.whole(fold, model.name)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> events.Events:
+        return events.Events(outbox, model.name, progress)
+
+    return Order(ask, whole, writer, tuple(skipped))
+
+
+MESSAGES = Route(
+    "/v1/messages",
+    MessagesFields,
+    order,
+    _ANTHROPIC,
+    "Answer a conversation, whole or as events",
+    ("content", "usage"),
+    hints=HINTS | messages.HINTS,
+)
+
+
+def routes(server: Server) -> APIRouter:
+    """The routes, bound to `server`."""
+    router = APIRouter(tags=["Anthropic"])
+    mount(router, server, MESSAGES)
+    mount_count(router, server, "/v1/messages/count_tokens", MESSAGES, lambda n: {"input_tokens": n})
+    return router

@@ -1,0 +1,197 @@
+"""How every dialect reads a body: each field is honoured within a range, or refused with the reason.
+
+The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
+"off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated
+(editors send odd ones) and named in the response header `x-localllm-ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from localllm.engine.messages import Generation, Sampling
+from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema, only_one
+
+MAX_TOKENS = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
+StopText = Annotated[str, Field(max_length=1024)]
+
+# field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
+REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "audio": ("this server writes text only", (None,)),
+    "modalities": ("this server writes text only", (None, ["text"], [])),
+    "web_search_options": ("this server does not search the web", (None,)),
+    "functions": ("the legacy function interface is not spoken; send `tools`", (None, [])),
+    "function_call": ("the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")),
+    "store": ("chat completions are not stored here; /v1/responses are", (None, False)),
+    "verbosity": ("no model here has this control; say it in the prompt", (None, "medium")),
+    "best_of": ("candidates are not ranked here; send `n`", (None, 1)),
+    "use_beam_search": ("there is no beam search", (None, False)),
+    "mirostat": ("mirostat sampling is not implemented", (None, 0)),
+    "dynatemp_range": ("dynamic temperature is not implemented", (None, 0, 0.0)),
+    "xtc_probability": ("XTC sampling is not implemented", (None, 0, 0.0)),
+    "dry_multiplier": ("DRY sampling is not implemented", (None, 0, 0.0)),
+    "tfs_z": ("tail-free sampling is not implemented", (None, 1, 1.0)),
+    "top_n_sigma": ("top-n-sigma sampling is not implemented", (None, -1, -1.0, 0, 0.0)),
+    "length_penalty": ("there is no beam search", (None, 1, 1.0)),
+    "min_tokens": ("a minimum length is not implemented", (None, 0)),
+    "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
+    "guided_choice": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "lora": ("adapters are not loaded per request", (None, [])),
+    "image_data": ("this server reads text only", (None, [])),
+    "grammar_lazy": ("send `tools`: a call is held to its schema from where it begins", (None, False)),
+    "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
+    "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
+    "add_generation_prompt": ("the prompt always ends where the answer begins", (None, True)),
+    "continue_final_message": ("send the raw text to /v1/completions to go on with it", (None, False)),
+    "guided_json": ("send `response_format` with a json_schema", (None,)),
+    "guided_regex": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "guided_grammar": ("send `grammar`", (None,)),
+    "structured_outputs": ("send `response_format` with a json_schema, or `grammar`", (None,)),
+    "stop_token_ids": ("send the stop texts as `stop`", (None, [])),
+    "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
+    "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
+    "skip_special_tokens": ("special tokens are left out, except where a tool format needs them", (None, True)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, never cut", (None,)),
+    "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
+    "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
+}
+HINTS = frozenset(
+    {
+        "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
+        "service_tier", "id_slot",
+    }
+)  # fmt: skip
+
+
+class Body(BaseModel):
+    """What every request body has."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
+    stream: bool | None = Field(None, description="send the answer as server-sent events")
+
+
+class SamplingFields(Body):
+    """How tokens are chosen. None takes the model's own default."""
+
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy")
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 or -1 switches it off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
+    repeat_last_n: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="tokens looked at; -1 = the whole context"
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1, description="-1 draws one")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
+    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
+    grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
+    json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
+
+    def generation(self, default: Sampling) -> Generation:
+        """How the answer is made: these fields over the model's defaults. Raises RequestError."""
+        return Generation(
+            sampling=sampling_over(
+                default,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                typical_p=self.typical_p,
+                repeat_penalty=self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
+                repeat_last_n=self.repeat_last_n,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=self.seed,
+                logit_bias=None if self.logit_bias is None else _bias(self.logit_bias),
+            ),
+            max_tokens=self.answer_tokens(),
+            stop=stop_texts(self.stop),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.alternatives(),
+            time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
+            cache_prompt=self.cache_prompt is not False,
+            prediction=self.predicted(),
+        )
+
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; None = the remaining window."""
+        return None
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        return None
+
+    def predicted(self) -> str:
+        """Text expected in the answer."""
+        return ""
+
+    def constraint(self, response_format: Any = None) -> Constraint | None:
+        """The one constraint on the answer's form, also by OpenAI's `response_format` where a body has it. Raises
+        RequestError when several are given."""
+        return only_one(
+            response_format=of_response_format(response_format),
+            grammar=("gbnf", self.grammar) if self.grammar else None,
+            json_schema=of_schema(self.json_schema),
+        )
+
+
+def sampling_over(default: Sampling, **sent: Any) -> Sampling:
+    """The values that were sent over the model's own; None was not sent. A seed of -1 draws one."""
+    given = {name: value for name, value in sent.items() if value is not None}
+    if given.get("top_k", 0) < 0:
+        given["top_k"] = 0
+    if given.get("repeat_last_n") == -1:
+        given["repeat_last_n"] = MAX_TOKENS
+    if "seed" in given:
+        given["seed"] = None if given["seed"] == -1 else given["seed"] & (2**63 - 1)
+    return replace(default, **given)
+
+
+def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The stop strings, empty ones left out."""
+    return tuple(s for s in ([sent] if isinstance(sent, str) else sent or ()) if s)
+
+
+Fields = TypeVar("Fields", bound=Body)
+
+
+def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:
+    """`body` as `kind`, and the names of the fields nobody knows. Raises RequestError or UnsupportedError."""
+    for name, (reason, off) in REFUSED.items():
+        if name in body and name not in kind.model_fields and body[name] not in off:
+            raise UnsupportedError(f"{name} is not supported: {reason}", param=name)
+    try:
+        fields = kind.model_validate(body)
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
+        # Unions report one error per member, with the member's type in the path: the field is what helps.
+        path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
+        raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
+    unknown = sorted(k for k in (fields.model_extra or {}) if k not in hints and k not in REFUSED)
+    return fields, unknown
+
+
+def _bias(sent: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in sent.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    return bias

@@ -1,0 +1,1 @@
+"""llama.cpp's own server API, and LM Studio's model list."""

@@ -1,0 +1,162 @@
+"""POST /completion and /infill: raw text, continued or filled in, in llama.cpp's own words."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from localllm.conversation.fim import fim_prompt
+from localllm.engine.api import Engine
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
+from localllm.server.dialects.fields import Body, SamplingFields
+from localllm.server.dialects.wire import RawText, quote, timings_body
+from localllm.server.generation import prompting
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import Order
+
+# Hints of llama.cpp's clients about its own slots and batches.
+HINTS = _COMMON_HINTS | {
+    "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress", "return_progress",
+    "n_discard",
+}  # fmt: skip
+
+
+class LlamaCppFields(SamplingFields):
+    """POST /completion."""
+
+    prompt: str | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = ""
+    n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
+    n_probs: int | None = Field(None, ge=0, le=20)
+
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for."""
+        return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; 0 is the same as none."""
+        return self.n_probs or None
+
+
+class ExtraFile(Body):
+    """One entry of input_extra."""
+
+    filename: str = Field("", max_length=4096)
+    text: str = ""
+
+
+class InfillFields(LlamaCppFields):
+    """POST /infill."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[ExtraFile] = Field(default_factory=list, max_length=256)
+    n_cmpl: Annotated[int, Field(ge=1, le=16)] | None = None
+
+
+def order(fields: LlamaCppFields, model: ServedModel) -> Order:
+    """Raw text or a gap, answered as completion objects or events."""
+    grammar = fields.constraint()
+
+    async def job(engine: Engine) -> Job:
+        prompt, n = await _prompt(fields, engine), fields.n
+        if isinstance(fields, InfillFields):
+            n = fields.n_cmpl or n
+        return Job(
+            prompt=prompt,
+            add_bos=isinstance(prompt, str) and prompting.wants_bos(engine.info, prompt),
+            generation=fields.generation(model.sampling),
+            answer=AnswerPlan(grammar=grammar),
+            n=n or 1,
+        )
+
+    def answer(fold: Fold, job: Job) -> Any:
+        return whole(fold, model)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> Events:
+        return Events(outbox, model)
+
+    return Order(job, answer, writer)
+
+
+async def _prompt(fields: LlamaCppFields, engine: Engine) -> str | list[int]:
+    if not isinstance(fields, InfillFields):
+        return fields.prompt
+    return await fim_prompt(
+        engine,
+        fields.input_prefix,
+        fields.input_suffix,
+        extra=[(e.filename, e.text) for e in fields.input_extra],
+        answer_tokens=fields.answer_tokens(),
+        middle=fields.prompt if isinstance(fields.prompt, str) else "",
+    )
+
+
+class Events(RawText):
+    """The Writer of llama.cpp's completion events."""
+
+    def __init__(self, outbox: Outbox, model: ServedModel) -> None:
+        self._outbox, self._model = outbox, model
+        self._outcome: Outcome | None = None
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """More of the answer."""
+        more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}' if logprobs else ""
+        self._outbox.write(
+            f'data: {{"index":{choice},"content":{quote(text)},"tokens":[],"stop":false{more}}}\n\n'.encode()
+        )
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Remember how it ended."""
+        self._outcome = outcome
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """The last event."""
+        assert self._outcome is not None
+        self._outbox.write(f"data: {json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode())
+
+
+def final(text: str, outcome: Outcome, usage: Spent, timings: Timings, model: ServedModel) -> dict[str, Any]:
+    """The object that ends a stream or is the whole reply."""
+    stop_type = "limit" if outcome.reason == "length" else "word" if outcome.stop else "eos"
+    return {
+        "index": 0,
+        "content": text,
+        "tokens": [],
+        "stop": True,
+        "model": model.name,
+        "tokens_predicted": usage.completion_tokens,
+        "tokens_evaluated": usage.prompt_tokens,
+        "tokens_cached": usage.cached_tokens,
+        "truncated": False,
+        "stop_type": stop_type,
+        "stopping_word": outcome.stop or "",
+        "timings": timings_body(usage, timings),
+        "generation_settings": {"n_ctx": model.served_n_ctx},
+    }
+
+
+def whole(fold: Fold, model: ServedModel) -> Any:
+    """The whole reply: one object, or a list where several choices were asked for."""
+    bodies = []
+    for i, choice in enumerate(fold.choices):
+        assert choice.outcome is not None
+        body = {**final(choice.text, choice.outcome, choice.outcome.usage, choice.outcome.timings, model), "index": i}
+        if choice.logprobs:
+            body["completion_probabilities"] = probabilities(tuple(choice.logprobs))
+        bodies.append(body)
+    return bodies[0] if len(bodies) == 1 else bodies
+
+
+def probabilities(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
+    """llama.cpp's log-probabilities."""
+    return [
+        {"token": p.text, "id": p.token, "logprob": p.logprob,
+         "top_logprobs": [{"token": t, "id": i, "logprob": lp} for t, i, lp in p.top]}
+        for p in logprobs
+    ]  # fmt: skip

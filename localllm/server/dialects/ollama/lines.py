@@ -1,0 +1,136 @@
+"""Ollama's JSON lines, its whole replies and its errors: how its API writes an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import LocalLLMError
+from localllm.server.dialects.wire import arguments_object
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import Outcome, Spent
+from localllm.server.http.streaming import Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How chat and generate differ: where the text, the thinking and the calls go."""
+
+    chat: bool
+
+    def body(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """The part of a line that carries the answer."""
+        if not self.chat:
+            return {"response": text, **({"thinking": thinking} if thinking else {})}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class Lines:
+    """The Writer of JSON lines. A call is one object here, so it waits until its arguments are complete."""
+
+    def __init__(self, outbox: Outbox, model: str, shape: Shape) -> None:
+        self._outbox, self._model, self._shape = outbox, model, shape
+        self._call: tuple[str, list[str]] | None = None
+        self._outcome: Outcome | None = None
+
+    def start(self) -> None:
+        """Nothing to say yet."""
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """A piece of the answer."""
+        self._flush()
+        if text:
+            self._line(self._shape.body(text))
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """A piece of the thinking."""
+        self._line(self._shape.body("", thinking=text))
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """A call begins."""
+        self._flush()
+        self._call = (name, [])
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """Keep its arguments."""
+        assert self._call is not None
+        self._call[1].append(text)
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Send the last call."""
+        self._flush()
+        self._outcome = outcome
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """The last line."""
+        assert self._outcome is not None
+        self._line({**self._shape.body(""), **done(self._outcome, usage, timings)})
+
+    def _flush(self) -> None:
+        if self._call is not None:
+            name, pieces = self._call
+            self._call = None
+            self._line(self._shape.body("", calls=[call(name, "".join(pieces))]))
+
+    def _line(self, body: Mapping[str, Any]) -> None:
+        said = {"model": self._model, "created_at": now(), **body}
+        said.setdefault("done", False)
+        self._outbox.write(json.dumps(said, ensure_ascii=False).encode() + b"\n")
+
+
+def whole(fold: Fold, model: str, shape: Shape) -> dict[str, Any]:
+    """The reply in one object."""
+    choice = fold.choices[0]
+    assert choice.outcome is not None
+    calls = [call(c.name, c.arguments) for c in choice.calls]
+    body = shape.body(choice.text, choice.reasoning, calls)
+    return {"model": model, "created_at": now(), **body, **done(choice.outcome, fold.usage, fold.timings)}
+
+
+def loaded(model: str, shape: Shape) -> dict[str, Any]:
+    """The answer to a request that only loads its model."""
+    return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": "load"}
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    """Ollama's tool call: arguments are an object."""
+    return {"function": {"name": name, "arguments": arguments_object(arguments)}}
+
+
+def done(outcome: Outcome, usage: Spent, timings: Timings) -> dict[str, Any]:
+    """The fields of the last line; durations in nanoseconds."""
+    total = timings.queued_s + timings.prefill_s + timings.decode_s
+    return {
+        "done": True,
+        "done_reason": "length" if outcome.reason == "length" else "stop",
+        "total_duration": int(total * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": int(timings.prefill_s * 1e9),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": int(timings.decode_s * 1e9),
+    }
+
+
+def error_body(error: LocalLLMError) -> dict[str, Any]:
+    """The error object of Ollama's API."""
+    return {"error": error.message}
+
+
+def frame_error(error: LocalLLMError) -> bytes:
+    """An error as the last line."""
+    return json.dumps(error_body(error)).encode() + b"\n"
+
+
+def now() -> str:
+    """The time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

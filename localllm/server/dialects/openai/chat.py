@@ -1,0 +1,106 @@
+"""POST /v1/chat/completions: what a client may send, and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from localllm.conversation.messages import flatten, normalise
+from localllm.conversation.tools.prompt import checked, choice_of
+from localllm.engine.messages import Sampling
+from localllm.errors import RequestError
+from localllm.server.dialects.fields import MAX_TOKENS, TRUNCATION, Count, SamplingFields
+from localllm.server.dialects.openai import chat_reply
+from localllm.server.generation.conversing import Ask
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import Job, Progress
+from localllm.server.generation.prompting import Wishes
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import Order
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` sends one more chunk with the token counts."""
+
+    model_config = ConfigDict(extra="allow")
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatFields(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any] = Field(description="roles system, developer, user, assistant, tool; text content")
+    max_tokens: Count | None = Field(None, description="default: the remaining window")
+    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
+    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
+    truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
+
+    def predicted(self) -> str:
+        """The text of `prediction`; raises RequestError."""
+        if self.prediction is None:
+            return ""
+        if self.prediction.get("type") != "content":
+            raise RequestError("prediction.type must be content", param="prediction")
+        return flatten(self.prediction.get("content"), "prediction.content")
+
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; None = the remaining window."""
+        for value in (self.max_completion_tokens, self.max_tokens, self.n_predict):
+            if value is not None:
+                return None if value < 0 else value
+        return None
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+def order(fields: ChatFields, model: ServedModel) -> Order:
+    """A conversation, answered as chat.completion or its chunks."""
+
+    def whole(fold: Fold, job: Job) -> dict[str, Any]:
+        return chat_reply.whole(fold, model.name)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> chat_reply.Chunks:
+        return chat_reply.Chunks(
+            outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
+        )
+
+    return Order(ask_of(fields, model.sampling), whole, writer)
+
+
+def ask_of(fields: ChatFields, default: Sampling) -> Ask:
+    """What `fields` asks for. Raises RequestError for what is wrong whatever the model."""
+    tools = checked(fields.tools)
+    wishes = Wishes(
+        tools=tools,
+        choice=choice_of(fields.tool_choice, tools),
+        parallel=fields.parallel_tool_calls is not False,
+        grammar=fields.constraint(fields.response_format),
+        effort=fields.reasoning_effort,
+        template_kwargs=fields.chat_template_kwargs,
+    )
+    compaction = fields.truncation == "auto"
+    return Ask(normalise(fields.messages), fields.generation(default), wishes, fields.n or 1, compaction)
+
+
+def wants_usage(options: StreamOptions | None) -> bool:
+    """True when a stream shall end with the token counts."""
+    return bool(options and options.include_usage)

@@ -1,0 +1,136 @@
+"""chat.completion objects and chunks: how OpenAI writes the answer of a chat."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.server.dialects.wire import compacted_comment, quote, timings_body
+from localllm.server.generation.folding import Fold, FoldedChoice, new_call_id
+from localllm.server.generation.job import Outcome, Spent
+from localllm.server.http.streaming import Outbox
+
+
+class Chunks:
+    """The Writer of chat.completion.chunk events. Each token costs two string joins and one JSON string."""
+
+    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
+        self._outbox, self._n, self._include_usage, self._compacted = outbox, n, include_usage, compacted
+        self.id = new_completion_id()
+        usage = ',"usage":null' if include_usage else ""
+        self._head = (
+            f'data: {{"id":"{self.id}","object":"chat.completion.chunk","created":{int(time.time())},'
+            f'"model":{quote(model)},"system_fingerprint":null'
+        )
+        self._tail = f"}}]{usage}}}\n\n"
+        self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
+        self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
+
+    def start(self) -> None:
+        """The role, once per choice; before it, what was left out of the conversation."""
+        if self._compacted:
+            self._outbox.write(compacted_comment(self._compacted))
+        for i in range(self._n):
+            self._send(i, '"role":"assistant","content":""')
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """A content delta."""
+        if not logprobs:
+            self._outbox.write(f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode())
+            return
+        said = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
+        self._outbox.write(
+            f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{said},"finish_reason":null{self._tail}'.encode()
+        )
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """A reasoning delta."""
+        self._send(choice, f'"reasoning_content":{quote(text)}')
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """The id and name of a tool call, once."""
+        function = f'{{"name":{quote(name)},"arguments":""}}'
+        call = f'{{"index":{index},"id":"{new_call_id()}","type":"function","function":{function}}}'
+        self._send(choice, f'"tool_calls":[{call}]')
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """A fragment of arguments."""
+        self._send(choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]')
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """The finish reason of a choice."""
+        self._outbox.write(
+            f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
+        )
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """Usage where asked for, what the cache did, and the end mark."""
+        if self._include_usage:
+            said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
+
+    def _send(self, choice: int, delta: str) -> None:
+        self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
+
+
+def whole(fold: Fold, model: str) -> dict[str, Any]:
+    """The chat.completion object."""
+    return {
+        "id": new_completion_id(),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": None,
+        "choices": [_choice(i, c) for i, c in enumerate(fold.choices)],
+        "usage": usage_body(fold.usage),
+        "timings": timings_body(fold.usage, fold.timings),
+    }
+
+
+def _choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
+    assert choice.outcome is not None
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in choice.calls
+        ]
+    logprobs = {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None} if choice.logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
+
+
+def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
+    """One token's entry of `logprobs.content`."""
+    return {
+        "token": p.text,
+        "logprob": p.logprob,
+        "bytes": list(p.text.encode()),
+        "top_logprobs": [{"token": t, "logprob": lp, "bytes": list(t.encode())} for t, _, lp in p.top],
+    }
+
+
+def usage_body(usage: Spent) -> dict[str, Any]:
+    """OpenAI's usage object; accepted and rejected predictions are our drafts."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.rejected_draft_tokens,
+            "reasoning_tokens": usage.reasoning_tokens,
+            "audio_tokens": 0,
+        },
+    }
+
+
+def new_completion_id() -> str:
+    """An id for one reply."""
+    return "chatcmpl-" + secrets.token_hex(12)

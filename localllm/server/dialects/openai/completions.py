@@ -1,0 +1,211 @@
+"""POST /v1/completions and Mistral's /v1/fim/completions: raw text, continued or filled in."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from localllm.conversation.fim import fim_prompt
+from localllm.engine.api import Engine
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import RequestError
+from localllm.server.dialects.constraint import Constraint
+from localllm.server.dialects.fields import Count, SamplingFields
+from localllm.server.dialects.openai import chat_reply
+from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
+from localllm.server.dialects.openai.chat_reply import usage_body
+from localllm.server.dialects.wire import RawText, quote, timings_body
+from localllm.server.generation import prompting
+from localllm.server.generation.folding import Fold
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Spent
+from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import MakeJob, Order
+
+MAX_PROMPTS = 16
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)]
+
+
+class CompletionFields(SamplingFields):
+    """POST /v1/completions. Special tokens in a text prompt are parsed."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(max_length=MAX_PROMPTS)]
+    ) = ""
+    suffix: str | None = Field(None, description="text behind the insertion; needs a model with FIM tokens")
+    max_tokens: Count | None = Field(None, description="default: the remaining window")
+    n_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    echo: bool | None = Field(None, description="put the prompt before the answer")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        sent = self.prompt
+        if isinstance(sent, str):
+            return [sent]
+        if sent and isinstance(sent[0], int):
+            return [sent]
+        if not sent:
+            raise RequestError("prompt is an empty array", param="prompt")
+        return list(sent)  # type: ignore[arg-type]
+
+    def answer_tokens(self) -> int | None:
+        """The longest answer asked for; None = the remaining window."""
+        value = self.max_tokens if self.max_tokens is not None else self.n_predict
+        return None if value is None or value < 0 else value
+
+    def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
+        return self.logprobs
+
+
+def order(fields: CompletionFields, model: ServedModel) -> Order:
+    """Raw text, answered as text_completion or its chunks."""
+    echo = bool(fields.echo)
+
+    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+        return whole(fold, job, model.name, echo=echo)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> Chunks:
+        return Chunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
+
+    return Order(_task(fields, model), answer, writer)
+
+
+def fill_in_order(fields: CompletionFields, model: ServedModel) -> Order:
+    """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
+
+    def answer(fold: Fold, job: Job) -> dict[str, Any]:
+        return chat_reply.whole(fold, model.name)
+
+    def writer(outbox: Outbox, job: Job, progress: Progress) -> chat_reply.Chunks:
+        return chat_reply.Chunks(outbox, model.name, n=job.choices, include_usage=True)
+
+    return Order(_task(fields, model), answer, writer)
+
+
+def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
+    """How to make the job; raises RequestError for what is wrong whatever the model."""
+    prompts = fields.prompts()
+    if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
+        raise RequestError("suffix needs one prompt that is text", param="suffix")
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError("echo can't be combined with logprobs: the prompt's are not computed", param="echo")
+    if fields.echo and any(not isinstance(p, str) for p in prompts):
+        raise RequestError("echo needs prompts that are text", param="echo")
+    grammar = fields.constraint(fields.response_format)
+
+    async def job(engine: Engine) -> Job:
+        return await job_of(fields, grammar, model, engine)
+
+    return job
+
+
+async def job_of(fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: Engine) -> Job:
+    """The job `fields` asks for."""
+    prompts = fields.prompts()
+    add_bos = engine.info.adds_bos
+    if fields.suffix:
+        assert isinstance(prompts[0], str)
+        prompts = [await fim_prompt(engine, prompts[0], fields.suffix, answer_tokens=fields.answer_tokens())]
+    elif isinstance(prompts[0], str):
+        add_bos = prompting.wants_bos(engine.info, prompts[0])
+    return Job(
+        prompt=prompts[0],
+        generation=fields.generation(model.sampling),
+        answer=AnswerPlan(grammar=grammar),
+        also=tuple(prompts[1:]),
+        add_bos=add_bos,
+        n=fields.n or 1,
+    )
+
+
+class Chunks(RawText):
+    """The Writer of text_completion events. `echoes` is put before each choice's answer."""
+
+    def __init__(self, outbox: Outbox, model: str, job: Job, *, include_usage: bool, echo: bool) -> None:
+        self._outbox, self._include_usage = outbox, include_usage
+        self._head = (
+            f'data: {{"id":"{new_id()}","object":"text_completion","created":{int(time.time())},'
+            f'"model":{quote(model)},"system_fingerprint":null'
+        )
+        self._tail = f"}}]{',' + chr(34) + 'usage' + chr(34) + ':null' if include_usage else ''}}}\n\n"
+        self._job, self._echo = job, echo
+
+    def start(self) -> None:
+        """The prompt, where it is echoed."""
+        if self._echo:
+            prompts = (self._job.prompt, *self._job.also)
+            for i in range(self._job.choices):
+                self.text(i, str(prompts[i // self._job.n]), ())
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """More of the answer."""
+        said = json.dumps(logprobs_body(logprobs)) if logprobs else "null"
+        self._outbox.write(
+            f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{said},'
+            f'"finish_reason":null{self._tail}'.encode()
+        )
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """The finish reason of a choice."""
+        self._outbox.write(
+            f'{self._head},"choices":[{{"index":{choice},"text":"","logprobs":null,'
+            f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
+        )
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """Usage where asked for, and the end mark."""
+        if self._include_usage:
+            said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
+
+
+def whole(fold: Fold, job: Job, model: str, *, echo: bool) -> dict[str, Any]:
+    """The text_completion object."""
+    prompts = (job.prompt, *job.also)
+    choices = []
+    for i, choice in enumerate(fold.choices):
+        assert choice.outcome is not None
+        text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
+        logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
+        choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason})
+    return {
+        "id": new_id(),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": None,
+        "choices": choices,
+        "usage": usage_body(fold.usage),
+        "timings": timings_body(fold.usage, fold.timings),
+    }
+
+
+def logprobs_body(logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+    """The legacy shape: parallel arrays."""
+    offsets, at = [], 0
+    for p in logprobs:
+        offsets.append(at)
+        at += len(p.text)
+    return {
+        "tokens": [p.text for p in logprobs],
+        "token_logprobs": [p.logprob for p in logprobs],
+        "top_logprobs": [{t: lp for t, _, lp in p.top} for p in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def new_id() -> str:
+    """An id for one reply."""
+    return "cmpl-" + secrets.token_hex(12)

@@ -1,0 +1,83 @@
+"""The paths of OpenAI's API, and Mistral's fill-in-the-middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from localllm.errors import UnsupportedError
+from localllm.server.dialects import vectors
+from localllm.server.dialects.fields import read
+from localllm.server.dialects.openai import chat, completions, embeddings, model_list
+from localllm.server.dialects.openai.chat import ChatFields
+from localllm.server.dialects.openai.completions import CompletionFields
+from localllm.server.dialects.openai.embeddings import EmbeddingFields
+from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.route import Route, mount
+from localllm.server.dialects.wire import EVENTS
+from localllm.server.http.json_body import read_json
+from localllm.server.serving import Server
+
+_KEYS = ("id", "choices", "usage")
+CHAT = Route(
+    "/v1/chat/completions",
+    ChatFields,
+    chat.order,
+    EVENTS,
+    "Answer a conversation, whole or as server-sent events",
+    _KEYS,
+    aliases=("/chat/completions", "/api/v0/chat/completions"),
+)
+COMPLETIONS = Route(
+    "/v1/completions",
+    CompletionFields,
+    completions.order,
+    EVENTS,
+    "Continue raw text, or fill in between a prompt and a suffix",
+    _KEYS,
+    aliases=("/completions",),
+)
+FILL_IN = Route(
+    "/v1/fim/completions",
+    CompletionFields,
+    completions.fill_in_order,
+    EVENTS,
+    "Fill in between a prompt and a suffix, answered in the shape of a chat",
+    _KEYS,
+    aliases=("/fim/completions",),
+)
+
+
+def routes(server: Server) -> APIRouter:
+    """The routes, bound to `server`."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.get("/v1/models")
+    @router.get("/models", include_in_schema=False)
+    async def list_models() -> dict[str, Any]:
+        """The models this server offers."""
+        return model_list.openai_list(server.models)
+
+    @router.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> dict[str, Any]:
+        """One model."""
+        return model_list.entry(server.models.resolve(model_id))
+
+    mount(router, server, CHAT, COMPLETIONS, FILL_IN)
+
+    @router.post("/v1/embeddings", response_model=None, openapi_extra=body_of(EmbeddingFields))
+    @router.post("/embeddings", response_model=None, include_in_schema=False)
+    async def embed(request: Request) -> Response:
+        """Turn texts into vectors."""
+        fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
+        model = vectors.model_for(server.models, fields.model)
+        return await vectors.answer(server, request, model, embeddings.order(fields, model), ignored)
+
+    @router.post("/v1/rerank", response_model=None)
+    async def not_spoken(request: Request) -> Response:
+        """Refused: no model here ranks."""
+        raise UnsupportedError("this server does not rank texts", hint="rank by the distance of their embeddings")
+
+    return router

@@ -1,0 +1,204 @@
+"""The response object as it grows: its events, and the body of the whole reply."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import LocalLLMError
+from localllm.server.dialects.responses.items import ResponsesFields
+from localllm.server.dialects.wire import compacted_comment, quote
+from localllm.server.generation.folding import Fold, new_call_id
+from localllm.server.generation.job import Outcome, Spent
+from localllm.server.http.streaming import Outbox
+
+
+class Response:
+    """One response object as it grows; the Writer of its events, and the body of the whole reply. `keep` gets the
+    finished body."""
+
+    def __init__(
+        self,
+        fields: ResponsesFields,
+        model: str,
+        outbox: Outbox | None,
+        keep: Callable[[dict[str, Any]], None] | None = None,
+        compacted: str = "",
+    ) -> None:
+        self._outbox = outbox
+        self._compacted = compacted
+        self._keep = keep
+        self._sequence = 0
+        self._open: dict[str, Any] | None = None
+        self._pieces: list[str] = []
+        self.body: dict[str, Any] = {
+            "id": "resp_" + secrets.token_hex(12),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": fields.previous_response_id,
+            "reasoning": {"effort": (fields.reasoning or {}).get("effort"), "summary": None},
+            "store": fields.store is not False,
+            "temperature": fields.temperature,
+            "text": fields.text or {"format": {"type": "text"}},
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": fields.tools or [],
+            "top_p": fields.top_p,
+            "truncation": fields.truncation or "disabled",
+            "usage": None,
+            "metadata": (fields.model_extra or {}).get("metadata") or {},
+        }
+
+    def start(self) -> None:
+        """The response exists; before it, what was left out of the conversation."""
+        if self._outbox is not None and self._compacted:
+            self._outbox.write(compacted_comment(self._compacted))
+        self._event("response.created", {"response": self.body})
+        self._event("response.in_progress", {"response": self.body})
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """An output_text delta."""
+        if text:
+            self._enter("message")
+            self._delta("response.output_text.delta", text, ',"content_index":0,"logprobs":[]')
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """A reasoning delta."""
+        self._enter("reasoning")
+        self._delta("response.reasoning_text.delta", text, ',"content_index":0')
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """A function_call item."""
+        self._leave()
+        self._begin({"type": "function_call", "id": _item_id("fc"), "call_id": new_call_id(), "name": name,
+                     "arguments": "", "status": "in_progress"})  # fmt: skip
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """A fragment of its arguments."""
+        self._delta("response.function_call_arguments.delta", text, "")
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Close the last item."""
+        self._leave()
+        if outcome.reason == "length":
+            self.body["status"] = "incomplete"
+            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.body["status"] = "completed"
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """The finished response."""
+        self.body["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        if self._keep is not None:
+            self._keep(self.body)
+        self._event(f"response.{self.body['status']}", {"response": self.body})
+
+    def frame_error(self, error: LocalLLMError) -> bytes:
+        """`response.failed`, the end of a stream that did not go well."""
+        self.body["status"] = "failed"
+        self.body["error"] = {"code": error.code, "message": error.message}
+        return self._frame("response.failed", {"response": self.body})
+
+    def _enter(self, kind: str) -> None:
+        if self._open is not None and self._open["type"] == kind:
+            return
+        self._leave()
+        if kind == "message":
+            self._begin({"type": "message", "id": _item_id("msg"), "status": "in_progress", "role": "assistant",
+                         "content": []})  # fmt: skip
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            self._begin({"type": "reasoning", "id": _item_id("rs"), "status": "in_progress", "summary": [],
+                         "content": []})  # fmt: skip
+            part = {"type": "reasoning_text", "text": ""}
+        self._event("response.content_part.added", {**self._place(), "content_index": 0, "part": part})
+
+    def _begin(self, item: dict[str, Any]) -> None:
+        self._open, self._pieces = item, []
+        self._event("response.output_item.added", {"output_index": len(self.body["output"]), "item": item})
+
+    def _leave(self) -> None:
+        item = self._open
+        if item is None:
+            return
+        text = "".join(self._pieces)
+        place = self._place()
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            self._event("response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]})
+        elif item["type"] == "message":
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            item["content"] = [part]
+            self._event("response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": []})
+            self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
+        else:
+            part = {"type": "reasoning_text", "text": text}
+            item["content"] = [part]
+            self._event("response.reasoning_text.done", {**place, "content_index": 0, "text": text})
+            self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
+        self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+        self.body["output"].append(item)
+        self._open = None
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.body["output"])}
+
+    def _delta(self, event: str, text: str, more: str) -> None:
+        self._pieces.append(text)
+        if self._outbox is None:
+            return
+        assert self._open is not None
+        self._outbox.write(
+            f'event: {event}\ndata: {{"type":"{event}","sequence_number":{self._sequence},'
+            f'"item_id":"{self._open["id"]}","output_index":{len(self.body["output"])}{more},'
+            f'"delta":{quote(text)}}}\n\n'.encode()
+        )
+        self._sequence += 1
+
+    def _event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if self._outbox is not None:
+            self._outbox.write(self._frame(event, fields))
+
+    def _frame(self, event: str, fields: Mapping[str, Any]) -> bytes:
+        said = json.dumps({"type": event, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return f"event: {event}\ndata: {said}\n\n".encode()
+
+
+def replay(fold: Fold, response: Response) -> dict[str, Any]:
+    """The whole response object from a folded reply: the stream's own writer, played once more."""
+    choice = fold.choices[0]
+    assert choice.outcome is not None
+    if choice.reasoning:
+        response.reasoning(0, choice.reasoning)
+    if choice.text:
+        response.text(0, choice.text, ())
+    for index, call in enumerate(choice.calls):
+        response.call_start(0, index, call.name)
+        response.call_arguments(0, index, call.arguments)
+    response.finish(0, choice.outcome)
+    response.end(fold.usage, fold.timings)
+    return response.body
+
+
+def _item_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"

@@ -1,0 +1,104 @@
+"""A path that generates, as a value; and the one way from its body to its reply: read, resolve, translate, answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from localllm.errors import LocalLLMError
+from localllm.server.dialects.fields import HINTS, Fields, read
+from localllm.server.dialects.openapi import body_of
+from localllm.server.http.errors import headers_of
+from localllm.server.http.json_body import read_json
+from localllm.server.models.router import ServedModel
+from localllm.server.serving import Dialect, Order, Server
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """A request that only wants its model loaded; `body` is the answer then."""
+
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[Fields]):
+    """One path that generates: the `fields` it reads, and the `order` they make of a model. Both may raise the
+    LocalLLMError that the client gets. `keys` are what a whole answer has, for the OpenAPI document; `about` is its
+    description there; `aliases` are further paths, which are not in it."""
+
+    path: str
+    fields: type[Fields]
+    order: Callable[[Fields, ServedModel], Order | Preload]
+    dialect: Dialect
+    about: str
+    keys: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    hints: frozenset[str] = HINTS
+
+
+def mount(router: APIRouter, server: Server, *routes: Route[Any]) -> None:
+    """Serve each of `routes`."""
+    for route in routes:
+        endpoint = refusing(route.dialect, _answering(server, route))
+        described = body_of(route.fields, *route.keys, streams=route.dialect.media_type.partition(";")[0])
+        post(router, route.path, endpoint, route.about, described)
+        for alias in route.aliases:
+            router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
+
+
+def mount_count(
+    router: APIRouter, server: Server, path: str, route: Route[Any], body: Callable[[int], Mapping[str, Any]]
+) -> None:
+    """Serve `path`, which takes what `route` takes and answers with the number of tokens of its prompt, as `body`."""
+
+    async def count(request: Request) -> Response:
+        fields, _ = read(route.fields, await read_json(request, server.settings), route.hints)
+        model = server.models.resolve(fields.model)
+        order = route.order(fields, model)
+        assert isinstance(order, Order)
+        return JSONResponse(body(await server.count(order, model)))
+
+    described = body_of(route.fields, "input_tokens")
+    post(router, path, refusing(route.dialect, count), "How many tokens the prompt has", described)
+
+
+def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
+    """`endpoint`, with errors in the dialect's own shape."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except LocalLLMError as e:
+            return JSONResponse(dialect.error_body(e), status_code=e.http_status, headers=headers_of(e))
+
+    return answer
+
+
+def _answering(server: Server, route: Route[Any]) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
+        model = server.models.resolve(fields.model)
+        order = route.order(fields, model)
+        if isinstance(order, Preload):
+            await model.engine()
+            return JSONResponse(order.body)
+        order = replace(order, ignored=(*unknown, *order.ignored))
+        if route.dialect.streams if fields.stream is None else fields.stream:
+            return await server.stream(model, order, route.dialect)
+        return await server.whole(request, model, order)
+
+    return answer
+
+
+def post(router: APIRouter, path: str, endpoint: Endpoint, about: str, described: dict[str, Any] | None = None) -> None:
+    """Serve `path` by `endpoint`; `described`: what the OpenAPI document says of its body (see `openapi.body_of`)."""
+    router.add_api_route(
+        path, endpoint, methods=["POST"], response_model=None, name=about, description=about, openapi_extra=described
+    )

@@ -1,0 +1,98 @@
+"""Texts to vectors, whatever the dialect: which model makes them, the answer, and the vectors' numbers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from localllm.engine.embedding import Embeds
+from localllm.errors import RequestError, UnsupportedError
+from localllm.server.http.headers import ignored_header, request_id
+from localllm.server.http.streaming import unless_gone
+from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.serving import Server
+
+MOST_INPUTS = 2048
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class VectorOrder:
+    """`inputs` to be turned into vectors; `body` writes them (little-endian float32) and the tokens they took down.
+    `truncate`: cut what is too long instead of refusing it."""
+
+    inputs: Sequence[str | list[int]]
+    body: Callable[[list[bytes], int], Mapping[str, Any]]
+    truncate: bool = False
+
+
+def model_for(models: ModelRouter, name: str | None) -> ServedModel:
+    """The embedding model of that name; no name means the first one. Raises UnsupportedError for one that generates
+    text, saying what would help."""
+    embedding = [m for m in models.list() if m.embeds]
+    model = embedding[0] if embedding and not name else models.resolve(name)
+    if model.embeds:
+        return model
+    served = ", ".join(m.name for m in embedding)
+    raise UnsupportedError(
+        f"{model.name} generates text; it makes no embeddings",
+        hint=f"name an embedding model: {served}"
+        if served
+        else "serve an embedding model beside it: `localllm serve MODEL --also EMBEDDING_MODEL`",
+        param="model",
+    )
+
+
+async def answer(
+    server: Server, request: Request, model: ServedModel, order: VectorOrder, ignored: Sequence[str]
+) -> Response:
+    """The vectors as `order` writes them down. Cancelled when the client leaves."""
+    for i, text in enumerate(order.inputs):
+        if not text:
+            raise RequestError(f"input {i} is empty", param="input")
+
+    async def work() -> tuple[list[bytes], int]:
+        with server.counted(model):
+            engine = await model.engine()
+            if not isinstance(engine, Embeds):
+                raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
+            return await engine.embed(order.inputs, truncate=order.truncate)
+
+    found = await unless_gone(request, work())
+    if found is None:
+        return Response(status_code=499)
+    return JSONResponse(order.body(*found), headers={**request_id(), **ignored_header(ignored)})
+
+
+def cut(row: bytes, dimensions: int | None) -> bytes:
+    """The first `dimensions` numbers of a vector, made length 1 again. Raises RequestError when it has fewer."""
+    if dimensions is None or 4 * dimensions == len(row):
+        return row
+    if 4 * dimensions > len(row):
+        raise RequestError(f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions")
+    short = _floats(row[: 4 * dimensions])
+    length = math.sqrt(sum(x * x for x in short))
+    scaled = array("f", (x / length if length else x for x in short))
+    if sys.byteorder == "big":
+        scaled.byteswap()
+    return scaled.tobytes()
+
+
+def numbers(row: bytes) -> list[float]:
+    """The numbers of a vector."""
+    return list(_floats(row))
+
+
+def _floats(row: bytes) -> array[float]:
+    found = array("f", row)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found

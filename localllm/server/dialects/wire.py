@@ -1,0 +1,73 @@
+"""What several dialects write alike: server-sent events, OpenAI's error in a stream, timings, calls' arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from localllm.engine.messages import Timings
+from localllm.errors import LocalLLMError
+from localllm.server.generation.job import Progress, Spent
+from localllm.server.serving import Dialect
+
+# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
+quote = json.encoder.encode_basestring_ascii
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+def comment(progress: Progress) -> bytes:
+    """The keep-alive of server-sent events: a comment with the progress."""
+    return f": {progress}\n\n".encode()
+
+
+def compacted_comment(compacted: str) -> bytes:
+    """What `x-localllm-compacted` says, as a comment: the headers may have left before it was known."""
+    return f": compacted {compacted}\n\n".encode()
+
+
+def frame_error(error: LocalLLMError) -> bytes:
+    """OpenAI's error inside a stream, and its end."""
+    return b"data: " + json.dumps(error.to_openai()).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+EVENTS = Dialect(EVENT_STREAM, frame_error, comment)
+
+
+class RawText:
+    """What a Writer of raw text has nothing to say about: a prompt without a template makes no reasoning and no calls."""
+
+    def start(self) -> None:
+        """Nothing to say yet."""
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """Raw text has no reasoning."""
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """Raw text has no calls."""
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """Raw text has no calls."""
+
+
+def timings_body(usage: Spent, timings: Timings) -> dict[str, Any]:
+    """Times in milliseconds and speeds in tokens per second, under llama.cpp's names."""
+    fresh = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": fresh,
+        "prompt_ms": timings.prefill_s * 1e3,
+        "prompt_per_second": fresh / timings.prefill_s if timings.prefill_s > 0 else 0.0,
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": timings.decode_s * 1e3,
+        # The first token comes out of the prefill: the decode time holds the others.
+        "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s if timings.decode_s > 0 else 0.0,
+    }
+
+
+def arguments_object(arguments: str) -> Any:
+    """A call's arguments for dialects that send them as an object; what is no JSON is kept as it was written."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"_unparsed": arguments}

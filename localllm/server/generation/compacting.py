@@ -1,0 +1,142 @@
+"""Compaction at work: counts a conversation with the model's own vocabulary, and renders what `compaction` keeps of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from localllm.conversation.compaction import Compacted, Cost, compact
+from localllm.conversation.template import ChatTemplate, TemplateError
+from localllm.engine.api import Engine
+from localllm.errors import ContextLengthError
+from localllm.server.generation import prompting
+from localllm.server.generation.prompting import Prompt
+
+# Room kept for the answer where the request names no smaller `max_tokens`: agents ask for 32,000 whatever the window.
+_ANSWER_SHARE = 4
+# Counts of single messages may be a little off the real prompt. While they are, the budget for the counts shrinks.
+_TIGHTER, _TRIES = 0.75, 8
+_MAX_COUNTS = 65_536
+# A message's frame (role, markers) in tokens, where a template does not let it be measured.
+_FRAME_TOKENS = 8
+_PROBE = "zqx"
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], Awaitable[Prompt]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """What compaction did: messages left out, and by how many tokens that made the prompt shorter."""
+
+    messages: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.messages} messages, {self.tokens} tokens"
+
+
+class Counts:
+    """Token counts of texts, in memory only, the oldest forgotten first: a conversation comes back with every turn."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+
+    async def of(self, engine: Engine, text: str) -> int:
+        """How many tokens `text` has in the engine's vocabulary."""
+        if not text:
+            return 0
+        key = hashlib.sha256(f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")).digest()
+        count = self._kept.get(key)
+        if count is None:
+            count = len(await engine.tokenize(text))
+            self._kept[key] = count
+            if len(self._kept) > _MAX_COUNTS:
+                self._kept.popitem(last=False)
+        return count
+
+
+async def fitted(
+    engine: Engine, template: ChatTemplate, messages: Messages, render: Render, max_tokens: int | None, counts: Counts
+) -> tuple[Prompt, Shortened | None]:
+    """The prompt for `messages`, with the oldest left out where they do not fit beside an answer of `max_tokens`
+    tokens (at most a quarter of the window is kept for it). Raises ContextLengthError with the counts."""
+    n_ctx = engine.info.n_ctx
+    most = n_ctx // _ANSWER_SHARE
+    budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
+    prompt = await render(messages)
+    if len(prompt.text.encode()) < budget:  # a token has at least one byte
+        return prompt, None
+    whole = await _size(engine, prompt)
+    if whole <= budget:
+        return prompt, None
+    head = list(takewhile(lambda m: m["role"] == "system", messages))
+    fixed = await _size(engine, await render([*head, {"role": "user", "content": _PROBE}]))
+    costs = await _costs(engine, template, messages, counts)
+    room = max(0, budget - fixed)
+    kept: Compacted | None = None
+    for attempt in range(_TRIES):
+        last = attempt == _TRIES - 1
+        tighter = 0 if last else fixed + int(room * _TIGHTER**attempt)
+        was, kept = kept, compact(messages, costs, fixed_tokens=fixed, budget_tokens=tighter)
+        if was is not None and was.dropped == kept.dropped and not last:
+            continue
+        prompt = await render(kept.messages)
+        size = await _size(engine, prompt)
+        if size <= budget or kept.exhausted:
+            break
+    assert kept is not None
+    if size >= n_ctx:
+        raise ContextLengthError(
+            f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} messages that may be left "
+            f"out are; the served context is {n_ctx}",
+            hint="shorten the system prompt, the tools or the newest turn, or serve with a larger --context",
+            param="messages",
+        )
+    return prompt, Shortened(len(kept.dropped), whole - size) if kept.dropped else None
+
+
+async def _size(engine: Engine, prompt: Prompt) -> int:
+    return len(await engine.tokenize(prompt.text, add_bos=prompting.wants_bos(engine.info, prompt.text)))
+
+
+async def _costs(engine: Engine, template: ChatTemplate, messages: Messages, counts: Counts) -> list[Cost]:
+    frame = await _frame_tokens(engine, template, counts)
+    stays = await asyncio.to_thread(_keeps_reasoning, template)
+
+    async def cost(message: Mapping[str, Any]) -> Cost:
+        tokens = frame + await counts.of(engine, message["content"])
+        for call in message.get("tool_calls", ()):
+            tokens += frame + await counts.of(engine, json.dumps(call["function"], ensure_ascii=False))
+        thought = await counts.of(engine, message.get("reasoning_content") or "")
+        return Cost(tokens + thought) if stays else Cost(tokens, passing=thought)
+
+    return list(await asyncio.gather(*map(cost, messages)))
+
+
+async def _frame_tokens(engine: Engine, template: ChatTemplate, counts: Counts) -> int:
+    """What the template puts around a message, in tokens: the difference that a question with its answer makes."""
+    asked, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+    try:
+        one, two = [await asyncio.to_thread(template.render, m) for m in ([asked], [asked, said, asked])]
+    except TemplateError:
+        return _FRAME_TOKENS
+    more = await counts.of(engine, two) - await counts.of(engine, one)
+    # Rounded up: a count that is a little high only cuts a little early.
+    return max(1, (more - 2 * await counts.of(engine, _PROBE) + 1) // 2)
+
+
+def _keeps_reasoning(template: ChatTemplate) -> bool:
+    """Whether the template writes the reasoning of earlier turns into the prompt."""
+    asked = {"role": "user", "content": "."}
+    said = {"role": "assistant", "content": ".", "reasoning_content": _PROBE}
+    try:
+        return _PROBE in template.render([asked, said, asked])
+    except TemplateError:
+        return True

@@ -1,0 +1,100 @@
+"""What every chat dialect is translated to: an Ask, and from it the Job for a loaded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.conversation.recall import Recall
+from localllm.conversation.volatile import without_volatile
+from localllm.engine.api import Engine
+from localllm.engine.messages import Generation, Timings, TokenLogprob
+from localllm.server.generation import prompting
+from localllm.server.generation.compacting import Counts, Messages, fitted
+from localllm.server.generation.job import Job, Outcome, Spent, Writer
+from localllm.server.generation.prompting import Wishes
+from localllm.server.models.router import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `n` choices are
+    wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit."""
+
+    messages: Sequence[Mapping[str, Any]]
+    generation: Generation
+    wishes: Wishes = field(default_factory=Wishes)
+    n: int = 1
+    compaction: bool = False
+
+
+async def job_for(ask: Ask, model: ServedModel, engine: Engine, recall: Recall, counts: Counts) -> Job:
+    """Render the conversation with the model's template and describe the generation. Raises RequestError."""
+    messages, normalised = without_volatile(recall.restore(ask.messages))
+    template = model.template(engine.info)
+
+    async def render(kept: Messages) -> prompting.Prompt:
+        return await prompting.build(template, kept, ask.wishes, engine.tokenize)
+
+    if ask.compaction:
+        prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
+    else:
+        prompt, shortened = await render(messages), None
+    return Job(
+        prompt=prompt.text,
+        generation=ask.generation,
+        answer=prompt.answer,
+        add_bos=prompting.wants_bos(engine.info, prompt.text),
+        n=ask.n,
+        ignored=prompt.ignored,
+        normalised=normalised,
+        compacted="" if shortened is None else str(shortened),
+        asked=ask.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
+    )
+
+
+class Remembering:
+    """A Writer in front of another that keeps each choice's reasoning for `recall`."""
+
+    def __init__(self, inner: Writer, recall: Recall, asked: str) -> None:
+        self._inner, self._recall, self._asked = inner, recall, asked
+        self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
+
+    def start(self) -> None:
+        """Passed on."""
+        self._inner.start()
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """Passed on."""
+        self._inner.end(usage, timings)
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Keep and pass on."""
+        self._of(choice)[0].append(text)
+        self._inner.text(choice, text, logprobs)
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[1].append(text)
+        self._inner.reasoning(choice, text)
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[2].append([name])
+        self._inner.call_start(choice, index, name)
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """Keep and pass on."""
+        self._of(choice)[2][-1].append(text)
+        self._inner.call_arguments(choice, index, text)
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Remember and pass on."""
+        texts, thoughts, calls = self._of(choice)
+        parts = [(c[0], "".join(c[1:])) for c in calls]
+        self._recall.remember(self._asked, "".join(texts), parts, "".join(thoughts))
+        self._inner.finish(choice, outcome)
+
+    def _of(self, choice: int) -> tuple[list[str], list[str], list[list[str]]]:
+        return self._said.setdefault(choice, ([], [], []))

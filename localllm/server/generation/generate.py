@@ -1,0 +1,288 @@
+"""Runs one job on an engine and tells a Writer what happens: the only place that reads the engine's events."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyParser
+from localllm.engine.api import Engine
+from localllm.engine.messages import (
+    Event,
+    Failure,
+    Finish,
+    Prefill,
+    Queued,
+    Request,
+    Text,
+    TokenLogprob,
+)
+from localllm.errors import ContextLengthError, UnsupportedError, by_code
+from localllm.server.generation.job import AnswerPlan, Job, Outcome, Progress, Reason, Spent, Writer
+
+
+async def run(engine: Engine, job: Job, writer: Writer, progress: Progress) -> None:
+    """Generate every choice of `job`. Raises the LocalLLMError of the first choice that fails, after cancelling the
+    others; cancelling this coroutine cancels the requests in the engine."""
+    jobs = [await _within_window(engine, replace(job, prompt=p, also=())) for p in (job.prompt, *job.also)]
+    if job.choices == 1:
+        outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_choice(engine, jobs[i // job.n], i, i % job.n, writer, progress))
+                    for i in range(job.choices)
+                ]
+        except* Exception as failures:
+            raise failures.exceptions[0] from None
+        outcomes = [t.result() for t in tasks]
+    usages = [o.usage for o in outcomes]
+    writer.end(
+        Spent(
+            prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
+            completion_tokens=sum(u.completion_tokens for u in usages),
+            cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
+            accepted_draft_tokens=sum(u.accepted_draft_tokens for u in usages),
+            rejected_draft_tokens=sum(u.rejected_draft_tokens for u in usages),
+            cache_miss=usages[0].cache_miss,
+            reasoning_tokens=sum(u.reasoning_tokens for u in usages),
+        ),
+        outcomes[0].timings,
+    )
+
+
+async def _within_window(engine: Engine, job: Job) -> Job:
+    """`max_tokens` is a limit, not a wish: agents send 32,000 whatever the window, so it is lowered to what is left.
+
+    A token has at least one byte, so a short prompt needs no counting."""
+    most = job.generation.max_tokens
+    if most is None:
+        return job
+    size = len(job.prompt.encode()) + 1 if isinstance(job.prompt, str) else len(job.prompt)
+    n_ctx = engine.info.n_ctx
+    if size + most <= n_ctx:
+        return job
+    tokens = job.prompt
+    if isinstance(tokens, str):
+        tokens = await engine.tokenize(tokens, add_bos=job.add_bos)
+    room = n_ctx - len(tokens)
+    if room <= 0 or most <= room:
+        return replace(job, prompt=tokens)
+    return replace(job, prompt=tokens, generation=replace(job.generation, max_tokens=room))
+
+
+async def _choice(engine: Engine, job: Job, choice: int, variant: int, writer: Writer, progress: Progress) -> Outcome:
+    generation, answer = job.generation, job.answer
+    seed = generation.sampling.seed
+    if variant and seed is not None:
+        generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
+    request = Request(
+        secrets.token_hex(12),
+        job.prompt,
+        generation,
+        grammar=answer.grammar,
+        add_bos=job.add_bos,
+        render_control=answer.control,
+    )
+    voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
+    before: Finish | None = None
+    if answer.reasons_first:
+        request, before = await _reason(engine, answer, request, voice)
+        if request.generation.max_tokens == 0:
+            return voice.finish(replace(before, reason="length"))
+    if answer.prefix:
+        voice.hear(answer.prefix)
+        request = replace(request, prompt=await _behind(engine, request, answer.prefix), add_bos=False)
+    end = await (_with_calls(engine, answer, request, voice) if answer.calls else voice.speak(engine, request))
+    return voice.finish(_joined(before, end))
+
+
+async def _with_calls(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
+    """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
+    stops = (*request.generation.stop, *answer.calls)
+    free = _generating(request, stop=stops)
+    said: list[str] = []
+    end: Finish | None = None
+    while True:
+        try:
+            end = _joined(end, await voice.speak(engine, free, said))
+        except ContextLengthError:
+            if end is None:
+                raise
+            return replace(end, reason="length")
+        start = answer.calls.get(end.stop or "")
+        if start is None or end.reason == "length":
+            return end
+        said.append(voice.hear(end.stop or ""))
+        if voice.in_call:
+            said.append(voice.hear(start.lead))
+            rest = await _going_on(engine, request, said, end)
+            try:
+                strict = replace(_generating(rest, stop=(), ignore_eos=False), grammar=start.grammar)
+                end = _joined(end, await voice.speak(engine, strict, said))
+            except UnsupportedError:
+                # A schema that no grammar can hold: the call comes as the model writes it.
+                return _joined(end, await voice.speak(engine, rest))
+            if end.reason == "length":
+                return end
+            said.append(voice.hear(start.closing))
+            # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
+            if not (start.again and answer.reply.parallel) or not voice.new_call():
+                return end
+        rest = await _going_on(engine, request, said, end)
+        if rest.generation.max_tokens == 0:
+            return replace(end, reason="length")
+        free = _generating(rest, stop=stops)
+
+
+async def _going_on(engine: Engine, request: Request, said: list[str], so_far: Finish) -> Request:
+    """`request` for what comes behind the words said so far."""
+    prompt = await _behind(engine, request, "".join(said))
+    rest = _generating(request, max_tokens=_left(request, so_far))
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True)
+
+
+async def _reason(engine: Engine, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
+    """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
+    assert answer.reply.think is not None
+    closing = answer.reply.think[1]
+    thought: list[str] = []
+    stops = (*request.generation.stop, closing)
+    free = replace(_generating(request, stop=stops, ignore_eos=False), grammar=None)
+    end = await voice.speak(engine, free, thought)
+    if end.reason == "length":
+        return _generating(request, max_tokens=0), end
+    bridge = closing + "\n\n"
+    voice.hear(bridge)
+    prompt = await _behind(engine, request, "".join(thought) + bridge)
+    rest = _generating(request, max_tokens=_left(request, end))
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True), end
+
+
+def _generating(request: Request, **changes: Any) -> Request:
+    """`request` with some fields of its Generation changed."""
+    return replace(request, generation=replace(request.generation, **changes))
+
+
+def _left(request: Request, so_far: Finish) -> int | None:
+    """Tokens that may follow those generated so far; None = the remaining window."""
+    most = request.generation.max_tokens
+    return None if most is None else max(0, most - so_far.usage.completion_tokens)
+
+
+async def _behind(engine: Engine, request: Request, text: str) -> str | list[int]:
+    """The request's prompt with `text` behind it. BOS is decided by the original prompt, so ids carry it on."""
+    if isinstance(request.prompt, str) and not (request.add_bos and engine.info.adds_bos):
+        return request.prompt + text
+    head = request.prompt
+    if isinstance(head, str):
+        return await engine.tokenize(head + text, add_bos=True)
+    return head + await engine.tokenize(text)
+
+
+def _joined(first: Finish | None, second: Finish) -> Finish:
+    """The end of an answer made in two parts: the second part's prompt contains the first part."""
+    if first is None:
+        return second
+    usage, more, early, late = first.usage, second.usage, first.timings, second.timings
+    return replace(
+        second,
+        usage=replace(
+            usage,
+            completion_tokens=usage.completion_tokens + more.completion_tokens,
+            accepted_draft_tokens=usage.accepted_draft_tokens + more.accepted_draft_tokens,
+            rejected_draft_tokens=usage.rejected_draft_tokens + more.rejected_draft_tokens,
+        ),
+        timings=replace(early, decode_s=early.decode_s + late.queued_s + late.prefill_s + late.decode_s),
+    )
+
+
+class _Voice:
+    """Reads one choice's events and tells the writer."""
+
+    def __init__(self, writer: Writer, choice: int, progress: Progress, parser: ReplyParser | None) -> None:
+        self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
+        self._heard: list[str] | None = None
+        self._reasoned = 0
+        self._calls: list[str] = []
+        self._known: set[str] = set()
+
+    def new_call(self) -> bool:
+        """True if the last call heard differs from all before it."""
+        call = self._calls[-1] if self._calls else ""
+        new = bool(call) and call not in self._known
+        self._known.add(call)
+        self._calls.clear()
+        return new
+
+    @property
+    def in_call(self) -> bool:
+        """True while what comes belongs to a tool call."""
+        return self._parser is not None and self._parser.in_call
+
+    def hear(self, text: str) -> str:
+        """Read text that the model did not write itself; returns it."""
+        if self._parser is not None:
+            self._tell(self._parser.feed(text), ())
+        else:
+            self._writer.text(self._choice, text, ())
+        return text
+
+    async def speak(self, engine: Engine, request: Request, heard: list[str] | None = None) -> Finish:
+        """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text."""
+        self._heard = heard
+        end = await engine.listen(request, self._event)
+        if isinstance(end, Failure):
+            raise by_code(end.code, end.message, hint=end.hint or None)
+        return end
+
+    def _event(self, event: Event) -> None:
+        """Runs in the loop's read of the engine's pipe: once per token, so with as little as can be."""
+        if type(event) is Text:
+            if self._heard is not None:
+                self._heard.append(event.text)
+            parser = self._parser
+            if parser is not None:
+                if parser.thinking:
+                    self._reasoned += len(event.tokens)
+                self._tell(parser.feed(event.text), event.logprobs)
+            elif event.text or event.logprobs:
+                self._writer.text(self._choice, event.text, event.logprobs)
+        elif isinstance(event, Prefill):
+            progress = self._progress
+            progress.done, progress.total, progress.cached = event.done, event.total, event.cached
+        elif isinstance(event, Queued):
+            progress = self._progress
+            progress.ahead = event.ahead
+            if not progress.accepted:
+                progress.accepted = True
+                self._writer.start()
+
+    def finish(self, end: Finish) -> Outcome:
+        """The end of the choice."""
+        calls = 0
+        if self._parser is not None:
+            self._tell(self._parser.close(), ())
+            calls = self._parser.calls
+        said: Reason = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
+        outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)
+        self._writer.finish(self._choice, outcome)
+        return outcome
+
+    def _tell(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
+        writer, choice = self._writer, self._choice
+        for delta in deltas:
+            if isinstance(delta, Content):
+                writer.text(choice, delta.text, logprobs)
+                logprobs = ()
+            elif isinstance(delta, Reasoning):
+                writer.reasoning(choice, delta.text)
+            elif isinstance(delta, CallStart):
+                self._calls.append(delta.name)
+                writer.call_start(choice, delta.index, delta.name)
+            elif isinstance(delta, CallArguments):
+                self._calls[-1] += delta.text
+                writer.call_arguments(choice, delta.index, delta.text)

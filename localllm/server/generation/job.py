@@ -1,0 +1,135 @@
+"""What is to be generated, how it is told, and how it ended: the values between the dialects and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol
+
+from localllm.conversation.reply import ReplyFormat
+from localllm.conversation.tools.lazy import Start
+from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
+
+_MAX_NOTE_CHARS = 500
+
+Reason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What is known of an answer before it is made: how the engine holds it to a form, and how its text is read.
+
+    `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
+    as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
+    has finished. `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
+    markers are control tokens, which the engine must render.
+    """
+
+    reply: ReplyFormat = field(default_factory=ReplyFormat)
+    grammar: tuple[str, str] | None = None
+    prefix: str = ""
+    calls: Mapping[str, Start] = field(default_factory=dict)
+    control: bool = False
+
+    @property
+    def reasons_first(self) -> bool:
+        """True when the constraint must wait for the end of the reasoning."""
+        return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
+
+    `ignored` names fields that have no effect on this model, `normalised` what was taken out of the prompt,
+    `compacted` how much of the conversation was left out; `asked` is the turn that is answered, where the reasoning
+    behind the answer is to be remembered.
+    """
+
+    prompt: str | list[int]
+    generation: Generation
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
+    also: tuple[str | list[int], ...] = ()
+    add_bos: bool = True
+    n: int = 1
+    ignored: tuple[str, ...] = ()
+    normalised: tuple[str, ...] = ()
+    compacted: str = ""
+    asked: str | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many choices the reply has."""
+        return self.n * (1 + len(self.also))
+
+
+@dataclass(frozen=True, slots=True)
+class Spent(Usage):
+    """The engine's counts, and how many of the completion's tokens were reasoning."""
+
+    reasoning_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: Usage, reasoning_tokens: int) -> Spent:
+        """`usage` with the reasoning counted."""
+        return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
+
+    @property
+    def cache_note(self) -> str:
+        """What the prefix cache did, in one line of ASCII that fits a header."""
+        said = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
+        if self.cache_miss:
+            said += f"; {self.cache_miss}"
+        return "".join(c if " " <= c <= "~" else "?" for c in said)[:_MAX_NOTE_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one choice ended."""
+
+    reason: Reason
+    usage: Spent
+    timings: Timings
+    stop: str | None = None
+
+
+class Writer(Protocol):
+    """A dialect's way to write down a reply as it happens. Calls come in order: `start`, any number of the middle
+    ones, one `finish` per choice, `end`; or `error` at any point, after which nothing comes."""
+
+    def start(self) -> None:
+        """The engine has taken the request."""
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """More of the answer."""
+
+    def reasoning(self, choice: int, text: str) -> None:
+        """More of the reasoning."""
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        """A tool call begins."""
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        """A fragment of its arguments."""
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """A choice ended."""
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """Everything ended; the sums over the choices."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a job stands, for keep-alive comments."""
+
+    done: int = 0
+    total: int = 0
+    cached: int = 0
+    ahead: int = 0
+    accepted: bool = False
+
+    def __str__(self) -> str:
+        if self.total:
+            return f"prefill {self.done}/{self.total} tokens, {self.cached} cached"
+        return f"queued, {self.ahead} ahead" if self.accepted else "loading"

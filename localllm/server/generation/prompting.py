@@ -1,0 +1,147 @@
+"""From a conversation and its wishes (tools, schema, effort) to the engine's prompt, constraint and reply format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from localllm.conversation import tools as tool_formats
+from localllm.conversation.reply import ReplyFormat, think_markers
+from localllm.conversation.template import ChatTemplate
+from localllm.conversation.tools.base import Tool, ToolFormat
+from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
+from localllm.conversation.tools.prompt import Choice, forced, with_instruction
+from localllm.errors import RequestError, UnsupportedError
+from localllm.server.generation.job import AnswerPlan
+from localllm_backends.contract import ModelInfo
+
+# Variables of a rendering that a client may not set: they are the conversation itself.
+_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_THINKING_OFF = ("none",)
+Tokenize = Callable[[str], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wishes of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
+    how much reasoning (`effort`), and variables of the model's template."""
+
+    tools: Sequence[Tool] = ()
+    choice: Choice = field(default_factory=lambda: Choice("none"))
+    parallel: bool = True
+    grammar: tuple[str, str] | None = None
+    effort: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        return list(self.tools) if self.choice.mode != "none" else []
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation and what is known of its answer. `ignored`: wishes that this model can't fulfil."""
+
+    text: str
+    answer: AnswerPlan
+    ignored: tuple[str, ...] = ()
+
+
+async def build(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, tokenize: Tokenize | None = None
+) -> Prompt:
+    """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells
+    whether an opening marker is one token; it is asked only where a grammar must spell one."""
+    marker: int | None = None
+    if wishes.offered and wishes.grammar is not None and tokenize is not None:
+        ids = await tokenize(_style(template).markers[0])
+        marker = ids[0] if len(ids) == 1 else None
+    return await asyncio.to_thread(_build, template, messages, wishes, marker)
+
+
+def _style(template: ChatTemplate) -> ToolFormat:
+    """How calls are written: the default where the template would drop the offer."""
+    return tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
+
+
+def _build(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, marker_id: int | None
+) -> Prompt:
+    kwargs, ignored = _variables(template, wishes)
+    tools, style = wishes.offered, _style(template)
+    if not template.knows_tools:
+        # The template would drop the offer, and refuse or garble the `tool` role.
+        messages = with_instruction(messages, tools)
+    text = template.render(messages, tools=tools or None, **kwargs)
+    think = style.think or think_markers(template.source)
+    thinking = think is not None and text.rstrip().endswith(think[0])
+    reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops)
+    if tools:
+        answer = _with_tools(wishes, style, template.source, reply, marker_id)
+    else:
+        grammar = wishes.grammar
+        if grammar is not None and grammar[0] == "json_schema":
+            shaped = answer_alone(style, grammar[1])
+            grammar = ("lark", shaped) if shaped is not None else grammar
+        answer = AnswerPlan(reply, grammar, control=style.control and style.think is not None)
+    return Prompt(text, answer, ignored)
+
+
+def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and the wishes it has none for. Raises RequestError for one that nobody may set."""
+    kwargs = dict(wishes.template_kwargs or {})
+    for name in _RESERVED:
+        if name in kwargs:
+            raise RequestError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
+    if wishes.effort is None:
+        return kwargs, ()
+    if "reasoning_effort" in template.source:
+        kwargs.setdefault("reasoning_effort", wishes.effort)
+    elif "enable_thinking" in template.source:
+        kwargs.setdefault("enable_thinking", wishes.effort not in _THINKING_OFF)
+    else:
+        return kwargs, ("reasoning_effort",)  # this model has no reasoning to steer
+    return kwargs, ()
+
+
+def _with_tools(
+    wishes: Wishes, style: ToolFormat, source: str, reply: ReplyFormat, marker_id: int | None
+) -> AnswerPlan:
+    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call."""
+    tools, grammar, parallel = wishes.offered, wishes.grammar, wishes.parallel
+    prefix = ""
+    calls: Mapping[str, Start] = {}
+    if wishes.choice.mode == "required":
+        if grammar is not None:
+            raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
+        style = style if style.opening is not None else tool_formats.DEFAULT
+        prefix, grammar = forced(style, tools, wishes.choice)
+        parallel = False
+    elif grammar is not None:
+        kind, schema = grammar
+        both = either(style, source, tools, schema, marker_id) if kind == "json_schema" else None
+        if both is None:
+            raise UnsupportedError(
+                f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
+                "format: send tool_choice none or required",
+                param="response_format",
+            )
+        grammar = ("lark", both)
+    else:
+        calls = starts_of(style, source, tools)
+    reader = style.reader
+    reply = replace(
+        reply,
+        call_markers=style.markers,
+        new_reader=lambda first, marker: reader(first, marker, tools),
+        parallel=parallel,
+    )
+    return AnswerPlan(reply, grammar, prefix, calls, style.control)
+
+
+def wants_bos(info: ModelInfo, text: str) -> bool:
+    """True when the engine must put the BOS token first: the model wants one and the template did not write it."""
+    return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))

@@ -1,0 +1,23 @@
+"""Our own response headers, and text made fit to be in one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+IGNORED = "x-localllm-ignored"
+_MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
+
+
+def request_id() -> dict[str, str]:
+    """A fresh `x-request-id`."""
+    return {"x-request-id": "req_" + secrets.token_hex(8)}
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """`x-localllm-ignored`, when there is something to name. A client chose the names: what could break a header is
+    replaced."""
+    if not names:
+        return {}
+    plain = ("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in n) for n in names)
+    return {IGNORED: ",".join(n[:_MAX_NAME_CHARS] for n in plain)[:_MAX_CHARS]}

@@ -1,0 +1,102 @@
+"""Runs uvicorn on a listening socket and stops it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from localllm.errors import LocalLLMError
+from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.streaming import OWN_SEND
+
+_GRACE_S = 5
+_KEEP_ALIVE_S = 75
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP, plus what it lacks: a connection that does not finish its headers in time is closed, and small
+    frames leave at once."""
+
+    header_timeout_s: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._deadline = self.loop.call_later(self.header_timeout_s, self._slow)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # Bytes of a head that is not whole yet: h11 keeps them and has seen no request.
+        started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not started and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif started and self._deadline is None:
+            self._deadline = self.loop.call_later(self.header_timeout_s, self._slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _slow(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: the command line decides what Ctrl-C means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+async def serve_on(app: App, sock: socket.socket, settings: ServerSettings, *, quiet: bool = False) -> None:
+    """Serve until cancelled; open streams get a few seconds to end. Prompts are never logged."""
+
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[OWN_SEND] = send
+        await app(scope, receive, send)
+
+    class Protocol(_Protocol):
+        header_timeout_s = settings.header_timeout_s
+
+    config = uvicorn.Config(
+        outermost,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        log_level=logging.CRITICAL if quiet else logging.WARNING,
+        timeout_graceful_shutdown=_GRACE_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        limit_concurrency=settings.max_connections + 1,  # uvicorn refuses from this number on
+        server_header=False,
+        date_header=False,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await asyncio.wait({task}, timeout=_GRACE_S + 2)
+        raise
+    finally:
+        sock.close()
+    if not server.started:
+        raise LocalLLMError("the HTTP server did not start")

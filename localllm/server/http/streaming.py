@@ -1,0 +1,196 @@
+"""Carries a reply to its client: headers early, nothing silent for long, cancelled the moment the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localllm.errors import LocalLLMError
+from localllm.server.http.asgi import Receive, Scope, Send
+from localllm.server.http.errors import headers_of, internal, log_failure
+from localllm.server.http.json_body import send_json
+from localllm.server.http.settings import ServerSettings
+
+Result = TypeVar("Result")
+_TICK_S = 1.0
+# Under this key of its scope a request may have the server's own `send`, without the layers that we put before it:
+# each costs every token of a stream a coroutine.
+OWN_SEND = "localllm.send"
+
+
+class Outbox:
+    """Bytes on their way to one client. What is written between two turns of the loop leaves in one send."""
+
+    __slots__ = ("_pieces", "_waiter", "closed", "error", "writes")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.closed = False
+        self.error: LocalLLMError | None = None
+        self.writes = 0
+
+    def write(self, data: bytes) -> None:
+        """Queue `data`."""
+        self._pieces.append(data)
+        self.writes += 1
+        self._wake()
+
+    def close(self, error: LocalLLMError | None = None) -> None:
+        """Nothing more will come; `error` says why, when it is not the natural end."""
+        self.closed, self.error = True, error
+        self._wake()
+
+    async def wait(self) -> None:
+        """Until something is queued or nothing will come. One consumer only."""
+        if not self._pieces and not self.closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def take(self) -> bytes:
+        """Everything queued now."""
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        return data
+
+    @property
+    def empty(self) -> bool:
+        """True when nothing is queued."""
+        return not self._pieces
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class StreamResponse(Response):
+    """An ASGI response fed by `produce(outbox)`, which writes frames and raises on failure.
+
+    An error before the first frame, within the grace period, becomes an HTTP status with a JSON body; a later one
+    becomes the last frame. `headers` is asked once, when they leave. `keepalive` makes the frame that breaks a silence
+    (b"" sends none).
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[Outbox], Coroutine[Any, Any, None]],
+        *,
+        settings: ServerSettings,
+        media_type: str,
+        keepalive: Callable[[], bytes],
+        frame_error: Callable[[LocalLLMError], bytes],
+        error_body: Callable[[LocalLLMError], dict[str, Any]] = LocalLLMError.to_openai,
+        headers: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        super().__init__()
+        self._produce = produce
+        self._settings = settings
+        self._keepalive = keepalive
+        self._frame_error = frame_error
+        self._error_body = error_body
+        self._media_type = media_type
+        self._more_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        outbox = Outbox()
+        producer = asyncio.create_task(self._run(outbox))
+        watcher = asyncio.create_task(_cancel_when_gone(receive, producer))
+        ticker: _Ticker | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
+            if outbox.closed and outbox.empty and outbox.error is not None:
+                await send_json(
+                    send, outbox.error.http_status, self._error_body(outbox.error), headers_of(outbox.error)
+                )
+                return
+            fixed = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers()}.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            if outbox.empty and not outbox.closed:
+                outbox.write(self._keepalive())
+            ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
+            # The layers between us and the server look at the head only, and it has left.
+            send = scope.get(OWN_SEND, send)
+            while not (outbox.closed and outbox.empty):
+                await outbox.wait()
+                if not outbox.empty:
+                    await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
+            last = self._frame_error(outbox.error) if outbox.error is not None else b""
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            if ticker is not None:
+                ticker.stop()
+            await _end(producer, watcher)
+
+    async def _run(self, outbox: Outbox) -> None:
+        try:
+            await self._produce(outbox)
+        except asyncio.CancelledError:
+            outbox.close()
+            raise
+        except Exception as e:
+            if not isinstance(e, LocalLLMError):
+                log_failure(e)
+            outbox.close(internal(e))
+        else:
+            outbox.close()
+
+
+class _Ticker:
+    """Looks once a second whether the stream was silent, and breaks the silence when there is news or it grows long.
+    One timer per stream, none per token."""
+
+    def __init__(self, outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
+        self._outbox, self._keepalive = outbox, keepalive
+        self._period_s = min(_TICK_S, longest_s)
+        self._patience = max(1, int(longest_s / self._period_s) - 1)
+        self._seen, self._silent, self._said = outbox.writes, 0, b""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._period_s, self._tick)
+
+    def stop(self) -> None:
+        """No more ticks."""
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        if self._outbox.writes != self._seen:
+            self._silent = 0
+        else:
+            self._silent += 1
+            frame = self._keepalive()
+            if frame and (frame != self._said or self._silent >= self._patience):
+                self._outbox.write(frame)
+                self._silent, self._said = 0, frame
+        self._seen = self._outbox.writes
+        self._timer = self._loop.call_later(self._period_s, self._tick)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`, or None when the client left first (then `work` was cancelled)."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_cancel_when_gone(request.receive, task))
+    try:
+        await asyncio.wait({task})
+        return None if task.cancelled() else task.result()
+    finally:
+        await _end(task, watcher)
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

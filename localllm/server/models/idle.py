@@ -1,0 +1,41 @@
+"""Gives a model's memory back when nobody has used it for a while: the next request loads it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from localllm.server.models.router import ModelRouter
+
+log = logging.getLogger("localllm.server")
+_LOOKS_PER_PERIOD = 10
+_MOST_BETWEEN_LOOKS_S = 30.0
+
+
+async def unload_idle(
+    models: ModelRouter, *, idle_s: float, pressed: Callable[[], bool] = lambda: False, pressed_idle_s: float = 60.0
+) -> None:
+    """Runs until cancelled. A loaded model without a request in flight is closed after `idle_s` seconds of silence,
+    or after `pressed_idle_s` while `pressed()` says that the machine's memory is short."""
+    closed_at: dict[str, float] = {}
+    pause = min(idle_s / _LOOKS_PER_PERIOD, _MOST_BETWEEN_LOOKS_S)
+    while True:
+        await asyncio.sleep(pause)
+        now = asyncio.get_running_loop().time()
+        limit = min(idle_s, pressed_idle_s) if pressed() else idle_s
+        for model in models.list():
+            used = model.last_used_s
+            if not model.loaded or model.in_use or closed_at.get(model.name) == used or now - used < limit:
+                continue
+            closed_at[model.name] = used
+            log.info("unloading %s after %.0f s without a request", model.name, now - used)
+            await model.unload()
+
+
+def memory_is_short() -> bool:
+    """True when less is available than the memory guard keeps for the system."""
+    from localllm.engine.memory_guard import SystemMemory, headroom_bytes, judge, process_and_children
+
+    memory = SystemMemory(process_and_children)
+    return judge(memory.available_bytes(), headroom_bytes(memory.total_bytes)) != "none"

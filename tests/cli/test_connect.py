@@ -1,0 +1,131 @@
+"""Connecting editors: configurations that name the real server, files that lose nothing, and checks that can fail."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localllm.cli import connect as command
+from localllm.cli.editors import RECIPES, ConfigFile, Target
+from localllm.engine.messages import Failure
+from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
+from localllm.server.models.router import ServedModel
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+TARGET = Target("http://127.0.0.1:11535", "tiny", 4096)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_names_the_server_and_the_model(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name](TARGET, tmp_path)
+    said = " ".join([*(f.shown() for f in recipe.files), *recipe.steps, *recipe.environment.values()])
+    if name == "cursor":
+        assert "cloud" in said
+        assert not recipe.files
+        return
+    assert "127.0.0.1:11535" in said
+    assert "tiny" in said or name in ("open-webui",)
+    assert all(f.path.is_relative_to(tmp_path) for f in recipe.files)
+
+
+def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> None:
+    def text(target: Target) -> str:
+        (file,) = RECIPES["continue"](target, tmp_path).files
+        return file.text or ""
+
+    three = text(replace(TARGET, autocomplete="fim", embedding="bert"))
+    assert [line.strip() for line in three.splitlines() if "roles" in line or "model:" in line] == [
+        'model: "tiny"', "roles: [chat, edit, apply]", 'model: "fim"', "roles: [autocomplete]", 'model: "bert"',
+        "roles: [embed]",
+    ]  # fmt: skip
+    assert "roles: [chat, edit, apply, autocomplete]" in text(replace(TARGET, autocomplete="tiny"))
+    assert "--also" in RECIPES["continue"](TARGET, tmp_path).steps[0]
+
+
+def test_the_target_is_asked_of_the_server() -> None:
+    fim = ScriptedEngine(fim_tokens={"pre": 1, "suf": 2, "mid": 3})
+    models = [
+        ServedModel("bert", ScriptedEngine(), embeds=True),
+        ServedModel("chat", ScriptedEngine()),
+        ServedModel("fim", fim, info=fim.info),
+    ]
+    with running_server(models) as server:
+        target = command._target(server.url, None, None)
+    assert (target.model, target.autocomplete, target.embedding) == ("chat", "fim", "bert")
+
+
+def test_codex_gets_a_profile_file_that_is_toml(tmp_path: Path) -> None:
+    (file,) = RECIPES["codex"](TARGET, tmp_path).files
+    profile = tomllib.loads(file.text or "")
+    assert profile["model_providers"]["localllm"] == {
+        "name": "localllm", "base_url": "http://127.0.0.1:11535/v1", "wire_api": "responses",
+    }  # fmt: skip
+
+
+def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
+    (file,) = RECIPES["zed"](TARGET, tmp_path).files
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text('{"theme": "One", "language_models": {"openai": {"x": 1}}}')
+    assert "wrote" in command.write_file(file)
+    settings = json.loads(file.path.read_text())
+    assert settings["theme"] == "One"
+    assert settings["language_models"]["openai"] == {"x": 1}
+    assert "localllm" in settings["language_models"]["openai_compatible"]
+    (backup,) = file.path.parent.glob("*.bak")
+    assert json.loads(backup.read_text())["theme"] == "One"
+    assert "up to date" in command.write_file(file)
+    assert file.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_list_keeps_the_entries_of_others(tmp_path: Path) -> None:
+    (file,) = RECIPES["vscode"](TARGET, tmp_path).files
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text('[{"name": "other"}, {"name": "localllm", "old": true}]')
+    command.write_file(file)
+    assert [(e["name"], "old" in e) for e in json.loads(file.path.read_text())] == [
+        ("other", False),
+        ("localllm", False),
+    ]
+
+
+@pytest.mark.parametrize("old", ['{\n  // mine\n  "a": 1\n}', "{broken"])
+def test_a_file_with_comments_is_left_alone(tmp_path: Path, old: str) -> None:
+    (file,) = RECIPES["zed"](TARGET, tmp_path).files
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text(old)
+    with pytest.raises(UsageError, match="comments"):
+        command.write_file(file)
+    assert file.path.read_text() == old
+
+
+def test_a_yaml_file_that_exists_is_left_alone(tmp_path: Path) -> None:
+    file = ConfigFile(tmp_path / "config.yaml", text="ours: 1\n")
+    file.path.write_text("theirs: 1\n")
+    with pytest.raises(UsageError, match="exists"):
+        command.write_file(file)
+
+
+def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
+    with running_server({"tiny": engine}) as server:
+        for name in RECIPES:
+            command.connect(name, None, server.url, None, False, True)
+        assert "FAILED" not in capsys.readouterr().out
+        with pytest.raises(NotFoundError, match="tiny"):
+            command.connect("zed", "gone", server.url, None, False, False)
+        with pytest.raises(NotFoundError, match="known"):
+            command.connect("emacs", None, server.url, None, False, False)
+        engine.script = [Failure("", "worker_died", "gone")]
+        with pytest.raises(LocalLLMError, match="3 of Zed's calls failed"):
+            command.connect("zed", None, server.url, None, False, True)
+        assert "503" in capsys.readouterr().out
+
+
+def test_no_server_is_said_so() -> None:
+    with pytest.raises(ServerUnreachableError, match="no localllm server"):
+        command.connect("zed", None, "http://127.0.0.1:9", None, False, False)

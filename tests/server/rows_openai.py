@@ -1,0 +1,306 @@
+"""The conformance table of OpenAI's chat and completions."""
+
+from __future__ import annotations
+
+import json
+
+from server.rows import (
+    BARE_TOOL,
+    CALL,
+    FIM,
+    HI,
+    SCHEMA,
+    TEXT,
+    TOOL,
+    Row,
+    honoured,
+    refused,
+    sampling,
+    says,
+    text,
+    tolerated,
+)
+
+OPENAI: list[Row] = [
+    # --- OpenAI chat: how tokens are chosen ---
+    sampling("temperature", 0, 0),
+    sampling("temperature", 1.3, 1.3),
+    sampling("top_p", 0.4, 0.4),
+    sampling("top_k", 7, 7),
+    sampling("top_k", -1, 0),
+    sampling("min_p", 0.2, 0.2),
+    sampling("typical_p", 0.7, 0.7),
+    sampling("repeat_penalty", 1.2, 1.2),
+    sampling("repeat_penalty", 1.3, 1.3, key="repetition_penalty"),
+    sampling("repeat_last_n", 32, 32),
+    sampling("presence_penalty", 1.5, 1.5),
+    sampling("frequency_penalty", -2, -2),
+    sampling("seed", 42, 42),
+    sampling("seed", -1, None),
+    sampling("seed", None, None),
+    sampling("logit_bias", {"65": -100, "66": 3}, {65: -100.0, 66: 3.0}),
+    refused("temperature is text", {"temperature": "hot"}, "temperature"),
+    refused("temperature below 0", {"temperature": -1}, "temperature"),
+    refused("top_p above 1", {"top_p": 1.5}, "top_p"),
+    refused("top_k huge", {"top_k": 10**30}, "top_k"),
+    refused("seed huge", {"seed": 10**30}, "seed"),
+    refused("penalty out of range", {"presence_penalty": 3}, "presence_penalty"),
+    refused("repeat_penalty 0", {"repeat_penalty": 0}, "repeat_penalty"),
+    refused("logit_bias of a word", {"logit_bias": {"cat": 1}}, "token id"),
+    refused("logit_bias out of range", {"logit_bias": {"1": 1000}}, "logit_bias"),
+    refused("mirostat", {"mirostat": 2}, "mirostat"),
+    tolerated("mirostat off", {"mirostat": 0}),
+    refused("xtc", {"xtc_probability": 0.5}, "XTC"),
+    refused("dry", {"dry_multiplier": 0.8}, "DRY"),
+    refused("dynatemp", {"dynatemp_range": 0.5}, "dynamic"),
+    refused("tfs", {"tfs_z": 0.5}, "tail-free"),
+    refused("best_of", {"best_of": 3}, "best_of"),
+    refused("beam search", {"use_beam_search": True}, "beam"),
+    refused("min_tokens", {"min_tokens": 5}, "minimum"),
+    refused("lora", {"lora": [{"id": 0}]}, "adapters"),
+    # --- OpenAI chat: how long, how many ---
+    honoured(
+        "max_tokens",
+        {"max_tokens": 3},
+        lambda r, j, h: (text(j), j["choices"][0]["finish_reason"]) == ("Hel", "length"),
+    ),
+    honoured("max_completion_tokens", {"max_completion_tokens": 2}, lambda r, j, h: text(j) == "He"),
+    honoured("n_predict", {"n_predict": 4}, lambda r, j, h: text(j) == "Hell"),
+    honoured("no limit is the remaining window", {}, lambda r, j, h: r.generation.max_tokens is None),
+    honoured(
+        "max_tokens beyond the window",
+        {"max_tokens": 99999},
+        lambda r, j, h: r.generation.max_tokens == 4096 - len(r.prompt),
+    ),
+    honoured("stop as text", {"stop": "lo"}, lambda r, j, h: text(j) == "Hel"),
+    honoured("stop as a list", {"stop": ["zz", " w"]}, lambda r, j, h: text(j) == "Hello"),
+    honoured("stop null", {"stop": None}, lambda r, j, h: r.generation.stop == ()),
+    honoured("n", {"n": 3}, lambda r, j, h: [c["index"] for c in j["choices"]] == [0, 1, 2]),
+    honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.generation.ignore_eos),
+    honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),
+    honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.generation.time_limit_s == 2.5),
+    tolerated("prompt_cache_key", {"prompt_cache_key": "k"}, "prompt_cache_key"),
+    refused("max_tokens below 0", {"max_tokens": -5}, "max_tokens"),
+    refused("max_tokens is a fraction", {"max_tokens": 1.5}, "max_tokens"),
+    refused("n is 0", {"n": 0}, "n:"),
+    refused("n is 1000", {"n": 1000}, "n:"),
+    refused("stop is a number", {"stop": 5}, "stop"),
+    refused("stop has a number", {"stop": [5]}, "stop"),
+    # --- OpenAI chat: what comes back ---
+    honoured("logprobs", {"logprobs": True}, lambda r, j, h: len(j["choices"][0]["logprobs"]["content"]) == 11),
+    honoured(
+        "top_logprobs",
+        {"logprobs": True, "top_logprobs": 4},
+        lambda r, j, h: len(j["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 4,
+    ),
+    refused("top_logprobs alone", {"top_logprobs": 4}, "logprobs"),
+    refused("top_logprobs 50", {"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+    refused("audio out", {"modalities": ["text", "audio"]}, "text only"),
+    tolerated("modalities text", {"modalities": ["text"]}),
+    refused("audio", {"audio": {"voice": "x"}}, "text only"),
+    refused("web search", {"web_search_options": {}}, "search"),
+    refused("store", {"store": True}, "stored"),
+    tolerated("store false", {"store": False}),
+    refused("verbosity low", {"verbosity": "low"}, "verbosity"),
+    tolerated("verbosity medium", {"verbosity": "medium"}),
+    honoured("stream null", {"stream": None}, lambda r, j, h: j["object"] == "chat.completion"),
+    refused("stream is text", {"stream": "maybe"}, "stream"),
+    # --- OpenAI chat: the conversation ---
+    honoured("developer is system", {"messages": [{"role": "developer", "content": "d"}, *HI]}, says("system\nd")),
+    honoured(
+        "content parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "p1"}, {"type": "text", "text": "p2"}]}]},
+        says("p1\np2"),
+    ),
+    honoured(
+        "content null", {"messages": [*HI, {"role": "assistant", "content": None}, *HI]}, says("assistant\n<|im_end|>")
+    ),
+    honoured("content absent", {"messages": [*HI, {"role": "assistant"}, *HI]}, says("assistant\n<|im_end|>")),
+    honoured(
+        "two systems",
+        {"messages": [{"role": "system", "content": "s1"}, {"role": "system", "content": "s2"}, *HI]},
+        says("s2"),
+    ),
+    honoured("system in the middle", {"messages": [*HI, {"role": "system", "content": "mid"}, *HI]}, says("mid")),
+    honoured(
+        "a tool's result",
+        {
+            "messages": [
+                *HI,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "42"},
+            ]
+        },
+        says("<tool_response>\n42"),
+    ),
+    honoured(
+        "arguments that are no JSON",
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{bad"}}]},
+                *HI,
+            ]
+        },
+        says("{bad"),
+    ),
+    refused("no messages", {"messages": []}, "empty"),
+    refused("messages missing", {"messages": None}, "messages"),
+    refused("messages is text", {"messages": "hi"}, "messages"),
+    refused("a message is text", {"messages": ["hi"]}, "object"),
+    refused("an unknown role", {"messages": [{"role": "wizard", "content": "x"}]}, "known roles"),
+    refused("no role", {"messages": [{"content": "x"}]}, "role"),
+    refused("content is a number", {"messages": [{"role": "user", "content": 5}]}, "content"),
+    refused(
+        "an image",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "images",
+    ),
+    refused(
+        "audio in", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "audio"
+    ),
+    refused("an unknown part", {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "hologram"),
+    refused("too long", {"messages": [{"role": "user", "content": "x" * 5000}]}, "4096"),
+    refused("an unknown model", {"model": "gpt-9"}, "tiny", 404),
+    honoured("a model with :latest", {"model": "tiny:latest"}, lambda r, j, h: j["model"] == "tiny"),
+    honoured("an alias", {"model": "small"}, lambda r, j, h: j["model"] == "tiny"),
+    honoured("no model", {"model": None}, lambda r, j, h: j["model"] == "tiny"),
+    tolerated("user, metadata, service_tier", {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"}),
+    tolerated("nobody knows these", {"zed_thing": 1, "abc": None}, "abc,zed_thing"),
+    # --- OpenAI chat: tools ---
+    honoured("tools are offered", {"tools": [TOOL]}, says('"name": "look"')),
+    honoured("a tool without parameters", {"tools": [BARE_TOOL]}, says('"name": "now"')),
+    honoured(
+        "tool_choice auto",
+        {"tools": [TOOL], "tool_choice": "auto"},
+        lambda r, j, h: (
+            j["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"q": "x"}'}
+            and j["choices"][0]["finish_reason"] == "tool_calls"
+        ),
+        script=CALL,
+    ),
+    honoured("tool_choice none", {"tools": [TOOL], "tool_choice": "none"}, lambda r, j, h: "look" not in r.prompt),
+    honoured(
+        "tool_choice required",
+        {"tools": [TOOL, BARE_TOOL], "tool_choice": "required"},
+        lambda r, j, h: (
+            r.grammar[0] == "json_schema" and "anyOf" in r.grammar[1] and r.prompt.endswith("<tool_call>\n")
+        ),
+        script=['{"name": "look", "arguments": {"q": "x"}}'],
+    ),
+    honoured(
+        "tool_choice any",
+        {"tools": [TOOL, BARE_TOOL], "tool_choice": "any"},
+        lambda r, j, h: "anyOf" in r.grammar[1],
+        script=['{"name": "now", "arguments": {}}'],
+    ),
+    honoured(
+        "tool_choice named",
+        {"tools": [TOOL, BARE_TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        lambda r, j, h: (
+            json.loads(r.grammar[1])["required"] == ["q"]
+            and r.prompt.endswith('"arguments": ')
+            and j["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+        ),
+        script=['{"q": "x"}'],
+    ),
+    honoured(
+        "parallel_tool_calls false",
+        {"tools": [TOOL], "parallel_tool_calls": False},
+        lambda r, j, h: len(j["choices"][0]["message"]["tool_calls"]) == 1,
+        script=CALL + CALL,
+    ),
+    honoured(
+        "parallel_tool_calls",
+        {"tools": [TOOL]},
+        lambda r, j, h: len(j["choices"][0]["message"]["tool_calls"]) == 2,
+        script=CALL + CALL,
+    ),
+    honoured(
+        "a malformed call is text",
+        {"tools": [TOOL]},
+        lambda r, j, h: text(j).split() == ["<tool_call>", "oops", "</tool_call>"],
+        script=["<tool_call>oops"],
+    ),
+    refused("tool_choice unknown", {"tools": [TOOL], "tool_choice": "maybe"}, "maybe"),
+    refused(
+        "tool_choice of a missing tool",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "gone"}}},
+        "gone",
+    ),
+    refused("required without tools", {"tool_choice": "required"}, "no tools"),
+    refused("a tool without a name", {"tools": [{"type": "function", "function": {}}]}, "name"),
+    refused("two tools of one name", {"tools": [TOOL, TOOL]}, "two tools"),
+    refused("a custom tool", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
+    refused(
+        "parameters is a list", {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "schema"
+    ),
+    refused("legacy functions", {"functions": [{"name": "f"}]}, "tools"),
+    honoured(
+        "prediction",
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "as before"}]}},
+        lambda r, j, h: r.generation.prediction == "as before",
+    ),
+    refused("prediction of another type", {"prediction": {"type": "audio"}}, "prediction.type"),
+    honoured(
+        "tools and a format: the answer is in it, or a call",
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        lambda r, j, h: r.grammar[0] == "lark" and "answer | call" in r.grammar[1],
+    ),
+    refused("tools and a GBNF grammar", {"tools": [TOOL], "grammar": 'root ::= "x"'}, "combined"),
+    # --- OpenAI chat: form ---
+    honoured(
+        "json_object",
+        {"response_format": {"type": "json_object"}},
+        lambda r, j, h: r.grammar == ("json_schema", '{"type": "object"}'),
+    ),
+    honoured(
+        "json_schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
+    ),
+    honoured("text", {"response_format": {"type": "text"}}, lambda r, j, h: r.grammar is None),
+    honoured("grammar", {"grammar": 'root ::= "x"'}, lambda r, j, h: r.grammar == ("gbnf", 'root ::= "x"')),
+    refused(
+        "a schema that is none", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"
+    ),
+    refused("an unknown format", {"response_format": {"type": "yaml"}}, "yaml"),
+    refused("two constraints", {"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "combined"),
+    refused("chat_template_kwargs over messages", {"chat_template_kwargs": {"messages": []}}, "messages"),
+    tolerated("reasoning_effort where there is none", {"reasoning_effort": "low"}, "reasoning_effort"),
+    refused("an unknown effort", {"reasoning_effort": "extreme"}, "reasoning_effort"),
+    # --- OpenAI completions ---
+    honoured(
+        "prompt as text", {}, lambda r, j, h: (r.prompt, j["choices"][0]["text"]) == ("ab", "Hello world"), path=TEXT
+    ),
+    honoured("prompt as ids", {"prompt": [1, 2, 3]}, lambda r, j, h: r.prompt == [1, 2, 3], path=TEXT),
+    honoured(
+        "prompts",
+        {"prompt": ["a", "b"], "n": 2},
+        lambda r, j, h: len(j["choices"]) == 4 and j["usage"]["prompt_tokens"] == 2,
+        path=TEXT,
+    ),
+    honoured("echo", {"echo": True}, lambda r, j, h: j["choices"][0]["text"] == "abHello world", path=TEXT),
+    honoured("suffix", {"suffix": "cd"}, lambda r, j, h: r.prompt == [200, 97, 98, 201, 99, 100, 202], path=TEXT),
+    honoured(
+        "legacy logprobs",
+        {"logprobs": 2},
+        lambda r, j, h: len(j["choices"][0]["logprobs"]["top_logprobs"][0]) == 2,
+        path=TEXT,
+    ),
+    sampling("temperature", 0.1, 0.1, TEXT),
+    sampling("seed", 3, 3, TEXT),
+    refused("an empty list of prompts", {"prompt": []}, "empty", path=TEXT),
+    refused("a prompt that is a number", {"prompt": 5}, "prompt", path=TEXT),
+    refused("echo with logprobs", {"echo": True, "logprobs": 1}, "echo", path=TEXT),
+    refused("suffix for many", {"prompt": ["a", "b"], "suffix": "c"}, "suffix", path=TEXT),
+    refused("best_of", {"best_of": 2}, "best_of", path=TEXT),
+    honoured(
+        "Mistral's fim", {"suffix": "cd"}, lambda r, j, h: r.prompt[0] == 200 and text(j) == "Hello world", path=FIM
+    ),
+    refused("embeddings of a chat model", {"input": "x"}, "generates text", path="/v1/embeddings"),
+]

@@ -1,0 +1,101 @@
+"""`cache_prompt: false` on a real model: the request takes nothing from the prefix cache or from a neighbour, and leaves
+nothing behind for others. All through HTTP and the worker process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm_backends.contract import LoadSpec
+from support.http_server import Running, running_server
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path) -> Iterator[Running]:
+    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=4096, n_seq_max=4)))
+    with running_server({"smollm2": supervisor}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
+        yield client
+
+
+def conversation(name: str) -> list[dict[str, str]]:
+    """One of about a hundred tokens that differs from others at its very beginning."""
+    rules = f"{name} is a careful librarian. " + "She knows every book of the town, and tells where it stands. " * 6
+    return [{"role": "system", "content": rules}, {"role": "user", "content": f"Who is {name}?"}]
+
+
+def cached(http: httpx.Client, name: str, **more: Any) -> int:
+    """How many of the conversation's prompt tokens a short answer found cached."""
+    body = {"messages": conversation(name), "temperature": 0, "max_tokens": 3, **more}
+    r = http.post(CHAT, json=body)
+    assert r.status_code == 200, r.text
+    usage = r.json()["usage"]
+    assert usage["prompt_tokens"] > 80
+    said = usage["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(said, int)
+    return said
+
+
+@contextmanager
+def answering(http: httpx.Client, name: str, **more: Any) -> Iterator[None]:
+    """The conversation is being answered for as long as the block runs."""
+    body = {
+        "messages": conversation(name), "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": 3000, **more,
+    }  # fmt: skip
+    with http.stream("POST", CHAT, json=body) as r:
+        lines = (line for line in r.iter_lines() if line.startswith("data: {"))
+        next(line for line in lines if json.loads(line[6:])["choices"][0]["delta"].get("content"))
+        yield
+        assert json.loads(next(lines)[6:])["choices"][0]["finish_reason"] is None  # it still is
+
+
+def test_what_is_cached_is_not_used(http: httpx.Client) -> None:
+    assert cached(http, "Ada") < 16
+    assert cached(http, "Ada") > 80  # there is something to find, and others find it
+    for _ in range(2):
+        assert cached(http, "Ada", cache_prompt=False) == 0
+    assert cached(http, "Ada") > 80  # and it is still there
+
+
+def test_nothing_is_left_behind(http: httpx.Client) -> None:
+    for _ in range(2):
+        assert cached(http, "Berta", cache_prompt=False) == 0
+    assert cached(http, "Berta") < 16
+
+
+def test_a_neighbour_s_prefix_is_not_taken(http: httpx.Client) -> None:
+    with answering(http, "Clara"):
+        assert cached(http, "Clara", cache_prompt=False) == 0
+        assert cached(http, "Clara") > 80
+
+
+def test_a_neighbour_may_not_take_its_prefix(http: httpx.Client) -> None:
+    with answering(http, "Dora", cache_prompt=False):
+        assert cached(http, "Dora") < 16
+
+
+def test_a_tool_call_in_parts_caches_nothing_either(http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "find_book", "parameters": {"type": "object"}}}
+    call = {"tools": [tool], "tool_choice": "required", "max_tokens": 24}
+    assert cached(http, "Emma", cache_prompt=False, **call) == 0
+    assert cached(http, "Emma", **call) < 16
+
+
+def test_the_reply_says_that_it_was_asked_for(http: httpx.Client) -> None:
+    body = {"messages": conversation("Fanny"), "max_tokens": 1, "cache_prompt": False}
+    assert "asked for no cache" in http.post(CHAT, json=body).headers["x-localllm-cache"]
