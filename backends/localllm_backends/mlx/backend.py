@@ -26,8 +26,8 @@ from localllm_backends.contract import (
 )
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
+from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.lines import Layout, Line, arrays_of
-from localllm_backends.mlx.load import fingerprint, kv_meaning, out_of_memory
 from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
 from localllm_backends.mlx.vocabulary import Vocabulary
@@ -209,7 +209,7 @@ class MlxBackend:
         except Exception as e:
             for line in self._stepper.lost(lines):
                 line.broken = True
-            kind = OutOfMemoryError if out_of_memory(e) else StepError
+            kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
 
     def _checked(self, chunks: Seq[Chunk]) -> list[Line]:
