@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -170,6 +172,42 @@ def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
 def test_every_file_says_why_it_exists() -> None:
     for path in PRODUCT:
         assert path.read_text().lstrip().startswith('"""'), f"{path.name} does not begin with its reason"
+
+
+# Files of other projects that our comments cite.
+FOREIGN_FILES = {
+    "convert.py", "encoder.py", "file_download.py", "mlx_lm/models/base.py", "mlx_lm/models/cache.py",
+    "mlx_lm/utils.py", "utils.py",
+}  # fmt: skip
+
+
+def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
+    ours = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_catalog").rglob("*.md")]
+    code = [*PRODUCT, *(ROOT / "benchmarks").rglob("*.py")]
+    named = {name for path in [*pages, *code] for name in re.findall(r"(?<![\w/.])\w[\w/]*\.py\b", path.read_text())}
+    gone = {name for name in named if not any(path.endswith(f"/{name}") for path in ours)}
+    assert gone == FOREIGN_FILES
+
+
+def contracts() -> list[dict[str, Any]]:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[dict[str, Any]] = config["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def test_every_import_contract_says_what_holds_and_why() -> None:
+    for contract in contracts():
+        what, _, why = contract["name"].partition(": ")
+        assert what, contract
+        assert why, f"{what!r} has no reason behind a colon"
+
+
+def test_every_room_has_a_contract_of_its_own() -> None:
+    rooms = {f"localllm.{path.parent.name}" for path in (ROOT / "localllm").glob("*/__init__.py")}
+    rooms |= {"localllm_backends", "localllm_catalog", "localllm_tui"}
+    bound = {sources[0] for c in contracts() if len(sources := c.get("source_modules", [])) == 1}
+    assert rooms - bound == {"localllm.cli"}, "the command line alone may know every room"
 
 
 def test_ci_runs_what_a_developer_runs() -> None:

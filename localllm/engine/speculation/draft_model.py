@@ -11,10 +11,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from localllm.engine.residency import Residency
-from localllm.engine.sampling import Distribution, distribution
+from localllm.engine.sampling import distribution
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
