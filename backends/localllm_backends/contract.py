@@ -3,7 +3,7 @@
 A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It knows token ids
 and positions; it knows nothing of requests, text rules, sampling, caching policy or HTTP.
 
-Rules every backend keeps (tests/backends/conformance.py is the executable form):
+Rules every backend keeps (tests/backends/test_conformance.py is the executable form):
 
 * One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`, and `close` are called from
   that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.

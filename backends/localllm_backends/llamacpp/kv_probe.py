@@ -18,9 +18,9 @@ from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.native_log import log
 
 NOTE_KEY = "localllm.kv_fallback"
-# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0, by
-# benchmarks/kv_quant.py); off it, it costs multiples. What lies between is noise of a shared machine, which can also
-# look like more once: a slow verdict must come out every time.
+# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0); off
+# it, it costs multiples. What lies between is noise of a shared machine, which can also look like more once: a slow
+# verdict must come out every time.
 SLOWER_RATIO = 1.5
 _VERDICTS = 3
 _PROMPT_TOKENS = 64
