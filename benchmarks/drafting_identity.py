@@ -22,9 +22,9 @@ from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from engine.crowds import isolated
 from engine.drive import GREEDY, run
 from engine.speculation.test_speculation_real import speculating
-from engine.test_exactness import isolated
 from localllm.engine.messages import Generation, Request
 from models.first_layers import write_first_layers
 

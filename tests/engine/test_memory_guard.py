@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.crowds import isolated
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
-from engine.test_exactness import isolated
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.memory_guard import (

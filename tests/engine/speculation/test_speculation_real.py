@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, run, settle
-from engine.test_exactness import NEAR_TIE, isolated
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
