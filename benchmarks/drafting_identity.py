@@ -5,7 +5,7 @@ many part, and where.
 
 Verification is said to be free, so that everything guessed is drafted. Answers may part where the two best logits are a
 near-tie (llama.cpp's kernels differ in the last bits between batch shapes); the gap there is reported in units of the
-row's spread, as tests/engine/test_exactness.py defines it. Batches part without drafting too; the first lines say how
+row's spread, as tests/engine/crowds.py defines it. Batches part without drafting too; the first lines say how
 often.
 """
 

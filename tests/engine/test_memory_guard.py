@@ -460,7 +460,7 @@ def turn(name: str, n: int = 24) -> Request:
 
 
 NAMES = ("storms", "ships", "whales", "storms again", "the lamp", "ships again")
-# Where llama.cpp's rounding may choose another token: tests/engine/test_exactness.py.
+# Where llama.cpp's rounding may choose another token: tests/engine/crowds.py.
 NEAR_TIE = 0.3
 
 

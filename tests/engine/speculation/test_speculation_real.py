@@ -1,6 +1,6 @@
 """Drafting on real models: token-identical greedy answers with every drafter, alone and in batches, in every memory.
 
-Near-ties between batch shapes are allowed as in test_exactness, and counted.
+Near-ties between batch shapes are allowed as in crowds.py, and counted.
 """
 
 from __future__ import annotations
