@@ -5,7 +5,7 @@ many part, and where.
 
 Verification is said to be free, so that everything guessed is drafted. Answers may part where the two best logits are a
 near-tie (llama.cpp's kernels differ in the last bits between batch shapes); the gap there is reported in units of the
-row's spread, as tests/engine/test_exactness.py defines it. Batches part without drafting too; the first lines say how
+row's spread, as tests/engine/crowds.py defines it. Batches part without drafting too; the first lines say how
 often.
 """
 
@@ -22,9 +22,9 @@ from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from engine.crowds import isolated
 from engine.drive import GREEDY, run
 from engine.speculation.test_speculation_real import speculating
-from engine.test_exactness import isolated
 from localllm.engine.messages import Generation, Request
 from models.first_layers import write_first_layers
 

@@ -17,7 +17,7 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.load import start_native, usable_cores
+from localllm_backends.llamacpp.native import start_native, usable_cores
 
 
 class Bare:

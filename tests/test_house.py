@@ -1,15 +1,19 @@
-"""The house keeps its rules: light imports, one error tree, backends by entry point, quick commands, no stray names."""
+"""The house keeps its rules: light imports, one error tree, backends by entry point, small functions and files."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -108,10 +112,100 @@ def test_every_dependency_has_a_floor_and_a_cap() -> None:
         assert "<" in requirement, requirement
 
 
+PRODUCT = sorted(
+    path for folder in ("localllm", "backends", "model_catalog", "tui") for path in (ROOT / folder).rglob("*.py")
+)
+MOST_LINES_OF_A_FILE = 500
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_PARAMETERS = 8
+
+# What is over these limits, and why it stays so. A line that is no longer needed fails the test, too.
+_TYPER = "Typer reads a command's options off its signature: one parameter each, with its help"
+TOO_LONG = {
+    "localllm/cli/recommend.py::recommend": _TYPER,
+}
+TOO_MANY_PARAMETERS = {
+    "localllm/cli/chat.py::chat": _TYPER,
+    "localllm/cli/recommend.py::recommend": _TYPER,
+    "localllm/cli/serve.py::serve": _TYPER,
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Every function of the product, methods and inner ones included, as (file::Class.name, node)."""
+
+    def within(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Function):
+                yield prefix + child.name, child
+            named = isinstance(child, Function | ast.ClassDef)
+            yield from within(child, f"{prefix}{child.name}." if named else prefix)
+
+    for path in PRODUCT:
+        yield from within(ast.parse(path.read_text()), f"{path.relative_to(ROOT)}::")
+
+
+def parameters(node: Function) -> int:
+    """How many arguments a caller may have to think of."""
+    own = [*node.args.posonlyargs, *node.args.args]
+    given = own[1:] if own and own[0].arg in ("self", "cls") else own
+    return len(given) + len(node.args.kwonlyargs)
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    long = {name for name, node in functions() if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION}
+    for path in PRODUCT:
+        if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE:
+            long.add(str(path.relative_to(ROOT)))
+    assert long == set(TOO_LONG)
+
+
+def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
+    """A dataclass is exempt without a line here: its constructor is generated, and its values are named."""
+    assert {name for name, node in functions() if parameters(node) > MOST_PARAMETERS} == set(TOO_MANY_PARAMETERS)
+
+
 def test_every_file_says_why_it_exists() -> None:
-    for package in ("localllm", "backends", "model_catalog", "tui"):
-        for path in (ROOT / package).rglob("*.py"):
-            assert path.read_text().lstrip().startswith('"""'), f"{path.name} does not begin with its reason"
+    for path in PRODUCT:
+        assert path.read_text().lstrip().startswith('"""'), f"{path.name} does not begin with its reason"
+
+
+# Files of other projects that our comments cite.
+FOREIGN_FILES = {
+    "convert.py", "encoder.py", "file_download.py", "mlx_lm/models/base.py", "mlx_lm/models/cache.py",
+    "mlx_lm/utils.py", "utils.py",
+}  # fmt: skip
+
+
+def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
+    ours = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_catalog").rglob("*.md")]
+    code = [*PRODUCT, *(ROOT / "benchmarks").rglob("*.py")]
+    named = {name for path in [*pages, *code] for name in re.findall(r"(?<![\w/.])\w[\w/]*\.py\b", path.read_text())}
+    gone = {name for name in named if not any(path.endswith(f"/{name}") for path in ours)}
+    assert gone == FOREIGN_FILES
+
+
+def contracts() -> list[dict[str, Any]]:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[dict[str, Any]] = config["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def test_every_import_contract_says_what_holds_and_why() -> None:
+    for contract in contracts():
+        what, _, why = contract["name"].partition(": ")
+        assert what, contract
+        assert why, f"{what!r} has no reason behind a colon"
+
+
+def test_every_room_has_a_contract_of_its_own() -> None:
+    rooms = {f"localllm.{path.parent.name}" for path in (ROOT / "localllm").glob("*/__init__.py")}
+    rooms |= {"localllm_backends", "localllm_catalog", "localllm_tui"}
+    bound = {sources[0] for c in contracts() if len(sources := c.get("source_modules", [])) == 1}
+    assert rooms - bound == {"localllm.cli"}, "the command line alone may know every room"
 
 
 def test_ci_runs_what_a_developer_runs() -> None:

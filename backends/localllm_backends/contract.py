@@ -3,7 +3,7 @@
 A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It knows token ids
 and positions; it knows nothing of requests, text rules, sampling, caching policy or HTTP.
 
-Rules every backend keeps (tests/backends/conformance.py is the executable form):
+Rules every backend keeps (tests/backends/test_conformance.py is the executable form):
 
 * One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`, and `close` are called from
   that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.
@@ -87,7 +87,7 @@ class Capabilities:
 
     `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens of the step just
     made, further back only while the memory still holds them; "none" = only to 0.
-    `shares_cells`: `fork` costs no memory until the sequences diverge.
+    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for each token at once.
     `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
     Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
@@ -206,7 +206,8 @@ class Backend(Protocol):
         ...
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be split there."""
+        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be split there, NoCellsError
+        where there is no room for it."""
         ...
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:

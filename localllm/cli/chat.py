@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,38 +53,44 @@ def chat(
     plain = plain or os.environ.get("TERM") == "dumb"
     try:
         with ExitStack() as stack:
-            _run(stack, model, context, question, attached, plain, continue_, system, sampling)
+            _run(stack, _Asked(model, context, question, attached, plain, continue_, system, sampling))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _run(
-    stack: ExitStack,
-    model: str | None,
-    context: int | None,
-    question: str | None,
-    attached: list[tuple[str, str]],
-    plain: bool,
-    continue_: bool,
-    system: str | None,
-    sampling: dict[str, float | int | str],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was typed, read: no `question` means a chat; `attached` are (name, text)."""
+
+    model: str | None
+    context: int | None
+    question: str | None
+    attached: list[tuple[str, str]]
+    plain: bool
+    continues: bool
+    system: str | None
+    sampling: dict[str, float | int | str]
+
+
+def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session, with_files
 
+    question, system = asked.question, asked.system
     history: History | None = None
     last: ConversationSummary | None = None
-    if question is None or continue_:
+    if question is None or asked.continues:
         history = stack.enter_context(History())
-        last = next(iter(history.list(limit=1)), None) if continue_ else None
-        if continue_ and question is not None and last is None:
+        last = next(iter(history.list(limit=1)), None) if asked.continues else None
+        if asked.continues and question is not None and last is None:
             raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
+    sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
-    base_url, name = _serve(stack, model, context, last)
+    base_url, name = _serve(stack, asked.model, asked.context, last)
     client = ChatClient(base_url, sampling=sampling)
     resume = last.id if last else None
     if question is not None:
@@ -91,22 +98,23 @@ def _run(
 
         if history is None:
             messages = [{"role": "system", "content": system}] if system else []
-            ask_once(client, name, [*messages, {"role": "user", "content": with_files(question, attached)}])
+            ask_once(client, name, [*messages, {"role": "user", "content": with_files(question, asked.attached)}])
         else:
             session = Session(history, name, conv_id=resume, system=system)
-            session.ask(question, attached)
+            session.ask(question, asked.attached)
             ask_once(client, name, session.payload(), session.answer())
         return
     assert history is not None
-    if plain:
+    if asked.plain:
         from localllm_tui.plain import talk
 
         talk(client, name, Session(history, name, conv_id=resume, system=system))
         return
     from localllm_tui.app import ChatApp
 
-    greeting = "There is no earlier conversation to continue: this is a new one." if continue_ and not last else ""
-    app = ChatApp(client, history, model=name, resume=resume, system=system, attach=attached, greeting=greeting)
+    nothing_to_continue = asked.continues and last is None
+    greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
+    app = ChatApp(client, history, model=name, resume=resume, system=system, attach=asked.attached, greeting=greeting)
     app.run()
     if app.return_code:
         raise typer.Exit(app.return_code)

@@ -53,11 +53,9 @@ def serve(
     Several models share the machine when they fit together; else the longest unused one makes room.
     """
     import asyncio
-    import sys
 
     from localllm.cli.launch import prepare_all
     from localllm.server.http.settings import ServerSettings
-    from localllm.server.models.idle import memory_is_short, unload_idle
     from localllm.settings import Settings
 
     flags = {
@@ -75,40 +73,44 @@ def serve(
     with listening(server_settings) as (sock, address):
         launches = prepare_all([*(models or []), *(also or [])] or [None], settings)
         router = router_for(launches, _aliases(alias or [], launches))
-
-        def say(text: str) -> None:
-            if not quiet:
-                print(text, file=sys.stderr, flush=True)
-
-        async def main() -> None:
-            _stop_when_terminated()
-            say(f"loading {', '.join(launch.name for launch in launches)} …")
-            serving = asyncio.create_task(asyncio.to_thread(_serving, router, server_settings))
-            waiting = await router.preload()
-            for model in router.list():
-                if model in waiting:
-                    say(
-                        f"  {model.name} is loaded when asked for: {_GB.format(model.needs_bytes / 1e9)} do not fit now"
-                    )
-                else:
-                    say(f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated")
-            say(f"serving on {address}  (Ctrl-C stops)")
-            if server_settings.generated_key:
-                say(f"API key (this address can be reached from other machines): {server_settings.api_key}")
-            idle_s = 60.0 * settings.value("idle_unload_min")
-            watch = (
-                asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
-            )
-            try:
-                app, serve_on = await serving
-                await serve_on(app, sock, server_settings)
-            finally:
-                if watch is not None:
-                    watch.cancel()
-                await router.close()
-
+        idle_s = 60.0 * settings.value("idle_unload_min")
         with suppress(asyncio.CancelledError):
-            asyncio.run(main())
+            asyncio.run(_serve_until_stopped(router, server_settings, sock, address, idle_s=idle_s, quiet=quiet))
+
+
+async def _serve_until_stopped(
+    router: ModelRouter, settings: ServerSettings, sock: socket.socket, address: str, *, idle_s: float, quiet: bool
+) -> None:
+    """Load the models, say so on stderr unless `quiet`, and serve; models idle for `idle_s` are unloaded (0: never)."""
+    import asyncio
+    import sys
+
+    from localllm.server.models.idle import memory_is_short, unload_idle
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    _stop_when_terminated()
+    say(f"loading {', '.join(model.name for model in router.list())} …")
+    serving = asyncio.create_task(asyncio.to_thread(_serving, router, settings))
+    waiting = await router.preload()
+    for model in router.list():
+        if model in waiting:
+            say(f"  {model.name} is loaded when asked for: {_GB.format(model.needs_bytes / 1e9)} do not fit now")
+        else:
+            say(f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated")
+    say(f"serving on {address}  (Ctrl-C stops)")
+    if settings.generated_key:
+        say(f"API key (this address can be reached from other machines): {settings.api_key}")
+    watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short)) if idle_s > 0 else None
+    try:
+        app, serve_on = await serving
+        await serve_on(app, sock, settings)
+    finally:
+        if watch is not None:
+            watch.cancel()
+        await router.close()
 
 
 def _serving(router: ModelRouter, settings: ServerSettings) -> tuple[FastAPI, Callable[..., Awaitable[None]]]:
@@ -216,7 +218,6 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
 
     Loads the model before yielding, saying so on stderr when it takes over a second.
     """
-    import asyncio
     import threading
 
     from localllm.cli.launch import prepare
@@ -233,65 +234,85 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
         raise UsageError(f"{launch.name} makes embeddings, not text", hint="name a chat model: `localllm models list`")
     server_settings = ServerSettings.secure(host="127.0.0.1", port=0, api_key=None)
     sock = bind("127.0.0.1", 0)
-    ready = threading.Event()
-    failures: list[BaseException] = []
-    stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
-
     with loading_note(launch.name) as note:
 
-        async def main() -> None:
-            supervisor = Supervisor(launch.options, note)
-            router = ModelRouter({launch.name: supervisor})
-            serving = asyncio.create_task(asyncio.to_thread(_serving, router, server_settings))
-            try:
-                await router.resolve(launch.name).engine()
-                ready.set()
-                app, serve_on = await serving
-                await serve_on(app, sock, server_settings, quiet=True)
-            finally:
-                serving.cancel()
-                await router.close()
+        def router() -> ModelRouter:
+            return ModelRouter({launch.name: Supervisor(launch.options, note)})
 
-        def run() -> None:
-            loop = asyncio.new_event_loop()
-            task = loop.create_task(main())
-            stop.append((loop, task))
-            try:
-                loop.run_until_complete(task)
-            except asyncio.CancelledError:
-                pass
-            except BaseException as e:
-                failures.append(e)
-            finally:
-                loop.run_until_complete(loop.shutdown_asyncgens())
-                loop.run_until_complete(loop.shutdown_default_executor())
-                loop.close()
-                sock.close()
-                ready.set()
-
-        thread = threading.Thread(target=run, name="server", daemon=True)
+        server = _InBackground(router, launch.name, server_settings, sock)
+        thread = threading.Thread(target=server.run, name="server", daemon=True)
         thread.start()
         try:
-            ready.wait()
+            server.ready.wait()
         except KeyboardInterrupt:
-            _cancel(stop)
+            server.stop()
             raise
-    if failures:
-        raise failures[0]
+    if server.failure is not None:
+        raise server.failure
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}/v1", launch.name
     finally:
-        _cancel(stop)
+        server.stop()
         thread.join(timeout=10)
+
+
+class _InBackground:
+    """One model served on `sock` by an event loop of its own. `ready` is set when the model is loaded, and when it
+    failed: then `failure` says why. `router` makes the router, in that loop's thread."""
+
+    def __init__(
+        self, router: Callable[[], ModelRouter], name: str, settings: ServerSettings, sock: socket.socket
+    ) -> None:
+        import threading
+
+        self._router, self._name, self._settings, self._sock = router, name, settings, sock
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self.ready = threading.Event()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`: the body of the thread."""
+        import asyncio
+
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._serve())
+        self._running = loop, task
+        try:
+            loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as e:
+            self.failure = e
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            self._sock.close()
+            self.ready.set()
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        if self._running is not None:
+            loop, task = self._running
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _serve(self) -> None:
+        import asyncio
+
+        router = self._router()
+        serving = asyncio.create_task(asyncio.to_thread(_serving, router, self._settings))
+        try:
+            await router.resolve(self._name).engine()
+            self.ready.set()
+            app, serve_on = await serving
+            await serve_on(app, self._sock, self._settings, quiet=True)
+        finally:
+            serving.cancel()
+            await router.close()
 
 
 def _allocated(model: ServedModel) -> str:
     """What the worker's model and context take; as planned where the worker does not say."""
     client = getattr(model.host, "client", None)
     return _GB.format((client.memory.total_bytes if client is not None else model.needs_bytes) / 1e9)
-
-
-def _cancel(stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]) -> None:
-    for loop, task in stop:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)

@@ -39,12 +39,6 @@ def measures_ram(device: Device) -> bool:
     return device.kind != "unified" or device.bandwidth_gbps is None
 
 
-def needs_measuring(device: Device) -> bool:
-    """True if `detect(measure=True)` would measure: the figure a plan stands on is unknown or assumed."""
-    figure = device.host_bandwidth_gbps if device.kind == "discrete" else device.bandwidth_gbps
-    return measures_ram(device) and (figure is None or figure.basis != "measured")
-
-
 def _measure(readings: Readings, device: Device) -> Figure:
     pool = device.host or device.memory
     taken = bandwidth.measure(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))

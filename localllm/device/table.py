@@ -44,7 +44,6 @@ class Row:
     names: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()
     pci: tuple[str, ...] = ()
-    price_usd: float | None = None
     note: str = ""
 
     @property
@@ -64,7 +63,7 @@ def rows() -> tuple[Row, ...]:
 
 def _row(entry: dict[str, Any]) -> Row:
     fields: dict[str, Any] = {
-        key: float(value) if key.endswith(("_gbps", "_tflops", "_usd")) else value for key, value in entry.items()
+        key: float(value) if key.endswith(("_gbps", "_tflops")) else value for key, value in entry.items()
     }
     for key in ("memory_gb", "names", "cpu", "pci"):
         fields[key] = tuple(entry.get(key, ()))

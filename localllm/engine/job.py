@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from localllm.engine.coupling import Distribution
 from localllm.engine.messages import Request, Timings, Usage
-from localllm.engine.sampling import Distribution, Sampler
+from localllm.engine.sampling import Sampler
 from localllm.engine.text import TextStream
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.engine.coupling import Distribution, couple
 from localllm.engine.messages import Sampling
 
 Row = NDArray[np.float32]
@@ -47,25 +47,6 @@ class Constraint(Protocol):
     def finished(self) -> bool:
         """True when nothing but the end may follow."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """A sparse distribution: `ids` with `probs` (float64, summing to 1), most probable first and equals by id. Where
-    nothing was filtered out, only the head is in that order, and the long rest by id."""
-
-    ids: NDArray[np.int64]
-    probs: NDArray[np.float64]
-
-    def prob(self, token: int) -> float:
-        """Probability of `token` (0.0 where filtered out)."""
-        hit = np.flatnonzero(self.ids == token)
-        return float(self.probs[hit[0]]) if hit.size else 0.0
-
-    def draw(self, uniform: float) -> int:
-        """The token at `uniform` in [0, 1) of the cumulative distribution."""
-        index = int(np.searchsorted(np.cumsum(self.probs), uniform, side="right"))
-        return int(self.ids[min(index, len(self.ids) - 1)])
 
 
 def penalise(logits: Row, sampling: Sampling, history: Seq[int]) -> Row:
@@ -231,8 +212,6 @@ class Sampler:
     def verify(self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution) -> tuple[int, bool]:
         """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: maximal coupling with the
         distribution `choose` would draw from. Needs temperature > 0."""
-        from localllm.engine.speculation.acceptance import couple
-
         p = distribution(self.prepared(logits, history), self.sampling)
         token, accepted = couple(p, drawn_from, drafted, self.uniform(), self.uniform())
         if self.constraint is not None:

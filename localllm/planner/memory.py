@@ -252,7 +252,7 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
     return drafted
 
 
-# Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/load.py).
+# Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/context.py).
 _HEADS_DRAFT_CELLS = 48
 _HEADS_REWIND_TOKENS = 3
 

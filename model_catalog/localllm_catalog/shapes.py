@@ -25,32 +25,17 @@ def layer_kv_elements(layer: Layer) -> int:
     return 0
 
 
-def kv_bytes_per_token(model: Model, kv_type: str = "f16", *, beyond_windows: bool = False) -> int:
+def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
     """KV bytes one more token adds, while the context is shorter than every sliding window (so: over all layers).
 
-    With `beyond_windows`, what it adds once every window is full: only layers that remember everything still grow.
     Recurrent state never grows and is not in here. Raises CatalogError for an unknown `kv_type`.
     """
-    layers = (layer for layer in model.layers if not (beyond_windows and layer.kind == "sliding"))
-    return _bytes(sum(layer_kv_elements(layer) for layer in layers), kv_type)
-
-
-def kv_bytes(model: Model, n_tokens: int, kv_type: str = "f16") -> int:
-    """KV bytes of one sequence of `n_tokens`, a sliding layer holding at most its window; without recurrent state."""
-    elements = 0
-    for layer in model.layers:
-        held = min(n_tokens, layer.window) if layer.kind == "sliding" and layer.window else n_tokens
-        elements += held * layer_kv_elements(layer)
-    return _bytes(elements, kv_type)
+    return math.ceil(quants.kv_element_bytes(kv_type) * sum(layer_kv_elements(layer) for layer in model.layers))
 
 
 def recurrent_state_bytes(model: Model) -> int:
     """Fixed bytes one sequence's recurrent layers hold, at any length and KV type (float32 in llama.cpp)."""
     return 4 * sum(layer.state_elements for layer in model.layers)
-
-
-def _bytes(elements: int, kv_type: str) -> int:
-    return math.ceil(quants.kv_element_bytes(kv_type) * elements)
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------

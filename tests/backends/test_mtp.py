@@ -18,7 +18,7 @@ import pytest
 
 from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, mtp
-from localllm_backends.llamacpp.load import load_model
+from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf, tiny_mtp
 
 MOST = 4

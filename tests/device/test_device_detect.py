@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from localllm.device import bandwidth
-from localllm.device.detect import detect, from_readings, measures_ram, needs_measuring
+from localllm.device.detect import detect, from_readings, measures_ram
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.parsers import nvidia as parsers
@@ -79,7 +79,7 @@ def test_a_measurement_is_kept_and_used_until_the_machine_changes(own_cache: Pat
     assert figure is not None
     kept = detect()
     assert (kept.host_bandwidth_gbps if kept.kind == "discrete" else kept.bandwidth_gbps) == figure
-    assert not needs_measuring(kept)
+    assert figure.basis == "measured"
     assert (own_cache / "bandwidth.json").exists()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.messages import Prefill, Queued, Sampling
+from localllm.engine.messages import Prefill, Sampling
 from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend, row_after
 
@@ -149,14 +151,15 @@ def test_a_time_limit_ends_a_request() -> None:
 
 
 def test_events_tell_the_story_in_order() -> None:
-    engine = Engine(ScriptedBackend(n_batch=8))
-    events = engine.submit(request_for("a", "z" * 30, max_tokens=2, sampling=GREEDY), [70] * 30)
+    seconds = count()
+    engine = Engine(ScriptedBackend(n_batch=8), clock=lambda: float(next(seconds)))
+    events = engine.submit(request_for("a", "z" * 30, max_tokens=2, sampling=GREEDY, ignore_eos=True), [70] * 30)
     while engine.has_work:
         events += engine.step()
-    assert isinstance(events[0], Queued)
-    assert isinstance(events[1], Prefill)
-    assert [e.kind for e in events if e.kind == "prefill"] == [e.kind for e in events[1:] if e.kind == "prefill"]
-    assert events[-1].kind == "finish"
+    assert [e.kind for e in events] == ["queued", *["prefill"] * 4, "text", "text", "finish"]
+    # Thirty tokens in batches of eight; what follows the last is the first token.
+    read = [e for e in events if isinstance(e, Prefill)]
+    assert [(e.done, e.total) for e in read] == [(0, 30), (8, 30), (16, 30), (24, 30)]
 
 
 def test_logprobs_are_the_models_distribution() -> None:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.crowds import isolated
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
-from engine.test_exactness import isolated
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.memory_guard import (
@@ -460,7 +460,7 @@ def turn(name: str, n: int = 24) -> Request:
 
 
 NAMES = ("storms", "ships", "whales", "storms again", "the lamp", "ships again")
-# Where llama.cpp's rounding may choose another token: tests/engine/test_exactness.py.
+# Where llama.cpp's rounding may choose another token: tests/engine/crowds.py.
 NEAR_TIE = 0.3
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run
-from engine.test_exactness import NEAR_TIE, isolated
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Prefill, Request, Text
 from localllm_backends.contract import BackendFailure, LoadSpec, OutOfMemoryError

@@ -57,7 +57,7 @@ def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
     import llama_cpp
     import numpy as np
 
-    from localllm_backends.llamacpp.load import start_native
+    from localllm_backends.llamacpp.native import start_native
 
     start_native()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())

@@ -35,7 +35,7 @@ class LlamaCppType:
 
     def vocabulary(self, path: str) -> list[bytes]:
         """The bytes of every token, read from the header; raises LoadError."""
-        from localllm_backends.llamacpp.load import vocabulary
+        from localllm_backends.llamacpp.weights import vocabulary
 
         return vocabulary(path)
 

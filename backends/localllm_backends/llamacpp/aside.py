@@ -14,17 +14,15 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from localllm_backends.contract import BackendFailure, LoadSpec, StepError
+from localllm_backends.contract import Backend, BackendFailure, LoadSpec, StepError
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
-from localllm_backends.llamacpp.load import new_context
+from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native_log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
-
-    from localllm_backends.llamacpp.backend import LlamaCppBackend
 
 # The size llama.cpp itself reads prompts in. The first is smaller, to learn what its nodes take; later ones are where a
 # node takes too long.
@@ -43,7 +41,7 @@ class Aside:
     """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
 
     def __init__(
-        self, llama: Any, model: Any, spec: LoadSpec, backend: LlamaCppBackend, sequence: int, tokens: Seq[int]
+        self, llama: Any, model: Any, spec: LoadSpec, backend: Backend, sequence: int, tokens: Seq[int]
     ) -> None:
         self._llama, self._backend, self._sequence = llama, backend, sequence
         self._tokens = list(tokens)

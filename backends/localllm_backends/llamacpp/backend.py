@@ -27,17 +27,11 @@ from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.aside import MICRO_BATCH, Aside, aside_cells
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.cells import CellLedger
-from localllm_backends.llamacpp.load import (
-    GGML_TYPES,
-    c_string,
-    fingerprint,
-    has_gpu,
-    kv_meaning,
-    outputs_reserved,
-    token_piece,
-)
+from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.mtp import MtpHeads
+from localllm_backends.llamacpp.native import GGML_TYPES, c_string, has_gpu, token_piece
 from localllm_backends.llamacpp.native_log import BufferSizes, log
+from localllm_backends.llamacpp.weights import fingerprint, kv_meaning
 
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError, StepError
-from localllm_backends.llamacpp.load import _cause, _check_file, c_string, fingerprint, start_native, usable_cores
+from localllm_backends.llamacpp.native import c_string, cause, start_native, usable_cores
 from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 # llama.h: enum llama_pooling_type
 _POOLINGS = {1: "mean", 2: "cls", 3: "last"}
@@ -118,7 +119,7 @@ class LlamaCppEmbedder:
         log.mark()
         code = self._llama.llama_decode(self._context, batch)
         if code != 0:
-            raise StepError(f"llama.cpp could not embed {at} tokens ({code}): {_cause('no reason given')}")
+            raise StepError(f"llama.cpp could not embed {at} tokens ({code}): {cause('no reason given')}")
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
@@ -150,7 +151,7 @@ def load_embedder(
     """
     llama = start_native()
     file = Path(path)
-    _check_file(file)
+    check_file(file)
     params = llama.llama_model_default_params()
     params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
 
@@ -164,7 +165,7 @@ def load_embedder(
     log.mark()
     model = llama.llama_model_load_from_file(str(file).encode(), params)
     if not model:
-        raise LoadError(f"llama.cpp can't load {file.name!r}: {_cause('no reason given')}")
+        raise LoadError(f"llama.cpp can't load {file.name!r}: {cause('no reason given')}")
     try:
         context = _context(llama, model, file, n_ctx, n_threads)
     except Exception:
@@ -186,9 +187,9 @@ def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> 
     log.mark()
     context = llama.llama_init_from_model(model, params)
     if not context:
-        cause = _cause("no reason given")
-        kind = OutOfMemoryError if "alloc" in cause else LoadError
-        raise kind(f"llama.cpp can't make an embedding context of {tokens} tokens: {cause}")
+        why = cause("no reason given")
+        kind = OutOfMemoryError if "alloc" in why else LoadError
+        raise kind(f"llama.cpp can't make an embedding context of {tokens} tokens: {why}")
     pooling = int(llama.llama_pooling_type(context))
     if pooling not in _POOLINGS:
         llama.llama_free(context)

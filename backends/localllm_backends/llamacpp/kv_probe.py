@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, KvType, LoadSpec
+from localllm_backends.llamacpp.context import new_context, served_context
+from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.native_log import log
 
 NOTE_KEY = "localllm.kv_fallback"
-# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0, by
-# benchmarks/kv_quant.py); off it, it costs multiples. What lies between is noise of a shared machine, which can also
-# look like more once: a slow verdict must come out every time.
+# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0); off
+# it, it costs multiples. What lies between is noise of a shared machine, which can also look like more once: a slow
+# verdict must come out every time.
 SLOWER_RATIO = 1.5
 _VERDICTS = 3
 _PROMPT_TOKENS = 64
@@ -132,8 +134,6 @@ class _Small:
     """A context just large enough for the probe."""
 
     def __init__(self, model: Any, spec: LoadSpec, pair: Pair) -> None:
-        from localllm_backends.llamacpp.load import new_context, start_native
-
         self._llama = start_native()
         small = replace(
             spec,
@@ -177,8 +177,6 @@ class _Small:
 def _room_for_f16(model: Any, spec: LoadSpec) -> bool:
     """Would an f16 cache of the whole context leave memory over? Scaled from a small one's own log."""
     import psutil
-
-    from localllm_backends.llamacpp.load import served_context
 
     log.mark()
     small = _Small(model, spec, ("f16", "f16"))

@@ -102,7 +102,7 @@ def plan(path: str | Path, settings: Sequence[Settings], *, timeout_s: float = 1
 
 def plan_here(path: str | Path, settings: Sequence[Settings]) -> list[Planned]:
     """`plan` inside this process: faster, and fatal to it where llama.cpp aborts."""
-    from localllm_backends.llamacpp.load import GGML_TYPES, start_native
+    from localllm_backends.llamacpp.native import GGML_TYPES, start_native
     from localllm_backends.llamacpp.native_log import log
 
     llama = start_native()

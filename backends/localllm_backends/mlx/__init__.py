@@ -6,8 +6,9 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from localllm_backends.mlx.files import checkpoint_folder
 
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec
@@ -58,12 +59,6 @@ class MlxType:
         from localllm_backends.mlx.load import load
 
         return load(spec, on_progress)
-
-
-def checkpoint_folder(path: str) -> Path:
-    """The checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
-    given = Path(path)
-    return given.parent if given.suffix == ".safetensors" and given.is_file() else given
 
 
 backend_type = MlxType()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from localllm_backends.contract import (
 )
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
+from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.lines import Layout, Line, arrays_of
-from localllm_backends.mlx.load import fingerprint, kv_meaning, out_of_memory
 from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
 from localllm_backends.mlx.vocabulary import Vocabulary
@@ -35,22 +36,37 @@ _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was read, and what is known of it: all that a backend is made from."""
+
+    model: Any
+    vocabulary: Vocabulary
+    layout: Layout
+    shapes: Shapes
+    sizes: Sizes
+    spec: LoadSpec
+    folder: Path
+    config: dict[str, Any]
+    n_ctx: int
+    n_ctx_train: int
+    n_batch: int
+    weights_bytes: int
+
+
 class MlxBackend:
     """One mlx-lm checkpoint. See lines.py for how its memory is laid out."""
 
-    def __init__(
-        self, model: Any, vocabulary: Vocabulary, layout: Layout, shapes: Shapes, sizes: Sizes, spec: LoadSpec,
-        folder: Path, config: dict[str, Any],
-        *, n_ctx: int, n_ctx_train: int, n_batch: int, weights_bytes: int,
-    ) -> None:  # fmt: skip
-        self._vocabulary, self._layout = vocabulary, layout
-        self._shapes, self._sizes, self._spec = shapes, sizes, spec
+    def __init__(self, loaded: Loaded) -> None:
+        spec, layout, shapes, n_batch = loaded.spec, loaded.layout, loaded.shapes, loaded.n_batch
+        self._vocabulary, self._layout = loaded.vocabulary, layout
+        self._shapes, self._sizes, self._spec = shapes, loaded.sizes, spec
         self._owner = threading.get_ident()
         self._lines: dict[SequenceId, Line] = {}
         self._next = 0
         self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
         self._stepper = Stepper(
-            model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=n_ctx, n_rewind=self._n_rewind
+            loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind
         )
         self._bound = memory.BufferBound(_total_bytes())
         self.capabilities = Capabilities(
@@ -62,7 +78,7 @@ class MlxBackend:
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
         )
-        self.info = self._model_info(folder, config, n_ctx, n_ctx_train, n_batch, weights_bytes)
+        self.info = _model_info(loaded)
         self._identity = f"{self.info.fingerprint} {shapes.kv_type}"
         self._warm_up()
 
@@ -193,7 +209,7 @@ class MlxBackend:
         except Exception as e:
             for line in self._stepper.lost(lines):
                 line.broken = True
-            kind = OutOfMemoryError if out_of_memory(e) else StepError
+            kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
 
     def _checked(self, chunks: Seq[Chunk]) -> list[Line]:
@@ -352,47 +368,46 @@ class MlxBackend:
         if threading.get_ident() != self._owner:
             raise BackendFailure("a backend belongs to the thread that loaded it")
 
-    def _model_info(
-        self, folder: Path, config: dict[str, Any], n_ctx: int, n_ctx_train: int, n_batch: int, weights_bytes: int
-    ) -> ModelInfo:
-        from mlx_lm.utils import get_total_parameters
 
-        words = self._vocabulary
+def _model_info(loaded: Loaded) -> ModelInfo:
+    from mlx_lm.utils import get_total_parameters
 
-        def text(token: int | None) -> str:
-            return "" if token is None else words.token_bytes(token, special=True).decode("utf-8", "replace")
+    words, spec, config = loaded.vocabulary, loaded.spec, loaded.config
 
-        asked = self._spec.n_outputs or min(_MAX_OUTPUTS, self._spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
-        quantised = config.get("quantization")
-        return ModelInfo(
-            architecture=str(config.get("model_type", "")),
-            description=folder.name,
-            fingerprint=fingerprint(folder),
-            n_vocab=self._shapes.n_vocab,
-            n_ctx=n_ctx,
-            n_ctx_train=n_ctx_train,
-            n_seq_max=max(1, self._spec.n_seq_max),
-            n_batch=n_batch,
-            n_outputs=min(n_batch, asked),
-            n_params=int(get_total_parameters(self._stepper.model)),
-            weights_bytes=weights_bytes,
-            eog_tokens=words.eog_tokens,
-            bos_token=words.bos_token,
-            eos_token=words.eos_token,
-            adds_bos=words.adds_bos,
-            bos_text=text(words.bos_token),
-            eos_text=text(words.eos_token),
-            chat_template=words.chat_template,
-            kv_type_k=self._shapes.kv_type,
-            kv_type_v=self._shapes.kv_type,
-            kv_meaning=kv_meaning(),
-            fim_tokens=words.fim_tokens,
-            metadata={
-                "general.architecture": str(config.get("model_type", "")),
-                "mlx.device": str(mx.default_device()),
-                **({"mlx.quantization": str(quantised)} if quantised else {}),
-            },
-        )
+    def text(token: int | None) -> str:
+        return "" if token is None else words.token_bytes(token, special=True).decode("utf-8", "replace")
+
+    asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
+    quantised = config.get("quantization")
+    return ModelInfo(
+        architecture=str(config.get("model_type", "")),
+        description=loaded.folder.name,
+        fingerprint=fingerprint(loaded.folder),
+        n_vocab=loaded.shapes.n_vocab,
+        n_ctx=loaded.n_ctx,
+        n_ctx_train=loaded.n_ctx_train,
+        n_seq_max=max(1, spec.n_seq_max),
+        n_batch=loaded.n_batch,
+        n_outputs=min(loaded.n_batch, asked),
+        n_params=int(get_total_parameters(loaded.model)),
+        weights_bytes=loaded.weights_bytes,
+        eog_tokens=words.eog_tokens,
+        bos_token=words.bos_token,
+        eos_token=words.eos_token,
+        adds_bos=words.adds_bos,
+        bos_text=text(words.bos_token),
+        eos_text=text(words.eos_token),
+        chat_template=words.chat_template,
+        kv_type_k=loaded.shapes.kv_type,
+        kv_type_v=loaded.shapes.kv_type,
+        kv_meaning=kv_meaning(),
+        fim_tokens=words.fim_tokens,
+        metadata={
+            "general.architecture": str(config.get("model_type", "")),
+            "mlx.device": str(mx.default_device()),
+            **({"mlx.quantization": str(quantised)} if quantised else {}),
+        },
+    )
 
 
 def _total_bytes() -> int:

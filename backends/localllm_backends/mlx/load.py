@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 
 from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError
-
-if TYPE_CHECKING:
-    from localllm_backends.mlx.backend import MlxBackend
-    from localllm_backends.mlx.lines import Layout
+from localllm_backends.mlx import memory
+from localllm_backends.mlx.attention import KvFormat
+from localllm_backends.mlx.backend import Loaded, MlxBackend
+from localllm_backends.mlx.files import check_folder, weight_files
+from localllm_backends.mlx.lines import Layout
+from localllm_backends.mlx.shapes import Shapes, Sizes
+from localllm_backends.mlx.vocabulary import Vocabulary, read_json
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 _OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -21,38 +28,6 @@ _GPU_BATCH = 512
 _GROUP_SIZES = (64, 32)
 _DEFAULT_CONTEXT = 8192
 _PARTS_OF_PROGRESS = 16
-
-
-def fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and of every weight file the size, the
-    first and last MiB and 64 KiB at 30 places between; hashing 40 GB would take longer than loading it."""
-    digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as f:
-            digest.update(f.read(2**20))
-            for i in range(1, 31):
-                f.seek(size * i // 31)
-                digest.update(f.read(2**16))
-            f.seek(max(0, size - 2**20))
-            digest.update(f.read(2**20))
-    return digest.hexdigest()[:32]
-
-
-def kv_meaning() -> str:
-    """What gives exported KV its meaning besides weights and KV types: the libraries that compute it and lay it out."""
-    from importlib.metadata import version
-
-    return f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files mlx-lm reads weights from (mlx_lm/utils.py, load_model)."""
-    return sorted(folder.glob("model*.safetensors"))
 
 
 def check_spec(spec: LoadSpec) -> None:
@@ -65,28 +40,8 @@ def check_spec(spec: LoadSpec) -> None:
         raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
 
 
-def check_folder(path: str) -> Path:
-    """The checkpoint's folder; LoadError naming what is missing in it."""
-    from localllm_backends.mlx import checkpoint_folder
-
-    folder = checkpoint_folder(path)
-    if not folder.exists():
-        raise LoadError(f"there is no folder {folder.name!r} at that path")
-    if not folder.is_dir():
-        raise LoadError(f"{folder.name!r} is a file, not an MLX checkpoint folder")
-    if not (folder / "config.json").is_file():
-        raise LoadError(f"{folder.name!r} has no config.json: it is not an MLX checkpoint folder")
-    if not weight_files(folder):
-        raise LoadError(f"{folder.name!r} has no model*.safetensors: weights in other formats are not read")
-    return folder
-
-
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model with its weights not read yet, and its config; never runs code from the checkpoint."""
-    from mlx_lm.utils import load_model
-
-    from localllm_backends.mlx.vocabulary import read_json
-
     # Older mlx-lm imports such a file without asking, newer ones unless told to: neither gets the chance.
     if read_json(folder / "config.json").get("model_file") is not None:
         raise LoadError(f"{folder.name!r} wants to run Python code of its own to build the model, which is not done")
@@ -99,9 +54,6 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | None) -> int:
     """Bring the weights in, in parts so that progress can be told; their bytes."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
     arrays = [a for _, a in tree_flatten(model.parameters())]
     total = sum(int(a.nbytes) for a in arrays)
     done = 0
@@ -118,16 +70,10 @@ def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | N
                 if on_progress is not None:
                     on_progress(done / max(total, 1))
     except Exception as e:
-        if out_of_memory(e):
+        if memory.out_of_memory(e):
             raise OutOfMemoryError(f"not enough memory for the weights of {name!r}: {_short(e)}") from e
         raise LoadError(f"the weights of {name!r} can't be read: {_short(e)}") from e
     return total
-
-
-def out_of_memory(error: Exception) -> bool:
-    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and [metal::malloc] messages)."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
 
 
 def _short(error: Exception) -> str:
@@ -137,8 +83,6 @@ def _short(error: Exception) -> str:
 
 def caches_of(model: Any) -> list[Any]:
     """mlx-lm's own caches for `model`: the only place that says what kind of memory each layer needs."""
-    from mlx_lm.models.cache import make_prompt_cache
-
     return list(make_prompt_cache(model))
 
 
@@ -157,8 +101,6 @@ def group_size_for(widths: set[int]) -> int | None:
 
 def n_batch_for(spec: LoadSpec) -> int:
     """Tokens of one step: as asked, else by where MLX computes."""
-    import mlx.core as mx
-
     return spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
 
 
@@ -174,8 +116,6 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     """Load an mlx-lm checkpoint as a Backend."""
     check_spec(spec)
     folder = check_folder(spec.path)
-    import mlx.core as mx
-
     if spec.n_gpu_layers == 0:
         mx.set_default_device(mx.cpu)
     try:
@@ -185,17 +125,12 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         raise
     except Exception as e:
         mx.clear_cache()
-        if out_of_memory(e):
+        if memory.out_of_memory(e):
             raise OutOfMemoryError(f"not enough memory to load {folder.name!r}: {_short(e)}") from e
         raise LoadError(f"{folder.name!r} can't be loaded: {_short(e)}") from e
 
 
 def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None) -> MlxBackend:
-    from localllm_backends.mlx import memory
-    from localllm_backends.mlx.backend import MlxBackend
-    from localllm_backends.mlx.shapes import Sizes
-    from localllm_backends.mlx.vocabulary import Vocabulary
-
     model, config = read_model(folder)
     n_batch = n_batch_for(spec)
     layout, shapes = probe(model, spec, n_batch)
@@ -209,18 +144,16 @@ def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
     weights_bytes = read_weights(model, folder.name, on_progress)
     vocabulary = Vocabulary(folder, config, shapes.n_vocab)
     return MlxBackend(
-        model, vocabulary, layout, shapes, sizes, spec, folder, config,
-        n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
+        Loaded(
+            model, vocabulary, layout, shapes, sizes, spec, folder, config,
+            n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
+        )
     )  # fmt: skip
 
 
 def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:
     """The memory this model wants and the exact shapes it will have, without computing anything: MLX knows the shapes
     of arrays it has not computed. LoadError where the asked KV type can't be had."""
-    from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.lines import Layout
-    from localllm_backends.mlx.shapes import Shapes
-
     caches = caches_of(model)
     plain = Layout(caches, KvFormat(), n_batch)
     shapes = Shapes.of(model, plain)

@@ -50,6 +50,12 @@ def require(needed_bytes: int, what: str) -> None:
         raise OutOfMemoryError(f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now")
 
 
+def out_of_memory(error: Exception) -> bool:
+    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and [metal::malloc] messages)."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
+
+
 class BufferBound:
     """Holds MLX's reserve of freed buffers under a high mark, and empties it at rest if it is over a low one.
 

@@ -18,8 +18,6 @@ class MemInfo:
 
     total_bytes: int
     available_bytes: int
-    swap_total_bytes: int
-    swap_free_bytes: int
 
 
 def meminfo(text: str) -> MemInfo | None:
@@ -43,7 +41,7 @@ def meminfo(text: str) -> MemInfo | None:
     huge_pages = integer(values.get("HugePages_Total")) or 0
     if huge_pages > 0:
         available = max(integer(values.get("HugePages_Free")) or 0, 0) * (size("Hugepagesize") or 0)
-    return MemInfo(total, min(available, total), size("SwapTotal") or 0, size("SwapFree") or 0)
+    return MemInfo(total, min(available, total))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
 from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.sampling import Distribution, distribution
+from localllm.engine.sampling import distribution
 from localllm.engine.sequence_pool import SequencePool
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
-from localllm.engine.sampling import Distribution
 from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend
 
 _SMOOTHING = 0.2

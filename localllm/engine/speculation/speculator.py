@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
-from localllm.engine.sampling import Distribution
 from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.mtp import MtpDrafter

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
-from engine.test_exactness import NEAR_TIE, isolated
 from localllm.cli.launch import prepare
 from localllm.cli.main import run as localllm
 from localllm.engine.client import WorkerClient

@@ -1,6 +1,6 @@
 """Drafting on real models: token-identical greedy answers with every drafter, alone and in batches, in every memory.
 
-Near-ties between batch shapes are allowed as in test_exactness, and counted.
+Near-ties between batch shapes are allowed as in crowds.py, and counted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, run, settle
-from engine.test_exactness import NEAR_TIE, isolated
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings

@@ -1,4 +1,4 @@
-"""Exact acceptance of drafted tokens: maximal coupling as pure functions over two distributions.
+"""A distribution over tokens, and the exact acceptance of drafted ones: maximal coupling of two distributions.
 
 Accept a token x drafted from q with probability min(1, p(x)/q(x)), else draw from the normalised (p − q)+. What is
 emitted follows p exactly, and no rule accepts more often: the acceptance probability is 1 − TV(p, q).
@@ -7,9 +7,29 @@ Source: Leviathan et al., arXiv 2211.17192, theorem 3.5 and appendix A.1; Chen e
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
-from localllm.engine.sampling import Distribution
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse distribution: `ids` with `probs` (float64, summing to 1), most probable first and equals by id. Where
+    nothing was filtered out, only the head is in that order, and the long rest by id."""
+
+    ids: NDArray[np.int64]
+    probs: NDArray[np.float64]
+
+    def prob(self, token: int) -> float:
+        """Probability of `token` (0.0 where filtered out)."""
+        hit = np.flatnonzero(self.ids == token)
+        return float(self.probs[hit[0]]) if hit.size else 0.0
+
+    def draw(self, uniform: float) -> int:
+        """The token at `uniform` in [0, 1) of the cumulative distribution."""
+        index = int(np.searchsorted(np.cumsum(self.probs), uniform, side="right"))
+        return int(self.ids[min(index, len(self.ids) - 1)])
 
 
 def couple(
@@ -38,10 +58,10 @@ def acceptance_probability(p: Distribution, q: Distribution) -> float:
     return float(np.minimum(p.probs, _probs_of(q, p.ids)).sum())
 
 
-def _probs_of(dist: Distribution, ids: np.typing.NDArray[np.int64]) -> np.typing.NDArray[np.float64]:
+def _probs_of(dist: Distribution, ids: NDArray[np.int64]) -> NDArray[np.float64]:
     """Probabilities `dist` gives to `ids`, 0 where it holds none (float64, the shape of `ids`)."""
     order = np.argsort(dist.ids)
     known = dist.ids[order]
     at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-    result: np.typing.NDArray[np.float64] = np.where(known[at] == ids, dist.probs[order][at], 0.0)
+    result: NDArray[np.float64] = np.where(known[at] == ids, dist.probs[order][at], 0.0)
     return result

@@ -1,0 +1,102 @@
+"""GGUF files: what identifies one, what its KV means, its weights and its vocabulary as llama.cpp reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.llamacpp.native import cause, start_native, token_piece
+from localllm_backends.llamacpp.native_log import log
+
+
+def fingerprint(path: Path) -> str:
+    """Identity of a GGUF file: its size, its first and last MiB, and 64 KiB at 30 places between (hex, 32 digits).
+
+    Hashing 40 GB would take longer than loading it; a file that differs only elsewhere is another quantisation run
+    of the same weights with the same header, which no two published files share.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as f:
+        digest.update(f.read(2**20))
+        for i in range(1, 31):
+            f.seek(size * i // 31)
+            digest.update(f.read(2**16))
+        f.seek(max(0, size - 2**20))
+        digest.update(f.read(2**20))
+    return digest.hexdigest()[:32]
+
+
+def kv_meaning(llama: Any, spec: LoadSpec) -> str:
+    """What gives exported KV its meaning besides weights and KV types: the bindings, the native libraries that compute
+    it, flash attention (V is laid out in another way without) and llama.cpp's rotation of quantised KV, which an
+    environment variable turns off (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
+    loaded = Path(str(llama.llama_cpp._lib._name))
+    libraries = [p for p in sorted(loaded.parent.glob("*")) if p.suffix in (".so", ".dylib", ".dll") and p.is_file()]
+    native = " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
+    rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
+    return f"llama-cpp-python {llama.__version__}; {native}; flash {spec.flash_attention}; no rotation {rotation}"
+
+
+def check_file(path: Path) -> None:
+    """LoadError, saying why, unless `path` is a readable file that begins as a GGUF does."""
+    if not path.exists():
+        raise LoadError(f"there is no file {path.name!r} at that path")
+    if path.is_dir():
+        raise LoadError(f"{path.name!r} is a folder, not a GGUF file")
+    try:
+        with path.open("rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise LoadError(f"{path.name!r} can't be read: {e.strerror}") from e
+    if magic != b"GGUF":
+        raise LoadError(f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)")
+
+
+def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None) -> Any:
+    """The llama_model pointer for `path`; LoadError with llama.cpp's own reason otherwise."""
+    llama = start_native()
+    check_file(path)
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
+    params.load_mtp = spec.mtp
+
+    def report(progress: float, _user_data: Any) -> bool:
+        if on_progress is not None:
+            on_progress(progress)
+        return True
+
+    callback = llama.llama_progress_callback(report)
+    params.progress_callback = callback
+    log.mark()
+    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        why = cause("llama.cpp gave no reason")
+        if "unable to allocate" in why or "failed to allocate" in why:
+            raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
+        raise LoadError(f"llama.cpp can't load {path.name!r}: {why}")
+    if not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model):
+        llama.llama_model_free(model)
+        raise LoadError(f"{path.name!r} is not a text-generating (decoder-only) model")
+    return model
+
+
+def vocabulary(path: str) -> list[bytes]:
+    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it can't be read."""
+    llama = start_native()
+    file = Path(path)
+    check_file(file)
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    log.mark()
+    model = llama.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise LoadError(f"llama.cpp can't read the vocabulary of {file.name!r}: {cause('it gave no reason')}")
+    vocab = llama.llama_model_get_vocab(model)
+    tokens = [token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))]
+    llama.llama_model_free(model)
+    return tokens

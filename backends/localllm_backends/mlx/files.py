@@ -1,0 +1,60 @@
+"""An mlx-lm checkpoint on disk: its folder, its weight files, and what identifies them and the KV made with them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from localllm_backends.contract import LoadError
+
+
+def checkpoint_folder(path: str) -> Path:
+    """The checkpoint's folder: `path` itself, or the folder of a .safetensors file."""
+    given = Path(path)
+    return given.parent if given.suffix == ".safetensors" and given.is_file() else given
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files mlx-lm reads weights from (mlx_lm/utils.py, load_model)."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def check_folder(path: str) -> Path:
+    """The checkpoint's folder; LoadError naming what is missing in it."""
+    folder = checkpoint_folder(path)
+    if not folder.exists():
+        raise LoadError(f"there is no folder {folder.name!r} at that path")
+    if not folder.is_dir():
+        raise LoadError(f"{folder.name!r} is a file, not an MLX checkpoint folder")
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"{folder.name!r} has no config.json: it is not an MLX checkpoint folder")
+    if not weight_files(folder):
+        raise LoadError(f"{folder.name!r} has no model*.safetensors: weights in other formats are not read")
+    return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and of every weight file the size, the
+    first and last MiB and 64 KiB at 30 places between; hashing 40 GB would take longer than loading it."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as f:
+            digest.update(f.read(2**20))
+            for i in range(1, 31):
+                f.seek(size * i // 31)
+                digest.update(f.read(2**16))
+            f.seek(max(0, size - 2**20))
+            digest.update(f.read(2**20))
+    return digest.hexdigest()[:32]
+
+
+def kv_meaning() -> str:
+    """What gives exported KV its meaning besides weights and KV types: the libraries that compute it and lay it out."""
+    from importlib.metadata import version
+
+    return f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"
