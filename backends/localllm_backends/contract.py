@@ -93,7 +93,7 @@ class Capabilities:
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     `drafts`: longest draft (tokens) the model's own heads write, see `DraftingBackend`; 0 = it has none, or they are
     not loaded.
-    `asides`: prompts can be read beside the steps, see `AsideBackend`.
+    `sliced_prefill`: prompts can be read beside the steps, see `SlicingBackend`.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -103,7 +103,7 @@ class Capabilities:
     exact_batching: bool
     kv_types: tuple[KvType, ...]
     drafts: int = 0
-    asides: bool = False
+    sliced_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class DraftingBackend(Backend, Protocol):
         ...
 
 
-class Aside(Protocol):
+class PrefillSlices(Protocol):
     """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, `join` until all
     are appended, `close`. The sequence they belong to stays as it is until `join`, and must not be stepped before."""
 
@@ -283,15 +283,15 @@ class Aside(Protocol):
 
 
 @runtime_checkable
-class AsideBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.asides` is True: it can pause in the middle of a sweep, so that a long prompt is
+class SlicingBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.sliced_prefill` is True: it can pause in the middle of a sweep, so that a long prompt is
     read in pieces of time instead of tokens."""
 
-    def aside_bytes(self, n_tokens: int) -> int:
-        """Memory an aside takes whose sequence will hold `n_tokens`."""
+    def sliced_prefill_bytes(self, n_tokens: int) -> int:
+        """Memory it takes whose sequence will hold `n_tokens`."""
         ...
 
-    def aside(self, sequence: SequenceId, tokens: Seq[int]) -> Aside:
+    def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PrefillSlices:
         """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
         ...
 

@@ -175,7 +175,7 @@ def load_spec(path: str, run: RunSettings, *, n_threads: int = 0) -> LoadSpec:
         n_gpu_layers=run.n_gpu_layers,
         n_outputs=run.n_outputs,
         n_rewind=run.n_rewind,
-        mtp=run.drafter.is_own_heads,
+        mtp=run.drafter.is_mtp,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from localllm.library.progress import Progress
+    from localllm.library.progress import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm_catalog.types import Model, Variant
 
@@ -85,7 +85,7 @@ class ProgressLine:
         self._last: tuple[str, str] = ("", "")
         self._drawn = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: DownloadProgress) -> None:
         now = self._clock()
         step = (progress.state, progress.file)
         if step == self._last and now < self._next:
@@ -118,7 +118,7 @@ _VERBS = {
 }  # fmt: skip
 
 
-def text(progress: Progress, columns: int) -> str:
+def text(progress: DownloadProgress, columns: int) -> str:
     """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow terminals."""
     name = progress.file.rpartition("/")[2] if progress.state != "listing" else progress.file
     numbers = ""

@@ -15,7 +15,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     """Text of the model's thinking."""
 
     text: str
@@ -37,7 +37,7 @@ class CallArguments:
     text: str
 
 
-Delta: TypeAlias = Content | Reasoning | CallStart | CallArguments
+Delta: TypeAlias = Content | ReasoningText | CallStart | CallArguments
 
 
 class TurnEnd(str):
@@ -231,7 +231,7 @@ class ReplyParser:
         if not text:
             return
         self._fresh = False
-        out.append(Reasoning(text) if self._thinking else Content(text))
+        out.append(ReasoningText(text) if self._thinking else Content(text))
 
     def _take(self, deltas: list[Delta], out: list[Delta]) -> None:
         for delta in deltas:

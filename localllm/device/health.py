@@ -53,7 +53,7 @@ class BuildFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerProcess:
     """A running engine worker: its process id, resident bytes, and whether its server is gone."""
 
     pid: int
@@ -74,7 +74,7 @@ class HealthFacts:
     platform_profile: str | None = None
     on_battery: bool | None = None
     pmset: str | None = None
-    workers: tuple[Worker, ...] | None = None
+    workers: tuple[WorkerProcess, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from localllm_backends.contract import LoadSpec, MemoryReport
 # ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
 # alone (0.93 of a bare loop through HTTP) and 42 tok/s beside one busy process, where the default falls to 8; with 300
 # it is 50, but 0.88 through HTTP; sleeping at once costs 60 % alone.
-# Every thread that allocates gets a heap of its own, and every aside is a thread: over 1,500 mixed requests the worker grew
+# Every thread that allocates gets a heap of its own, and every sliced prefill is a thread: over 1,500 mixed requests the worker grew
 # by 10 %, with two heaps for all by 0.2 % (mallopt(3), M_ARENA_MAX).
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
 

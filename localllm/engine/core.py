@@ -42,7 +42,7 @@ class EngineSettings:
     """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
     under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand). `headroom_bytes` of the system's
     memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes` of it are what loading takes
-    (0: unknown), which whoever loads has checked. `aside_tokens`: prompts with more than that to read are read aside
+    (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more than that to read are read in slices
     while others decode, where the backend can (0: never)."""
 
     queue_limit: int = 64
@@ -52,7 +52,7 @@ class EngineSettings:
     draft: str = "off"
     headroom_bytes: int | None = None
     planned_bytes: int = 0
-    aside_tokens: int = 512
+    sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
 
 
@@ -78,7 +78,7 @@ class Engine:
         self._sizer = ChunkSizer(self.backend.info.n_batch)
         self.pool.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
-        self._prefill = prefill_policy(self.backend, self.settings.aside_tokens, self.metrics, self.clock)
+        self._prefill = prefill_policy(self.backend, self.settings.sliced_prefill_tokens, self.metrics, self.clock)
         self.jobs = Jobs(self.pool, self.speculator, self._prefill, self.metrics, self.clock)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._admission = Admission(self.backend, self.jobs, self._memory)

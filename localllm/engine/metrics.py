@@ -30,7 +30,7 @@ class Metrics:
     decode_tok_s: float = 0.0
     prefill_tok_s: float = 0.0
     longest_step_s: float = 0.0
-    aside_tokens: int = 0
+    sliced_prefill_tokens: int = 0
     longest_slice_s: float = 0.0
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECOMPUTED, 0))
 
@@ -55,10 +55,10 @@ class Metrics:
         elif prefilled and not decoded:
             self.prefill_tok_s = _blend(self.prefill_tok_s, prefilled / seconds)
 
-    def aside(self, prefilled: int, seconds: float) -> None:
+    def sliced_prefill(self, prefilled: int, seconds: float) -> None:
         """Count a slice of `seconds` of a prompt that is read beside the steps, in which `prefilled` tokens were done."""
         self.prefilled_tokens += prefilled
-        self.aside_tokens += prefilled
+        self.sliced_prefill_tokens += prefilled
         self.busy_s += seconds
         self.longest_slice_s = max(self.longest_slice_s, seconds)
 
@@ -80,7 +80,7 @@ class Metrics:
             "decode_tok_s": self.decode_tok_s,
             "prefill_tok_s": self.prefill_tok_s,
             "longest_step_s": self.longest_step_s,
-            "aside_tokens": self.aside_tokens,
+            "sliced_prefill_tokens": self.sliced_prefill_tokens,
             "longest_slice_s": self.longest_slice_s,
             **{f"recomputed_{reason}_tokens": n for reason, n in self.recomputed_tokens.items()},
         }

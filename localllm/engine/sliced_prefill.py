@@ -2,7 +2,7 @@
 
 A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's kernels want many rows
 (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
-middle of a sweep (`Capabilities.asides`) reads large pieces and still lets every stream have its next token in time:
+middle of a sweep (`Capabilities.sliced_prefill`) reads large pieces and still lets every stream have its next token in time:
 the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
 others go the ordinary way. Every other backend has the policy that does nothing: its chunks are the scheduler's.
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from localllm.engine.job import Job
 from localllm.engine.metrics import Metrics
-from localllm_backends.contract import Aside, AsideBackend, Backend, BackendFailure
+from localllm_backends.contract import Backend, BackendFailure, PrefillSlices, SlicingBackend
 
 
 class PrefillPolicy(Protocol):
@@ -67,7 +67,7 @@ class ChunkedPrefill:
 
 def prefill_policy(backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float]) -> PrefillPolicy:
     """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
-    if least_tokens > 0 and backend.capabilities.asides and isinstance(backend, AsideBackend):
+    if least_tokens > 0 and backend.capabilities.sliced_prefill and isinstance(backend, SlicingBackend):
         return SlicedPrefill(backend, least_tokens, metrics, clock)
     return ChunkedPrefill()
 
@@ -77,12 +77,12 @@ class SlicedPrefill:
     """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
     not worth the context it takes."""
 
-    backend: AsideBackend
+    backend: SlicingBackend
     least_tokens: int
     metrics: Metrics
     clock: Callable[[], float]
     job: Job | None = None
-    _aside: Aside | None = None
+    _slices: PrefillSlices | None = None
     _start: int = 0
     _stop: int = 0
     _read: int = 0
@@ -102,7 +102,7 @@ class SlicedPrefill:
         if job is not None:
             started = self.clock()
             read = self._run(slice_s(), running)
-            self.metrics.aside(read, self.clock() - started)
+            self.metrics.sliced_prefill(read, self.clock() - started)
             if job is self.job:
                 return job, self._start + self._read
         self._begin(running, spare_bytes)
@@ -118,12 +118,12 @@ class SlicedPrefill:
         if not fit or all(j.prefilling for j in jobs):
             return
         job = min(fit, key=lambda j: j.submitted_s)
-        if spare_bytes is not None and self.backend.aside_bytes(len(job.tokens)) > spare_bytes:
+        if spare_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > spare_bytes:
             return
         assert job.sequence is not None
         try:
             # The last token goes through a step like any other: its logits are wanted.
-            self._aside = self.backend.aside(job.sequence, job.tokens[job.n_kv : -1])
+            self._slices = self.backend.slice_prefill(job.sequence, job.tokens[job.n_kv : -1])
         except BackendFailure:
             self._refused.add(job.id)
             return
@@ -136,7 +136,7 @@ class SlicedPrefill:
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def keeps_out(self, job: Job) -> bool:
-        """True for what must not be in this step: the prompt that is read aside, other long ones (they are next), and
+        """True for what must not be in this step: the prompt that is read in slices, other long ones (they are next), and
         short ones too unless this step is theirs."""
         if self.job is None:
             return False
@@ -146,7 +146,7 @@ class SlicedPrefill:
         """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
-        if self._aside is None or self.job is None:
+        if self._slices is None or self.job is None:
             return 0
         short = any(j.prefilling and j.running and j is not self.job and not self._long(j) for j in running)
         self._waited = short and not self._waited
@@ -155,9 +155,9 @@ class SlicedPrefill:
         try:
             before, n_tokens = self._read, self._stop - self._start
             if before < n_tokens:
-                self._read = self._aside.run(seconds)
+                self._read = self._slices.run(seconds)
                 return self._read - before
-            left = self._aside.join()
+            left = self._slices.join()
             self.job.n_kv = self._stop - left
             if not left:
                 self._end()
@@ -177,6 +177,6 @@ class SlicedPrefill:
         self._end()
 
     def _end(self) -> None:
-        aside, self._aside, self.job = self._aside, None, None
-        if aside is not None:
-            aside.close()
+        slices, self._slices, self.job = self._slices, None, None
+        if slices is not None:
+            slices.close()

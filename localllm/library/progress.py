@@ -14,7 +14,7 @@ _SAMPLE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DownloadProgress:
     """A moment of a download. `done_bytes` counts what was there before too; `speed_bytes_s` only what travels.
 
     `eta_s` is None until a speed is known.
@@ -28,11 +28,14 @@ class Progress:
     eta_s: float | None = None
 
 
-class Meter:
-    """Turns byte counts into Progress: the speed is that of the last ten seconds."""
+class DownloadMeter:
+    """Turns byte counts into DownloadProgress: the speed is that of the last ten seconds."""
 
     def __init__(
-        self, total_bytes: int, on_progress: Callable[[Progress], None], clock: Callable[[], float] = time.monotonic
+        self,
+        total_bytes: int,
+        on_progress: Callable[[DownloadProgress], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_bytes = total_bytes
         self.done_bytes = 0
@@ -57,7 +60,7 @@ class Meter:
         # A restart (wrong content) takes bytes back: no speed is better than a negative one.
         speed = max(0.0, (done - before) / elapsed) if elapsed > 0 else 0.0
         eta = (self.total_bytes - done) / speed if speed > 0 else None
-        self._on_progress(Progress(state, file, done, self.total_bytes, speed, eta))
+        self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta))
 
     def finished(self, size_bytes: int) -> None:
         """A file is complete."""

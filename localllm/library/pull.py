@@ -14,7 +14,7 @@ from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
 from localllm.library import hf_cache, hub, names, other_apps, places, store, transfer, variants
 from localllm.library.catalog import load_catalog, read_model
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
-from localllm.library.progress import Meter, Progress
+from localllm.library.progress import DownloadMeter, DownloadProgress
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
@@ -34,7 +34,7 @@ RESERVE_BYTES = 512 << 20
 def pull(
     ref: str,
     *,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[DownloadProgress], None] | None = None,
     choose: Choose | None = None,
     catalog: Catalog | None = None,
     offline: bool = False,
@@ -58,7 +58,7 @@ def pull(
     if isinstance(wanted, LocalModel):
         return wanted
     patience = patience or Patience.from_environment()
-    say(Progress("listing", wanted.repo, 0, 0))
+    say(DownloadProgress("listing", wanted.repo, 0, 0))
     try:
         listing = hub.list_files(wanted.repo, wanted.revision, patience)
     except HubUnreachableError as e:
@@ -202,14 +202,14 @@ def _bring(
     listing: Listing,
     selection: Selection,
     wanted: _Wanted,
-    say: Callable[[Progress], None],
+    say: Callable[[DownloadProgress], None],
     reserve_bytes: int,
     patience: Patience,
 ) -> LocalModel:
     cache = places.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files, *([selection.projector] if selection.projector else [])]
-    meter = Meter(selection.total_bytes, say)
+    meter = DownloadMeter(selection.total_bytes, say)
     missing = [f for f in files if not _is_there(folder, listing, f)]
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
@@ -220,7 +220,7 @@ def _bring(
                     _bring_file(client, folder, listing, file, meter, patience)
                 meter.finished(file.size_bytes)
     _write_ref(folder, listing, wanted.revision)
-    say(Progress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
+    say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
     return _as_local(folder, listing, selection, wanted)
 
 
@@ -256,7 +256,7 @@ def _partial(blob: Path) -> Path:
 
 
 def _bring_file(
-    client: httpx.Client, folder: Path, listing: Listing, file: RepoFile, meter: Meter, patience: Patience
+    client: httpx.Client, folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter, patience: Patience
 ) -> None:
     """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
     blob = folder / "blobs" / file.digest
@@ -272,7 +272,7 @@ def _bring_file(
         raise transfer.disk_trouble(e, blob) from e
 
 
-def _keeps_its_name(blob: Path, file: RepoFile, meter: Meter) -> bool:
+def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
     """True if a blob we did not bring has the content its name promises (others check lengths only)."""
     if blob.stat().st_size != file.size_bytes:
         return False
@@ -295,7 +295,7 @@ def _demote(blob: Path) -> None:
 
 
 def _fetch(
-    client: httpx.Client, blob: Path, listing: Listing, file: RepoFile, meter: Meter, patience: Patience
+    client: httpx.Client, blob: Path, listing: Listing, file: RepoFile, meter: DownloadMeter, patience: Patience
 ) -> None:
     partial = _partial(blob)
     url = hub.file_url(listing, file.name)

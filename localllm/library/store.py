@@ -52,7 +52,7 @@ def packaged() -> list[LocalModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DiskUsage:
     """Disk taken by one origin, in bytes; files that several names share count once."""
 
     origin: str
@@ -60,7 +60,7 @@ class Usage:
     size_bytes: int
 
 
-def du(models: Iterable[LocalModel] | None = None) -> list[Usage]:
+def du(models: Iterable[LocalModel] | None = None) -> list[DiskUsage]:
     """Disk usage by origin, biggest first, and of unfinished downloads (origin "partial")."""
     listed = list(scan() if models is None else models)
     sizes: dict[str, dict[tuple[int, int], int]] = {}
@@ -73,10 +73,10 @@ def du(models: Iterable[LocalModel] | None = None) -> list[Usage]:
             except OSError:
                 continue
             sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
-    usage = [Usage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
+    usage = [DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
     unfinished = hf_cache.partials(places.hub_cache())
     if unfinished:
-        usage.append(Usage("partial", len(unfinished), sum(_size(f) for f in unfinished)))
+        usage.append(DiskUsage("partial", len(unfinished), sum(_size(f) for f in unfinished)))
     return sorted(usage, key=lambda u: -u.size_bytes)
 
 

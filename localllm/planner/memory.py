@@ -247,8 +247,8 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
         plain = RunSettings(settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots)
         small = need(*drafter.second, replace(plain, n_gpu_layers=settings.n_gpu_layers), device)
         drafted = small.total_bytes - small.overhead_bytes
-    if drafter.is_own_heads and model.mtp_layers:
-        drafted += own_heads_bytes(model, variant, settings)
+    if drafter.is_mtp and model.mtp_layers:
+        drafted += mtp_bytes(model, variant, settings)
     return drafted
 
 
@@ -264,7 +264,7 @@ def rewind_for_heads(model: Model) -> int:
     return _HEADS_REWIND_TOKENS if recurrent and model.mtp_layers else 0
 
 
-def own_heads_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
+def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     """What drafting with the model's own heads takes on llama.cpp: their weights, a context of their layers alone, and
     the model's hidden rows. A head's layer is taken to be like the model's last layer of unbounded attention."""
     attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]

@@ -86,7 +86,7 @@ def settings_for(
         slots=slots,
         n_batch=CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH,
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
-        n_rewind=memory.rewind_for_heads(model) if drafter.is_own_heads else 0,
+        n_rewind=memory.rewind_for_heads(model) if drafter.is_mtp else 0,
         drafter=drafter,
     )
 

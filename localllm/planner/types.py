@@ -42,7 +42,7 @@ class Drafter:
     second: tuple[Model, Variant] | None = None
 
     @property
-    def is_own_heads(self) -> bool:
+    def is_mtp(self) -> bool:
         """True where the model's own heads (MTP) draft."""
         return self.name == "mtp"
 

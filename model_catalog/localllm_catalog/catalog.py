@@ -14,7 +14,7 @@ from localllm_catalog import parsed, quants, shapes
 from localllm_catalog.errors import BadCatalogError, CatalogError
 from localllm_catalog.layout import build_layers
 from localllm_catalog.names import check_file, check_repo
-from localllm_catalog.types import Experts, Model, Purpose, Quality, Sampling, Variant
+from localllm_catalog.types import Experts, Model, Purpose, Quality, SamplingDefaults, Variant
 
 _HERE = Path(__file__).parent
 FAMILIES_DIR = _HERE / "families"
@@ -32,7 +32,7 @@ MODEL_KEYS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FactSource:
     """Where a fact comes from: `kind` measured / self-reported / estimate, the date it was published or copied."""
 
     label: str
@@ -150,9 +150,9 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
                 _check_values(part, f"{where}: {key}")
 
 
-def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Source]:
+def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, FactSource]:
     return {
-        label: Source(label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", ""))
+        label: FactSource(label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", ""))
         for label, fact in facts.items()
     }
 
@@ -202,7 +202,7 @@ def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, An
     return merged
 
 
-def build_model(raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
+def build_model(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
     """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or wrong."""
     unknown = sorted(raw.keys() - MODEL_KEYS)
     if unknown:
@@ -219,7 +219,7 @@ def build_model(raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error.message}", error.hint) from error
 
 
-def _build(raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
+def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
     tools = raw.get("tools", {})
     reasoning = raw.get("reasoning", {})
     tags = reasoning.get("tags")
@@ -286,12 +286,12 @@ def _experts(facts: Mapping[str, Any]) -> Experts:
     )
 
 
-def _sampling(facts: Mapping[str, Any]) -> Sampling:
+def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
     known = {key: value for key, value in facts.items() if key != "non_thinking"}
-    return Sampling(**known)
+    return SamplingDefaults(**known)
 
 
-def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, Source]) -> Iterator[Quality]:
+def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, FactSource]) -> Iterator[Quality]:
     for label, scores in table.items():
         source = sources[label]
         for benchmark, score in scores.items():
@@ -302,7 +302,7 @@ def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, Sou
 # --- variants -------------------------------------------------------------------------------------------------------
 
 
-def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, Source]) -> Model:
+def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
     variants = [
         *_gguf_variants(model, raw.get("gguf", ()), sources),
         *_mlx_variants(model, raw.get("mlx", ()), sources),
@@ -311,7 +311,7 @@ def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, S
 
 
 def _gguf_variants(
-    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, Source]
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
 ) -> Iterator[Variant]:
     for table in tables:
         source = sources[table["source"]].title if "source" in table else ""
@@ -345,7 +345,7 @@ def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: 
 
 
 def _mlx_variants(
-    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, Source]
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
 ) -> Iterator[Variant]:
     for table in tables:
         repo, quant = check_repo(table["repo"]), table["quant"]

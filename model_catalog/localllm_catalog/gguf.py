@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
-from localllm_catalog.remote import Source, open_source
+from localllm_catalog.remote import ByteSource, open_source
 
 # Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000 tensors.
 MAX_HEADER_BYTES = 64 << 20
@@ -169,7 +169,7 @@ def _read_splits(source: str, given: GgufHeader, count: int, headers: Mapping[st
 # --- one file -------------------------------------------------------------------------------------------------------
 
 
-def _read_one(source: Source) -> GgufHeader:
+def _read_one(source: ByteSource) -> GgufHeader:
     try:
         return _parse(_Cursor(source))
     except BadHeaderError as error:
@@ -179,7 +179,7 @@ def _read_one(source: Source) -> GgufHeader:
 class _Cursor:
     """A position in the header, with a window of it in memory. Every step is checked against the file's size."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.limit = min(source.size, MAX_HEADER_BYTES)
         self.position = 0

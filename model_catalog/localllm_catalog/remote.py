@@ -20,7 +20,7 @@ TIMEOUT_S = 30.0
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Something with a name, a size in bytes, and ranges that can be read."""
 
     name: str
@@ -153,7 +153,7 @@ def _http_hint(code: int) -> str:
     return "try again later" if code == 429 or code >= 500 else ""
 
 
-def open_source(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> Source:
+def open_source(source: str | os.PathLike[str], headers: Mapping[str, str] | None = None) -> ByteSource:
     """A Source for a path or an http(s) URL. Raises SourceError if it is not there."""
     text = os.fspath(source)
     if text.startswith(("http://", "https://")):

@@ -59,7 +59,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingDefaults:
     """The vendor's recommended sampling; None = not stated."""
 
     temperature: float | None = None
@@ -145,7 +145,7 @@ class Model:
     reasoning_tags: tuple[str, str] | None = None
     reasoning_kind: str = "none"
     fim: dict[str, str] = field(default_factory=dict)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     mtp_layers: int = 0
     drafts: tuple[str, ...] = ()
     quality: tuple[Quality, ...] = ()
@@ -162,7 +162,7 @@ class Model:
     params_note: str = ""
     tool_markers: tuple[str, ...] = ()
     reasoning_control: str = ""
-    sampling_non_thinking: Sampling | None = None
+    sampling_non_thinking: SamplingDefaults | None = None
     external_drafts: tuple[str, ...] = ()
     tokenizer_pre: str = ""
     shape_warning: str = ""

@@ -104,16 +104,16 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
     from mlx_lm.models.cache import KVCache, RotatingKVCache
 
     from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.lines import Batch, Layout, Line
+    from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache
 
     layout = Layout([KVCache() if window is None else RotatingKVCache(window)], KvFormat(), SLACK)
-    lines = [Line(i, layout) for i in range(len(lengths))]
+    lines = [SequenceCache(i, layout) for i in range(len(lengths))]
     held: list[list[float]] = []
     for i, (line, n) in enumerate(zip(lines, lengths, strict=True)):
         held.append([1000.0 * (i + 1) + t for t in range(n)])
         write(line.leaves[0], held[i], window)
         line.length = n
-    batch = Batch(layout)
+    batch = SequenceBatch(layout)
     batch.become(lines)
     number = 0.0
     for counts in steps:
@@ -186,10 +186,10 @@ def test_layers_grow_in_different_steps() -> None:
     from mlx_lm.models.cache import KVCache
 
     from localllm_backends.mlx.attention import KvFormat
-    from localllm_backends.mlx.lines import Batch, Layout, Line
+    from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache
 
     layout = Layout([KVCache() for _ in range(8)], KvFormat(), SLACK)
-    lines = [Line(i, layout) for i in range(2)]
+    lines = [SequenceCache(i, layout) for i in range(2)]
     most, grown = 0, 0
     for _ in range(30):
         before = [leaf.slots for leaf in lines[0].leaves]
@@ -202,7 +202,7 @@ def test_layers_grow_in_different_steps() -> None:
             most, grown = max(most, sum(now)), grown + sum(now)
     assert most == 2
     assert grown >= 16
-    batch = Batch(layout)
+    batch = SequenceBatch(layout)
     batch.become(lines)
     most, grown = 0, 0
     for _ in range(16):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat, ReplyParser
+from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat, ReplyParser
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import parameters_of
 
@@ -44,7 +44,7 @@ def read(pieces: list[str], tools: bool = True) -> Read:
     reader = parser(tools)
     thought, answer, calls = "", "", []
     for delta in [d for piece in pieces for d in reader.feed(piece)] + reader.close():
-        if isinstance(delta, Reasoning):
+        if isinstance(delta, ReasoningText):
             thought += delta.text
         elif isinstance(delta, Content):
             answer += delta.text
@@ -144,7 +144,7 @@ def test_deltas_come_as_the_tokens_do() -> None:
     reader = parser()
     seen = [(reader.feed(t), reader.thinking, reader.in_call) for t in TOKEN.findall(ANALYSIS + NEXT + CALL)]
     deltas = [d for out, _, _ in seen for d in out]
-    assert deltas[0] == Reasoning("We")
+    assert deltas[0] == ReasoningText("We")
     at = deltas.index(CallStart(0, "get_weather"))
     arguments = [d.text for d in deltas[at + 1 :] if isinstance(d, CallArguments)]
     assert json.loads("".join(arguments)) == {"city": "Paris"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
 from localllm.conversation.tools import harmony
 
 CONTROL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
@@ -53,7 +53,7 @@ REPLY = [
 def test_a_call_cut_off_after_any_token_shows_its_thought_and_arguments_alone(end: int) -> None:
     deltas = heard(WITH_TOOLS, REPLY[:end])
     assert not any(isinstance(d, Content) for d in deltas)
-    assert "Think.".startswith("".join(d.text for d in deltas if isinstance(d, Reasoning)))
+    assert "Think.".startswith("".join(d.text for d in deltas if isinstance(d, ReasoningText)))
     assert '{"n": 1}'.startswith("".join(d.text for d in deltas if isinstance(d, CallArguments)))
     assert [d.name for d in deltas if isinstance(d, CallStart)] == (["f"] if end >= 18 else [])
 

@@ -12,7 +12,7 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import ToolFormat
 from localllm.conversation.tools.lark import SPACE
@@ -137,7 +137,7 @@ def read(style: ToolFormat, pieces: list[str]) -> list[tuple[str, Any]]:
     ).parser()
     calls: list[list[str]] = []
     for delta in [d for piece in pieces for d in parser.feed(piece)] + parser.close():
-        assert not isinstance(delta, Content | Reasoning), delta
+        assert not isinstance(delta, Content | ReasoningText), delta
         if isinstance(delta, CallStart):
             calls.append([delta.name, ""])
         elif isinstance(delta, CallArguments):

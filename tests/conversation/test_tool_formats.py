@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.reply import CallArguments, CallStart, Content, Reasoning, ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
 from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.readers import JsonEnd
 
@@ -205,7 +205,7 @@ def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[st
     for delta in deltas:
         if isinstance(delta, Content):
             text += delta.text
-        elif isinstance(delta, Reasoning):
+        elif isinstance(delta, ReasoningText):
             thought += delta.text
         elif isinstance(delta, CallStart):
             assert delta.index == len(calls)

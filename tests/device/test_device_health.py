@@ -13,7 +13,7 @@ from device import recordings
 from localllm.cli import device as device_command
 from localllm.cli import doctor as doctor_command
 from localllm.device.describe import device_to_json
-from localllm.device.health import BuildFacts, Check, HealthFacts, Worker, judge
+from localllm.device.health import BuildFacts, Check, HealthFacts, WorkerProcess, judge
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.probes import health
@@ -101,8 +101,8 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(open_files=1 << 20), "file limit", "ok"),
         (HealthFacts(open_files=-1), "file limit", "ok"),
         (HealthFacts(workers=()), "stale engine", "ok"),
-        (HealthFacts(workers=(Worker(7, 1 << 30, orphan=False),)), "stale engine", "ok"),
-        (HealthFacts(workers=(Worker(7, 1 << 30, orphan=True),)), "stale engine", "warning"),
+        (HealthFacts(workers=(WorkerProcess(7, 1 << 30, orphan=False),)), "stale engine", "ok"),
+        (HealthFacts(workers=(WorkerProcess(7, 1 << 30, orphan=True),)), "stale engine", "warning"),
     ],
 )
 def test_each_check_warns_when_it_should_and_only_then(facts: HealthFacts, name: str, status: str) -> None:

@@ -36,10 +36,12 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
     alone = llamacpp.load(spec)
     # A few kilobytes of cache force evictions; the disk tier brings some of it back.
-    settings = EngineSettings(cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, aside_tokens=40)
+    settings = EngineSettings(
+        cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, sliced_prefill_tokens=40
+    )
     engine = Engine(llamacpp.load(spec), settings)
     crowds_equal_isolated_runs(engine, alone, shape, MIXES, router_flips=ROUTER_FLIPS.get(shape, 0.0))
-    assert (engine.snapshot()["aside_tokens"] == 0) == (not engine.backend.capabilities.asides)
+    assert (engine.snapshot()["sliced_prefill_tokens"] == 0) == (not engine.backend.capabilities.sliced_prefill)
     engine.close()
     alone.close()
 

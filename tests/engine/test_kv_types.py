@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localllm_backends.contract import Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.kv_probe import NOTE_KEY, Pair, Timing, candidates, settle
-from localllm_backends.llamacpp.plan_probe import Settings, plan
+from localllm_backends.llamacpp.plan_probe import ProbeSettings, plan
 
 CONTEXT = 1024
 POSITIONS = 200
@@ -62,7 +62,9 @@ def log_probabilities(backend: Backend) -> Logits:
 def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(loaded: Backend, smollm2: Path) -> None:
     kind = loaded.info.kv_type_k
     # A second opinion from llama.cpp: the cache's own line, of a context planned elsewhere and never allocated.
-    said = plan(smollm2, [Settings(n_ctx=CONTEXT, n_seq_max=loaded.info.n_seq_max + 1, kv_type_k=kind, kv_type_v=kind)])
+    said = plan(
+        smollm2, [ProbeSettings(n_ctx=CONTEXT, n_seq_max=loaded.info.n_seq_max + 1, kv_type_k=kind, kv_type_v=kind)]
+    )
     # SmolLM2-135M: 30 layers, 3 KV heads of 64; blocks of 32 take 34 bytes as q8_0 and 18 as q4_0.
     shapes = 2 * 30 * CONTEXT * 3 * 64 * {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind]
     assert loaded.memory().kv_bytes == pytest.approx(said[0].kv_bytes, rel=0.01)

@@ -21,7 +21,7 @@ from support.scripted_backend import ScriptedBackend
 MB = 10**6
 
 
-class ScriptedAside:
+class ScriptedSlices:
     """Reads 10 tokens a slice and joins them 20 at a time, by the scripted backend's own import."""
 
     def __init__(self, backend: SlicedBackend, sequence: int, tokens: list[int]) -> None:
@@ -54,26 +54,26 @@ class ScriptedAside:
 
 
 class SlicedBackend(ScriptedBackend):
-    """A scripted backend that can read aside."""
+    """A scripted backend that can read in slices."""
 
     def __init__(self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048) -> None:
         super().__init__(n_ctx=n_ctx)
-        self.capabilities = replace(self.capabilities, asides=True)
-        self.asides: list[ScriptedAside] = []
+        self.capabilities = replace(self.capabilities, sliced_prefill=True)
+        self.slices: list[ScriptedSlices] = []
         self.fails_at, self.refuses = fails_at, refuses
 
-    def aside_bytes(self, n_tokens: int) -> int:
+    def sliced_prefill_bytes(self, n_tokens: int) -> int:
         return n_tokens * MB
 
-    def aside(self, sequence: int, tokens: list[int]) -> ScriptedAside:
+    def slice_prefill(self, sequence: int, tokens: list[int]) -> ScriptedSlices:
         if self.refuses:
             raise OutOfMemoryError("no memory for another context")
-        self.asides.append(ScriptedAside(self, sequence, list(tokens)))
-        return self.asides[-1]
+        self.slices.append(ScriptedSlices(self, sequence, list(tokens)))
+        return self.slices[-1]
 
 
 def engine_of(backend: SlicedBackend, available: int = 10**12) -> Engine:
-    settings = EngineSettings(aside_tokens=50, headroom_bytes=100 * MB)
+    settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=100 * MB)
     return Engine(backend, settings, available=lambda: available)
 
 
@@ -106,7 +106,7 @@ def finish(engine: Engine, outcome: Outcome) -> None:
         engine.check_integrity()
 
 
-def test_a_long_prompt_beside_a_stream_is_read_aside_and_a_stream_gets_a_token_every_slice() -> None:
+def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_token_every_slice() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 100))
@@ -114,17 +114,17 @@ def test_a_long_prompt_beside_a_stream_is_read_aside_and_a_stream_gets_a_token_e
     before = len(outcome.tokens["stream"])
     while "long" not in outcome.tokens:
         outcome.take(engine.step())
-    (aside,) = backend.asides
-    assert aside.closed
-    assert aside.tokens == words(205, 2)[:-1]
+    (slices,) = backend.slices
+    assert slices.closed
+    assert slices.tokens == words(205, 2)[:-1]
     # One step made it, and each slice but the last pieces' was followed by a step with the stream's token.
-    assert len(outcome.tokens["stream"]) - before >= len(aside.slices)
+    assert len(outcome.tokens["stream"]) - before >= len(slices.slices)
     prefills = [n for step in backend.steps for _, n in step if n > 1]
     assert sum(prefills) == 5, "nothing else of it was prefilled in steps"
     finish(engine, outcome)
     assert outcome.tokens["long"] == expected(words(205, 2), 8)
     assert outcome.tokens["stream"] == expected(words(5, 1), 100)
-    assert engine.snapshot()["aside_tokens"] == 204
+    assert engine.snapshot()["sliced_prefill_tokens"] == 204
     assert engine.snapshot()["prefilled_tokens"] == 204 + 5 + 1
 
 
@@ -137,7 +137,7 @@ def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
     outcome = start(engine, ask("stream", words(5, 1), 30)) if stream else Outcome()
     outcome.take(engine.submit(ask("other", words(tokens, 2)), words(tokens, 2)))
     finish(engine, outcome)
-    assert not backend.asides
+    assert not backend.slices
     assert outcome.tokens["other"] == expected(words(tokens, 2), 8)
 
 
@@ -146,24 +146,24 @@ def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
     [SlicedBackend(refuses=True), SlicedBackend(fails_at=0), SlicedBackend(fails_at=30)],
     ids=["refused", "fails at once", "fails later"],
 )
-def test_what_can_not_be_read_aside_is_read_in_steps(backend: SlicedBackend) -> None:
+def test_what_can_not_be_read_in_slices_is_read_in_steps(backend: SlicedBackend) -> None:
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 60))
     outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
     finish(engine, outcome)
-    assert len(backend.asides) <= 1, "it is not tried again"
-    assert all(a.closed for a in backend.asides)
+    assert len(backend.slices) <= 1, "it is not tried again"
+    assert all(a.closed for a in backend.slices)
     assert outcome.tokens["long"] == expected(words(205, 2), 8)
     assert outcome.tokens["stream"] == expected(words(5, 1), 60)
 
 
-def test_without_the_memory_for_it_nothing_is_read_aside() -> None:
+def test_without_the_memory_for_it_nothing_is_read_in_slices() -> None:
     backend = SlicedBackend()
     engine = engine_of(backend, available=100 * MB + 204 * MB)
     outcome = start(engine, ask("stream", words(5, 1), 60))
     outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
     finish(engine, outcome)
-    assert not backend.asides
+    assert not backend.slices
     assert outcome.tokens["long"] == expected(words(205, 2), 8)
 
 
@@ -174,13 +174,13 @@ def test_a_short_prompt_does_not_wait_for_the_long_one_nor_starve_it() -> None:
     outcome.take(engine.submit(ask("long", words(505, 2)), words(505, 2)))
     outcome.take(engine.step())
     outcome.take(engine.step())
-    (aside,) = backend.asides
+    (slices,) = backend.slices
     # A new short prompt every step: each gets its answer soon, and the long one gets every second slice.
     slices = []
     for i in range(40):
         outcome.take(engine.submit(ask(f"short{i}", words(9, 3 + i), 1), words(9, 3 + i)))
         outcome.take(engine.step())
-        slices.append(len(aside.slices))
+        slices.append(len(slices.slices))
     assert 15 <= slices[-1] - slices[0] <= 25
     assert sum(f"short{i}" in outcome.ends for i in range(40)) >= 30
     finish(engine, outcome)
@@ -195,13 +195,13 @@ def test_a_step_holds_a_slice_or_a_chunk_never_both() -> None:
     outcome = start(engine, ask("stream", words(5, 1), 300))
     outcome.take(engine.submit(ask("long", words(405, 2)), words(405, 2)))
     outcome.take(engine.step())
-    (aside,) = backend.asides
+    (slices,) = backend.slices
     outcome.take(engine.submit(ask("short", words(45, 3)), words(45, 3)))
     while "short" not in outcome.tokens:
-        ran, steps = len(aside.slices), len(backend.steps)
+        ran, steps = len(slices.slices), len(backend.steps)
         outcome.take(engine.step())
         chunk = any(n > 1 for step in backend.steps[steps:] for _, n in step)
-        assert not (chunk and len(aside.slices) > ran)
+        assert not (chunk and len(slices.slices) > ran)
     finish(engine, outcome)
 
 
@@ -212,7 +212,7 @@ def test_two_long_prompts_are_read_one_after_the_other() -> None:
     for key, seed in (("first", 2), ("second", 3)):
         outcome.take(engine.submit(ask(key, words(205, seed)), words(205, seed)))
     finish(engine, outcome)
-    first, second = backend.asides
+    first, second = backend.slices
     assert (first.tokens, second.tokens) == (words(205, 2)[:-1], words(205, 3)[:-1])
     assert outcome.tokens["second"] == expected(words(205, 3), 8)
 
@@ -226,7 +226,7 @@ def test_one_that_is_cancelled_leaves_nothing_behind(steps: int) -> None:
     for _ in range(steps):
         outcome.take(engine.step())
     outcome.take(engine.cancel("long"))
-    assert all(a.closed for a in backend.asides)
+    assert all(a.closed for a in backend.slices)
     finish(engine, outcome)
     assert outcome.tokens["stream"] == expected(words(5, 1), 80)
     again = run(engine, ask("again", words(205, 2)))
@@ -241,7 +241,7 @@ def test_progress_is_told_while_it_is_read() -> None:
         now[0] += 0.2
         return now[0]
 
-    engine = Engine(backend, EngineSettings(aside_tokens=50, headroom_bytes=0), clock=clock)
+    engine = Engine(backend, EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0), clock=clock)
     outcome = start(engine, ask("stream", words(5, 1), 100))
     events: list[Event] = engine.submit(ask("long", words(205, 2)), words(205, 2))
     while not any(isinstance(e, Text) and e.id == "long" for e in events):
@@ -253,7 +253,7 @@ def test_progress_is_told_while_it_is_read() -> None:
     finish(engine, outcome)
 
 
-def test_parking_the_one_that_is_read_aside_only_delays_it() -> None:
+def test_parking_the_one_that_is_read_in_slices_only_delays_it() -> None:
     backend = SlicedBackend(n_ctx=400)
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 380))
@@ -266,16 +266,18 @@ def test_parking_the_one_that_is_read_aside_only_delays_it() -> None:
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe])
-def test_real_prompts_read_aside_get_the_answers_they_get_alone(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     spec = LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=4096, n_seq_max=4, n_batch=64, n_gpu_layers=0)
     alone = llamacpp.load(spec)
-    engine = Engine(llamacpp.load(spec), EngineSettings(aside_tokens=50))
+    engine = Engine(llamacpp.load(spec), EngineSettings(sliced_prefill_tokens=50))
     outcome = start(engine, ask("stream", words(30, 1), 400))
     prompts = {f"long{i}": words(300 + 250 * i, 5 + i) for i in range(3)}
     for key, prompt in prompts.items():
         outcome.take(engine.submit(ask(key, prompt, 12), prompt))
     finish(engine, outcome)
-    assert engine.snapshot()["aside_tokens"] == sum(len(p) - 1 for p in prompts.values())
+    assert engine.snapshot()["sliced_prefill_tokens"] == sum(len(p) - 1 for p in prompts.values())
     for key, prompt in prompts.items():
         tokens, gaps = isolated(alone, prompt, 12)
         at = next((j for j, (a, b) in enumerate(zip(outcome.tokens[key], tokens, strict=True)) if a != b), None)
@@ -286,7 +288,7 @@ def test_real_prompts_read_aside_get_the_answers_they_get_alone(write: Callable[
 
 def test_nobody_drafts_between_two_slices() -> None:
     backend = SlicedBackend()
-    settings = EngineSettings(aside_tokens=50, headroom_bytes=0, draft="ngram")
+    settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, draft="ngram")
     engine = Engine(backend, settings)
     told = expected(words(5, 1), 200)
     stream = ask("stream", words(5, 1), 200, prediction=backend.detokenize(told))

@@ -18,7 +18,7 @@ from library.hub import Hub, Schedule
 from localllm.cli import models, pull
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library import hf_cache, store
-from localllm.library.progress import Meter, Progress
+from localllm.library.progress import DownloadMeter, DownloadProgress
 
 pytestmark = pytest.mark.usefixtures("nothing_packaged")
 REPO = "maker/Tiny-1B-GGUF"
@@ -78,7 +78,7 @@ def test_a_failed_pull_leaves_no_half_line(published: Hub) -> None:
         run("pull", REPO)
 
 
-def lines_of(moments: list[tuple[float, Progress]], *, tty: bool, columns: int = 80) -> str:
+def lines_of(moments: list[tuple[float, DownloadProgress]], *, tty: bool, columns: int = 80) -> str:
     """What a ProgressLine writes of progress told at those seconds."""
     written: list[str] = []
     now = [0.0]
@@ -90,8 +90,8 @@ def lines_of(moments: list[tuple[float, Progress]], *, tty: bool, columns: int =
     return "".join(written)
 
 
-def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, Progress]:
-    return at, Progress("downloading", "Qwen3-8B-Q4_K_M.gguf", done, total, 85e6, (total - done) / 85e6)
+def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, DownloadProgress]:
+    return at, DownloadProgress("downloading", "Qwen3-8B-Q4_K_M.gguf", done, total, 85e6, (total - done) / 85e6)
 
 
 def test_a_terminal_sees_size_speed_and_time_left() -> None:
@@ -121,9 +121,9 @@ def test_durations_are_as_precise_as_estimates_are(seconds: float, said: str) ->
 
 
 def test_the_speed_is_that_of_the_last_seconds_and_the_waits_do_not_count() -> None:
-    told: list[Progress] = []
+    told: list[DownloadProgress] = []
     now = [0.0]
-    meter = Meter(1_000_000, told.append, clock=lambda: now[0])
+    meter = DownloadMeter(1_000_000, told.append, clock=lambda: now[0])
     for second in range(30):
         now[0] = float(second)
         # Fast at first, then 1,000 bytes a second.

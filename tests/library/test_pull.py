@@ -17,7 +17,7 @@ from library.hub import Hub, Schedule, git_sha1, sha256
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.library.hub import Patience
-from localllm.library.progress import Progress
+from localllm.library.progress import DownloadProgress
 from localllm.library.pull import pull
 from localllm.library.resolve import resolve
 
@@ -280,7 +280,7 @@ def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(hub: Hub, cach
     body = content(6, 3_000_000)
     hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: DownloadProgress) -> None:
         if progress.done_bytes > 1_000_000:
             raise KeyboardInterrupt
 
@@ -342,7 +342,7 @@ def test_a_newer_commit_brings_only_what_changed(hub: Hub, patience: Patience) -
 
 def test_progress_counts_up_to_the_total_and_says_what_it_does(hub: Hub, patience: Patience) -> None:
     hub.add(REPO, {f"Tiny-1B-Q4_K_M-{n:05d}-of-00002.gguf": content(n, 2_500_000) for n in (1, 2)})
-    heard: list[Progress] = []
+    heard: list[DownloadProgress] = []
     pull(REPO, on_progress=heard.append, patience=patience)
     counted = [p.done_bytes for p in heard]
     assert counted == sorted(counted)

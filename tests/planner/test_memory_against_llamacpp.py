@@ -10,7 +10,7 @@ from localllm.planner import memory
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, plan_probe
-from localllm_backends.llamacpp.plan_probe import Planned, Settings
+from localllm_backends.llamacpp.plan_probe import Planned, ProbeSettings
 from localllm_catalog import from_gguf, gguf
 from localllm_catalog.types import Model
 from models import sparse_gguf
@@ -18,7 +18,9 @@ from models import sparse_gguf
 CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")
 SLOTS = (1, 4)
-GRID = [Settings(n_ctx=c, n_seq_max=s, kv_type_k=k, kv_type_v=k) for c in CONTEXTS for k in KV_TYPES for s in SLOTS]
+GRID = [
+    ProbeSettings(n_ctx=c, n_seq_max=s, kv_type_k=k, kv_type_v=k) for c in CONTEXTS for k in KV_TYPES for s in SLOTS
+]
 # llama.cpp's graph of this hybrid takes it a second to plan, eighteen times.
 SLOW = {"qwen3.5-27b"}
 _LOG_ROUNDING = 0.00501 * memory.MIB
@@ -38,7 +40,7 @@ def read(name: str, files: Path) -> tuple[Model, Path]:
     return from_gguf.model_from_gguf(gguf.read(path)), path
 
 
-def run_settings(s: Settings) -> RunSettings:
+def run_settings(s: ProbeSettings) -> RunSettings:
     return RunSettings(
         n_ctx=s.n_ctx,
         kv_type_k=s.kv_type_k,
@@ -51,11 +53,11 @@ def run_settings(s: Settings) -> RunSettings:
     )
 
 
-def predicted(model: Model, s: Settings) -> MemoryNeed:
+def predicted(model: Model, s: ProbeSettings) -> MemoryNeed:
     return memory.need(model, model.variants[0], run_settings(s))
 
 
-def check(model: Model, s: Settings, planned: Planned) -> None:
+def check(model: Model, s: ProbeSettings, planned: Planned) -> None:
     need = predicted(model, s)
     # Weights and cell counts are exact; the log rounds each cache to a hundredth of a MiB.
     assert need.weights_bytes == planned.weights_bytes
@@ -76,12 +78,12 @@ def test_closed_form_agrees_with_llamacpp(name: str, files: Path) -> None:
 
 def test_closed_form_follows_the_settings_our_backend_uses(files: Path) -> None:
     asked = [
-        Settings(n_ctx=16384, n_seq_max=9, n_outputs=64),
-        Settings(n_ctx=8192, n_seq_max=9, n_ubatch=128, n_outputs=64),
-        Settings(n_ctx=5000, n_seq_max=3, n_ubatch=512),
-        Settings(n_ctx=32768, n_seq_max=4, n_rewind=4),
-        Settings(n_ctx=8192, flash_attention=False),
-        Settings(n_ctx=4096, n_ubatch=2048),
+        ProbeSettings(n_ctx=16384, n_seq_max=9, n_outputs=64),
+        ProbeSettings(n_ctx=8192, n_seq_max=9, n_ubatch=128, n_outputs=64),
+        ProbeSettings(n_ctx=5000, n_seq_max=3, n_ubatch=512),
+        ProbeSettings(n_ctx=32768, n_seq_max=4, n_rewind=4),
+        ProbeSettings(n_ctx=8192, flash_attention=False),
+        ProbeSettings(n_ctx=4096, n_ubatch=2048),
     ]
     for name in ("llama-3.2-1b", "gemma-3-270m", "gpt-oss-20b", "lfm2-1.2b", "qwen3-30b-a3b"):
         model, path = read(name, files)
@@ -115,13 +117,13 @@ def test_a_file_llamacpp_refuses_is_an_error_not_a_crash(tmp_path: Path) -> None
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(LoadError, match=r"bad\.gguf"):
-        plan_probe.plan(bad, [Settings()])
+        plan_probe.plan(bad, [ProbeSettings()])
 
 
 def test_settings_that_abort_llamacpp_are_an_error_too(files: Path) -> None:
     _, path = read("smollm2-135m", files)
     with pytest.raises(LoadError):
-        plan_probe.plan(path, [Settings(n_ctx=4096, kv_type_v="q8_0", flash_attention=False)])
+        plan_probe.plan(path, [ProbeSettings(n_ctx=4096, kv_type_v="q8_0", flash_attention=False)])
 
 
 def test_figures_the_log_does_not_give_are_unknown() -> None:

@@ -10,7 +10,16 @@ import pytest
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import BusyError
 from localllm_tui.control.answering import Answering
-from localllm_tui.control.client import Done, LeftOut, Prefill, Reasoning, StreamEvent, Text, Usage, Waiting
+from localllm_tui.control.client import (
+    AnswerUsage,
+    Done,
+    LeftOut,
+    PrefillDone,
+    ReasoningDelta,
+    StreamEvent,
+    TextDelta,
+    Waiting,
+)
 from localllm_tui.control.session import Answer, Session
 
 
@@ -49,8 +58,8 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
 def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
     answering, page = Answering(session.answer()), Page()
     events = (
-        Waiting("loading"), Prefill(5, 20), LeftOut(4, 300), Reasoning("hm"), Prefill(20, 20), Text("a"), Waiting("busy"),
-        Text("b"), Done("length", Usage(20, 9)),
+        Waiting("loading"), PrefillDone(5, 20), LeftOut(4, 300), ReasoningDelta("hm"), PrefillDone(20, 20), TextDelta("a"), Waiting("busy"),
+        TextDelta("b"), Done("length", AnswerUsage(20, 9)),
     )  # fmt: skip
     asyncio.run(answering.run(said(*events), page))
     assert page.seen == ["[loading…]", "[reading the prompt… 5 of 20 tokens]", "[]", "(hm)", "a", "b"]
@@ -64,7 +73,7 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
 def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
     answering = Answering(session.answer())
     with pytest.raises(BusyError):
-        asyncio.run(answering.run(said(Text("half"), BusyError("busy")), Page()))
+        asyncio.run(answering.run(said(TextDelta("half"), BusyError("busy")), Page()))
     assert (answering.reason, on_disk(session).content) == ("error", "half")
     assert on_disk(session).meta["finish_reason"] == "error"
 
@@ -76,8 +85,8 @@ def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(sessi
     async def endless(reached: asyncio.Event) -> AsyncGenerator[StreamEvent, None]:
         nonlocal closed
         try:
-            yield Text("so ")
-            yield Text("far")
+            yield TextDelta("so ")
+            yield TextDelta("far")
             reached.set()
             await asyncio.Event().wait()
         finally:
@@ -108,9 +117,9 @@ def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: 
     answering = Answering(session.answer())
 
     async def left() -> AsyncGenerator[StreamEvent, None]:
-        yield Text("half")
+        yield TextDelta("half")
         answering.close()
-        yield Done("stop", Usage(1, 1))
+        yield Done("stop", AnswerUsage(1, 1))
 
     asyncio.run(answering.run(left(), Page()))
     assert (on_disk(session).content, on_disk(session).meta["finish_reason"]) == ("half", "stopped")
@@ -126,7 +135,7 @@ class _FullDisk(Answer):
 def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> None:
     told: list[str] = []
     answering, page = Answering(_FullDisk(session, None), lambda e: told.append(e.message)), Page()
-    asyncio.run(answering.run(said(Text("a"), Text("b"), Done("stop", Usage(3, 2))), page))
+    asyncio.run(answering.run(said(TextDelta("a"), TextDelta("b"), Done("stop", AnswerUsage(3, 2))), page))
     answering.save_if_due()
     assert page.seen == ["[]", "a", "b"]
     assert told == ["the disk is full"] * 3
@@ -136,10 +145,10 @@ def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> N
 
 def test_where_nobody_is_told_of_a_full_disk_it_is_raised(session: Session) -> None:
     with pytest.raises(HistoryError):
-        asyncio.run(Answering(_FullDisk(session, None)).run(said(Text("a")), Page()))
+        asyncio.run(Answering(_FullDisk(session, None)).run(said(TextDelta("a")), Page()))
 
 
 def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
     answering, page = Answering(None), Page()
-    asyncio.run(answering.run(said(Text("a"), Done("stop", Usage(3, 1))), page))
+    asyncio.run(answering.run(said(TextDelta("a"), Done("stop", AnswerUsage(3, 1))), page))
     assert (page.seen, answering.turn, answering.meter.used) == (["[]", "a"], None, 4)

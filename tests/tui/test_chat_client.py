@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
 from localllm_tui.control.client import (
+    AnswerUsage,
     ChatClient,
     Done,
-    Prefill,
-    Reasoning,
-    ServedModel,
+    ListedModel,
+    PrefillDone,
+    ReasoningDelta,
     ServerUnreachableError,
-    Text,
-    Usage,
+    TextDelta,
     Waiting,
 )
 from tui.scripted_sse import Comment, Drop, Finish, Raw, Refuse, Say, ScriptedServer, UntilGone
@@ -49,11 +49,11 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
     )
     assert collect(ChatClient(server.base_url, sampling={"temperature": 0})) == [
         Waiting("loading the model"),
-        Prefill(512, 2048),
-        Reasoning("hm"),
-        Text("Hello"),
-        Text(" you"),
-        Done("stop", Usage(11, 2, 3)),
+        PrefillDone(512, 2048),
+        ReasoningDelta("hm"),
+        TextDelta("Hello"),
+        TextDelta(" you"),
+        Done("stop", AnswerUsage(11, 2, 3)),
     ]
     sent = server.requests[0]
     assert (sent["model"], sent["messages"], sent["stream"], sent["temperature"]) == ("m", ASK, True, 0)
@@ -61,13 +61,13 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
 
 def test_a_line_separator_inside_the_text_is_text(server: ScriptedServer) -> None:
     server.play(Say(["a\u2028b\x85c\x0bd"]), Finish())
-    assert collect(ChatClient(server.base_url))[0] == Text("a\u2028b\x85c\x0bd")
+    assert collect(ChatClient(server.base_url))[0] == TextDelta("a\u2028b\x85c\x0bd")
 
 
 def test_carriage_returns_and_a_missing_usage_are_fine(server: ScriptedServer) -> None:
     chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}]})
     server.play(Raw(f"event: message\r\ndata: {chunk}\r\n\r\ndata:[DONE]\r\n\r\n".encode()))
-    assert collect(ChatClient(server.base_url)) == [Text("x"), Done("length", None)]
+    assert collect(ChatClient(server.base_url)) == [TextDelta("x"), Done("length", None)]
 
 
 class Pieces(httpx.AsyncByteStream):
@@ -91,7 +91,7 @@ def test_however_the_bytes_are_cut_the_text_is_the_same(text: str, sizes: list[i
         data = data[size:]
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Pieces(pieces)))
     events = collect(ChatClient("http://test/v1", transport=transport))
-    assert "".join(e.text for e in events if isinstance(e, Text)) == text
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == text
     assert events[-1] == Done("stop", None)
 
 
@@ -120,7 +120,7 @@ def test_an_error_inside_the_stream_is_raised_after_the_text(server: ScriptedSer
 
     with pytest.raises(WorkerDiedError):
         asyncio.run(main())
-    assert seen == [Text("a")]
+    assert seen == [TextDelta("a")]
 
 
 @pytest.mark.parametrize("end", [Drop(), Raw(b"data: [DONE]\n\n"), Raw(b"data: {nonsense\n\n")])
@@ -144,7 +144,7 @@ def test_closing_the_stream_closes_the_connection(server: ScriptedServer) -> Non
 
     async def main() -> None:
         async with ChatClient(server.base_url) as client, aclosing(client.stream("m", ASK)) as stream:
-            assert await anext(stream) == Text("a")
+            assert await anext(stream) == TextDelta("a")
 
     asyncio.run(main())
     assert until_gone.gone.wait(10)
@@ -154,7 +154,7 @@ def test_a_proxy_in_the_environment_is_not_used(server: ScriptedServer, monkeypa
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server.answer("direct")
-    assert collect(ChatClient(server.base_url))[0] == Text("direct")
+    assert collect(ChatClient(server.base_url))[0] == TextDelta("direct")
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_proxy_in_the_environment_is_not_used(server: ScriptedServer, monkeypa
     ],
 )
 def test_the_context_length_under_its_several_names(entry: dict[str, Any], n_ctx: int | None) -> None:
-    async def main() -> list[ServedModel]:
+    async def main() -> list[ListedModel]:
         async with listing([entry]) as client:
             return await client.models()
 
-    assert asyncio.run(main()) == [ServedModel("m", n_ctx)]
+    assert asyncio.run(main()) == [ListedModel("m", n_ctx)]
 
 
 def listing(entries: list[dict[str, Any]]) -> ChatClient:

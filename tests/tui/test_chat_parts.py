@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control import commands
 from localllm_tui.control.attach import check_room, read_text
-from localllm_tui.control.client import Usage
+from localllm_tui.control.client import AnswerUsage
 from localllm_tui.control.meter import Meter, Numbers, ago, bar, elide, status_text
 from localllm_tui.control.terminal import printable
 
@@ -33,7 +33,7 @@ def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
     clock.now += 1.0
     meter.delta()
     assert meter.tok_s == 1.0
-    meter.usage = Usage(prompt=50, completion=11, cached=40)  # deltas may hold several tokens: the server knows
+    meter.usage = AnswerUsage(prompt=50, completion=11, cached=40)  # deltas may hold several tokens: the server knows
     assert meter.tok_s == 10.0
     assert meter.used == 61
     assert meter.meta() == {
@@ -86,9 +86,9 @@ def test_the_status_line_at_80_and_160_columns() -> None:
 
 def test_the_status_line_says_what_drafting_saved() -> None:
     meter = Meter()
-    meter.usage = Usage(10, 40, 0, 30)
+    meter.usage = AnswerUsage(10, 40, 0, 30)
     assert "drafted 75%" in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
-    meter.usage = Usage(10, 40, 0, 0)
+    meter.usage = AnswerUsage(10, 40, 0, 0)
     assert "drafted" not in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
 
 

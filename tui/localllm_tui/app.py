@@ -22,7 +22,7 @@ from localllm_tui.bindings import bindings_of
 from localllm_tui.composer import Composer
 from localllm_tui.control import commands, doing
 from localllm_tui.control.answering import Answering
-from localllm_tui.control.client import ChatClient, ServedModel
+from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.drafts import Drafts
 from localllm_tui.control.keys import APP, Moment
 from localllm_tui.control.meter import Numbers, elide, status_text
@@ -449,7 +449,7 @@ class ChatApp(App[None]):
         self.attached.append((name, text))
         self._show_state()
 
-    def use_model(self, name: str, models: list[ServedModel]) -> None:
+    def use_model(self, name: str, models: list[ListedModel]) -> None:
         """Let `name`, one of `models`, answer from here on."""
         self.model = self._session.model = name
         self._learn_context(models)
@@ -474,6 +474,6 @@ class ChatApp(App[None]):
             except LocalLLMError as e:
                 await self._trouble(e)
 
-    def _learn_context(self, models: list[ServedModel]) -> None:
+    def _learn_context(self, models: list[ListedModel]) -> None:
         self.n_ctx = next((m.n_ctx for m in models if m.name == self.model), None)
         self._show_numbers()

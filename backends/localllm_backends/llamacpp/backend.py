@@ -24,13 +24,13 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.llamacpp import kv_blocks
-from localllm_backends.llamacpp.aside import MICRO_BATCH, Aside, aside_cells
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, c_string, has_gpu, token_piece
 from localllm_backends.llamacpp.native_log import BufferSizes, log
+from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.weights import fingerprint, kv_meaning
 
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
@@ -99,7 +99,7 @@ class LlamaCppBackend:
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
             drafts=heads.longest if heads is not None else 0,
             # Not run on a GPU: there a step's micro-batch is short anyway.
-            asides=segments and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
+            sliced_prefill=segments and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
         )
         self.info = self._model_info(path, n_batch)
         self._warm_up()
@@ -279,15 +279,15 @@ class LlamaCppBackend:
         for chunk in chunks:
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._ledger.length(chunk.sequence), -1)
 
-    def aside_bytes(self, n_tokens: int) -> int:
-        """Memory an aside takes that ends up with `n_tokens`: its own KV, and buffers for its larger micro-batches."""
-        kv = self._sizes.kv_bytes * aside_cells(n_tokens) // self._ledger.capacity
+    def sliced_prefill_bytes(self, n_tokens: int) -> int:
+        """Memory it takes that ends up with `n_tokens`: its own KV, and buffers for its larger micro-batches."""
+        kv = self._sizes.kv_bytes * cells_for(n_tokens) // self._ledger.capacity
         return kv + self._sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
 
-    def aside(self, sequence: SequenceId, tokens: Seq[int]) -> Aside:
+    def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PausingPrefill:
         """Start reading `tokens` behind `sequence` in a context of their own."""
         self._check_owner()
-        return Aside(self._llama, self._model, self._spec, self, sequence, tokens)
+        return PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""

@@ -29,7 +29,7 @@ _OUTPUT = re.compile(r"output buffer size = +([\d.]+) MiB")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProbeSettings:
     """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per sequence."""
 
     n_ctx: int = 4096
@@ -83,7 +83,7 @@ def parse(lines: Iterable[str], weights_bytes: int) -> Planned:
     return Planned(weights_bytes, kv, tuple(cells), state, compute, output)
 
 
-def plan(path: str | Path, settings: Sequence[Settings], *, timeout_s: float = 120.0) -> list[Planned]:
+def plan(path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: float = 120.0) -> list[Planned]:
     """What `path` would need under each of `settings`, asked in a child process.
 
     Raises LoadError when llama.cpp refuses the file or the settings, with the end of what it said.
@@ -100,7 +100,7 @@ def plan(path: str | Path, settings: Sequence[Settings], *, timeout_s: float = 1
     return [Planned(**{**a, "kv_cells": tuple((c, n) for c, n in a["kv_cells"])}) for a in answers]
 
 
-def plan_here(path: str | Path, settings: Sequence[Settings]) -> list[Planned]:
+def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Planned]:
     """`plan` inside this process: faster, and fatal to it where llama.cpp aborts."""
     from localllm_backends.llamacpp.native import GGML_TYPES, start_native
     from localllm_backends.llamacpp.native_log import log
@@ -122,7 +122,7 @@ def plan_here(path: str | Path, settings: Sequence[Settings]) -> list[Planned]:
         llama.llama_model_free(model)
 
 
-def _context(llama: Any, model: Any, s: Settings, weights: int, types: dict[str, int]) -> Planned:
+def _context(llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]) -> Planned:
     from localllm_backends.llamacpp.native_log import log
 
     params = llama.llama_context_default_params()
@@ -148,7 +148,7 @@ def _main(arguments: Sequence[str]) -> int:
     path, body = arguments
     asked = json.loads(body)
     try:
-        answers = plan_here(path, [Settings(**s) for s in (asked if isinstance(asked, list) else [asked])])
+        answers = plan_here(path, [ProbeSettings(**s) for s in (asked if isinstance(asked, list) else [asked])])
     except LoadError as e:
         print(e, file=sys.stderr)
         return 1

@@ -27,7 +27,7 @@ from localllm_backends.contract import (
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
-from localllm_backends.mlx.lines import Layout, Line, arrays_of
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_of
 from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
 from localllm_backends.mlx.vocabulary import Vocabulary
@@ -62,7 +62,7 @@ class MlxBackend:
         self._vocabulary, self._layout = loaded.vocabulary, layout
         self._shapes, self._sizes, self._spec = shapes, loaded.sizes, spec
         self._owner = threading.get_ident()
-        self._lines: dict[SequenceId, Line] = {}
+        self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
         self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
         self._stepper = Stepper(
@@ -108,7 +108,7 @@ class MlxBackend:
         if len(self._lines) >= self.info.n_seq_max:
             raise NoCellsError(f"all {self.info.n_seq_max} sequences are in use")
         self._next += 1
-        self._lines[self._next] = Line(self._next, self._layout)
+        self._lines[self._next] = SequenceCache(self._next, self._layout)
         return self._next
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
@@ -148,7 +148,7 @@ class MlxBackend:
             raise CannotRewindError(f"this model's memory can't go back from {before} to {n_tokens} tokens")
         line.predicted = None
 
-    def _rewind_state(self, line: Line, n_tokens: int) -> None:
+    def _rewind_state(self, line: SequenceCache, n_tokens: int) -> None:
         """Recurrent state can't be cut: go back to the state before the last chunk, and read again what stays."""
         undo = line.undo
         if (
@@ -186,7 +186,7 @@ class MlxBackend:
         """Tokens that can still be appended."""
         return self._stepper.free()
 
-    def _line(self, sequence: SequenceId) -> Line:
+    def _line(self, sequence: SequenceId) -> SequenceCache:
         line = self._lines.get(sequence)
         if line is None:
             raise BackendFailure(f"there is no sequence {sequence}")
@@ -212,7 +212,7 @@ class MlxBackend:
             kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
 
-    def _checked(self, chunks: Seq[Chunk]) -> list[Line]:
+    def _checked(self, chunks: Seq[Chunk]) -> list[SequenceCache]:
         lines = [self._line(c.sequence) for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
         if not n_tokens or not all(c.tokens for c in chunks):
@@ -260,22 +260,22 @@ class MlxBackend:
         self._stepper.read_again(line)
         held = line
         if line.batch is not None and not self._layout.plain:
-            held = Line(0, self._layout)
+            held = SequenceCache(0, self._layout)
             line.batch.copy_row(line, held)
         parts = []
         if held.batch is not None:
             row = held.batch.row_of(held)
             parts = [
-                blob.Part(start, [p[row : row + 1, :, start:stop, :] for p in leaf.planes])
+                blob.BlobPart(start, [p[row : row + 1, :, start:stop, :] for p in leaf.planes])
                 for leaf in held.batch.leaves
             ]
         else:
             for leaf in held.leaves:
                 if isinstance(leaf, LineAttention):
                     first = leaf.needed(start, stop)
-                    parts.append(blob.Part(leaf.start + first, leaf.read(first, stop - leaf.start)))
+                    parts.append(blob.BlobPart(leaf.start + first, leaf.read(first, stop - leaf.start)))
                 else:
-                    parts.append(blob.Part(stop, list(leaf.cache)))
+                    parts.append(blob.BlobPart(stop, list(leaf.cache)))
         return blob.pack(self._identity, blob.Blob(start, stop, parts))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:

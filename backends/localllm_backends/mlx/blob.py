@@ -21,7 +21,7 @@ _CARRIER = {1: (np.uint8, "uint8"), 2: (np.uint16, "uint16"), 4: (np.uint32, "ui
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlobPart:
     """One leaf of a sequence: its arrays, and the absolute position of their first token."""
 
     position: int
@@ -34,7 +34,7 @@ class Blob:
 
     start: int
     stop: int
-    parts: list[Part]
+    parts: list[BlobPart]
 
 
 def pack(identity: str, blob: Blob) -> bytes:
@@ -63,7 +63,7 @@ def unpack(identity: str, data: bytes | memoryview) -> Blob:
             for shape, name in described:
                 array, at = _array(view, at, [int(n) for n in shape], str(name))
                 arrays.append(array)
-            parts.append(Part(int(position), arrays))
+            parts.append(BlobPart(int(position), arrays))
         blob = Blob(int(header["start"]), int(header["stop"]), parts)
     except (KeyError, TypeError, ValueError) as e:
         raise BackendFailure(f"this KV block is damaged: {e}") from e

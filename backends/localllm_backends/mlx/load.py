@@ -16,7 +16,7 @@ from localllm_backends.mlx import memory
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
-from localllm_backends.mlx.lines import Layout
+from localllm_backends.mlx.sequence_cache import Layout
 from localllm_backends.mlx.shapes import Shapes, Sizes
 from localllm_backends.mlx.vocabulary import Vocabulary, read_json
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from localllm_backends.contract import KvType
 from localllm_backends.mlx.attention import LineAttention
-from localllm_backends.mlx.lines import Layout, Line
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Shapes:
     @classmethod
     def of(cls, model: Any, layout: Layout) -> Shapes:
         """Build the graph of a two-token prompt and read its shapes."""
-        line = Line(0, layout)
+        line = SequenceCache(0, layout)
         logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.caches)
         leaves = [list(x.planes or ()) if isinstance(x, LineAttention) else list(x.cache) for x in line.leaves]
         return cls(

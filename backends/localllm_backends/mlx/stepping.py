@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, StepError
-from localllm_backends.mlx.lines import Batch, Layout, Line, Undo, arrays_of
+from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
 # only where logits are wanted (mlx-lm computes a prompt's last token by itself for the same reason).
@@ -66,9 +66,9 @@ class Result:
 class _Ahead:
     """The next decode step, started before anybody asked for it, with the best token of each of `lines`."""
 
-    lines: list[Line]
+    lines: list[SequenceCache]
     group: _Group
-    batch: Batch | None
+    batch: SequenceBatch | None
     state: list[list[Any]]
 
 
@@ -76,12 +76,12 @@ class Stepper:
     """Runs steps over `lines` (those alive, by id) and owns what outlives one: the batch, and the step begun early."""
 
     def __init__(
-        self, model: Any, layout: Layout, lines: Mapping[int, Line], *, n_vocab: int, n_ctx: int, n_rewind: int
+        self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *, n_vocab: int, n_ctx: int, n_rewind: int
     ) -> None:
         self.model = model
         self._layout, self._lines = layout, lines
         self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
-        self.batch = Batch(layout)
+        self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
         self.last: Result | None = None
 
@@ -89,7 +89,7 @@ class Stepper:
         """Cells no line holds."""
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
-    def run(self, chunks: Seq[Chunk], lines: list[Line]) -> Result:
+    def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
         expected = [line.predicted for line in lines]
         result = Result(self._n_vocab, [None] * len(chunks))
@@ -120,7 +120,7 @@ class Stepper:
         self.last = result
         return result
 
-    def _batchable(self, chunk: Chunk, line: Line) -> bool:
+    def _batchable(self, chunk: Chunk, line: SequenceCache) -> bool:
         """A decoding line: every token wants logits. Recurrent state would also read the padding of uneven chunks."""
         n = len(chunk.tokens)
         if chunk.outputs < n or n > WHOLE_TOKENS or line.replay or not line.length:
@@ -128,7 +128,7 @@ class Stepper:
         return n == 1 or not self._layout.recurrent
 
     def _call_batch(
-        self, which: list[int], chunks: Seq[Chunk], lines: list[Line], result: Result, waiting: list[Any]
+        self, which: list[int], chunks: Seq[Chunk], lines: list[SequenceCache], result: Result, waiting: list[Any]
     ) -> None:
         batch = self.batch
         batch.become([lines[i] for i in which])
@@ -151,7 +151,7 @@ class Stepper:
         if self._layout.recurrent:
             waiting.extend(arrays_of(batch.leaves))
 
-    def _call_line(self, i: int, chunk: Chunk, line: Line, result: Result, waiting: list[Any]) -> None:
+    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: Result, waiting: list[Any]) -> None:
         line.alone()
         tokens = [*line.replay, *chunk.tokens]
         if self._n_rewind:
@@ -174,7 +174,7 @@ class Stepper:
 
     # --- one step ahead ------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, lines: list[Line], pieces: list[Any]) -> None:
+    def _look_ahead(self, lines: list[SequenceCache], pieces: list[Any]) -> None:
         """Start the next decode step with the best tokens of this one, before anybody has seen them: building its
         graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A batch
         that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
@@ -184,7 +184,7 @@ class Stepper:
             return
         best = {id(line): (piece[0].best, piece[1]) for line, piece in zip(lines, pieces, strict=True)}
         state: list[list[Any]] = []
-        batch: Batch | None = None
+        batch: SequenceBatch | None = None
         if len(lines) == 1:
             (line,) = lines
             line.alone()
@@ -204,7 +204,9 @@ class Stepper:
         self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [])
         mx.async_eval(group.best, *(arrays_of(held) if self._layout.recurrent else ()))
 
-    def _take_ahead(self, chunks: Seq[Chunk], lines: list[Line], result: Result, waiting: list[Any]) -> set[int]:
+    def _take_ahead(
+        self, chunks: Seq[Chunk], lines: list[SequenceCache], result: Result, waiting: list[Any]
+    ) -> set[int]:
         """The chunks whose outputs are already under way; whatever else was started is set back."""
         ahead = self.ahead
         if ahead is None:
@@ -244,12 +246,12 @@ class Stepper:
         if ahead.state:
             (ahead.batch or ahead.lines[0]).restore(ahead.state)
 
-    def settle(self, line: Line) -> None:
+    def settle(self, line: SequenceCache) -> None:
         """Set back what was started for `line` unasked, where its memory could not be read otherwise."""
         if self.ahead is not None and self._layout.recurrent and any(x is line for x in self.ahead.lines):
             self.undo_ahead()
 
-    def lost(self, lines: Seq[Line]) -> list[Line]:
+    def lost(self, lines: Seq[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
         ahead, self.ahead = self.ahead, None
         touched = {id(x): x for x in [*lines, *(ahead.lines if ahead else ())]}
@@ -264,7 +266,7 @@ class Stepper:
         if not self._lines:
             self.last = None
 
-    def read_again(self, line: Line) -> None:
+    def read_again(self, line: SequenceCache) -> None:
         """Compute what a rewind left to be read again."""
         if line.replay:
             tokens, line.replay = line.replay, []
@@ -274,7 +276,7 @@ class Stepper:
     def close(self) -> None:
         """Let go of the model and of everything held."""
         self.ahead = self.last = self.model = None
-        self.batch = Batch(self._layout)
+        self.batch = SequenceBatch(self._layout)
 
     @property
     def output_bytes(self) -> int:

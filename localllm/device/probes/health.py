@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from localllm.device.health import BuildFacts, HealthFacts, Worker
+from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
 from localllm.device.probes.commands import read_text, run
 
 _WORKER = "localllm.engine.worker"
@@ -112,7 +112,7 @@ def _on_battery() -> bool | None:
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
 
 
-def workers() -> tuple[Worker, ...]:
+def workers() -> tuple[WorkerProcess, ...]:
     """Engine worker processes of this user, each with whether the server that started it is still there."""
     import psutil
 
@@ -124,7 +124,7 @@ def workers() -> tuple[Worker, ...]:
             parent = process.parent()
             memory = process.info["memory_info"]
             orphan = parent is None or parent.pid == 1 or not _may_own_workers(parent.cmdline())
-            found.append(Worker(process.pid, memory.rss if memory else 0, orphan))
+            found.append(WorkerProcess(process.pid, memory.rss if memory else 0, orphan))
         except (psutil.Error, OSError):
             continue
     return tuple(found)

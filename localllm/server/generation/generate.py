@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, Reasoning, ReplyParser
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyParser
 from localllm.engine.api import EngineClient
 from localllm.engine.messages import (
     Event,
@@ -280,7 +280,7 @@ class _Voice:
             if isinstance(delta, Content):
                 writer.text(choice, delta.text, logprobs)
                 logprobs = ()
-            elif isinstance(delta, Reasoning):
+            elif isinstance(delta, ReasoningText):
                 writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
                 self._calls.append(delta.name)

@@ -251,7 +251,7 @@ def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) ->
 def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
     model = model_from_gguf(gguf.read(path))
     (variant,) = model.variants
-    planned = memory.own_heads_bytes(model, variant, RunSettings(4096, slots=4, n_batch=64))
+    planned = memory.mtp_bytes(model, variant, RunSettings(4096, slots=4, n_batch=64))
     reports = []
     for mtp in (False, True):
         backend = llamacpp.load(LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, n_outputs=4, mtp=mtp))

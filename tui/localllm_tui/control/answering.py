@@ -8,7 +8,7 @@ from typing import Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.client import LeftOut, Prefill, Reasoning, StreamEvent, Text, Waiting
+from localllm_tui.control.client import LeftOut, PrefillDone, ReasoningDelta, StreamEvent, TextDelta, Waiting
 from localllm_tui.control.meter import Meter
 from localllm_tui.control.session import Answer
 from localllm_tui.control.terminal import printable
@@ -84,16 +84,16 @@ class Answering:
 
     def _take(self, event: StreamEvent, shown: Shows) -> None:
         first = self.meter.tokens == 0
-        if isinstance(event, (Text, Reasoning)):
+        if isinstance(event, (TextDelta, ReasoningDelta)):
             if first:
                 shown.progress("")
             self.meter.delta()
-            piece = {"text" if isinstance(event, Text) else "reasoning": event.text}
+            piece = {"text" if isinstance(event, TextDelta) else "reasoning": event.text}
             shown.feed(**piece)
             keep = self._keep
             if keep is not None:
                 self._saving(lambda: keep.add(**piece))
-        elif isinstance(event, Prefill):
+        elif isinstance(event, PrefillDone):
             self.meter.prompt_tokens = event.total
             if first:
                 shown.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from localllm.conversation.history import History, StoredMessage
-from localllm_tui.control.client import ChatClient, ServedModel
+from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.session import Session
 
 
@@ -89,7 +89,7 @@ class Chat(Protocol):
         """Keep a file for the next question."""
         ...
 
-    def use_model(self, name: str, models: list[ServedModel]) -> None:
+    def use_model(self, name: str, models: list[ListedModel]) -> None:
         """Let `name`, one of `models`, answer from here on."""
         ...
 

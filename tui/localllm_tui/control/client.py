@@ -25,7 +25,7 @@ _CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window",
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class AnswerUsage:
     """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again, `drafts_right`
     were guessed ahead."""
 
@@ -36,21 +36,21 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """A piece of the model's thinking, which is not part of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillDone:
     """`done` of `total` prompt tokens are read."""
 
     done: int
@@ -77,14 +77,14 @@ class Done:
     """The answer is complete: OpenAI's finish reason, and the usage where the server sent it."""
 
     reason: str
-    usage: Usage | None
+    usage: AnswerUsage | None
 
 
-StreamEvent: TypeAlias = Text | Reasoning | Prefill | Waiting | LeftOut | Done
+StreamEvent: TypeAlias = TextDelta | ReasoningDelta | PrefillDone | Waiting | LeftOut | Done
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ListedModel:
     """One line of /v1/models; `n_ctx` in tokens, None where the server does not say."""
 
     name: str
@@ -130,7 +130,7 @@ class ChatClient:
             await self._http.aclose()
             self._http = None
 
-    async def models(self) -> list[ServedModel]:
+    async def models(self) -> list[ListedModel]:
         """What the server offers. Raises LocalLLMError."""
         try:
             response = await self.http.get("models")
@@ -142,7 +142,7 @@ class ChatClient:
             raise _error(response.status_code, response.content)
         try:
             entries = response.json()["data"]
-            return [ServedModel(str(m["id"]), _context(m)) for m in entries]
+            return [ListedModel(str(m["id"]), _context(m)) for m in entries]
         except (ValueError, KeyError, TypeError) as e:
             raise ServerUnreachableError(
                 f"{self.base_url} does not speak the OpenAI API: {_reason(e)}", hint=_START_AGAIN
@@ -183,7 +183,7 @@ class ChatClient:
 
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
     reason: str | None = None
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     async for line in _lines(response):
         if line.startswith(":"):
             event = _comment(line[1:].strip())
@@ -207,9 +207,9 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
             delta = choice.get("delta") or {}
             thinking = delta.get("reasoning_content") or delta.get("reasoning")
             if thinking:
-                yield Reasoning(thinking)
+                yield ReasoningDelta(thinking)
             if delta.get("content"):
-                yield Text(delta["content"])
+                yield TextDelta(delta["content"])
             reason = choice.get("finish_reason") or reason
     if reason is None:
         raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
@@ -232,17 +232,17 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 def _comment(comment: str) -> StreamEvent | None:
     found = _PREFILL.search(comment)
     if found:
-        return Prefill(int(found[1]), int(found[2]))
+        return PrefillDone(int(found[1]), int(found[2]))
     found = _LEFT_OUT.fullmatch(comment)
     if found:
         return LeftOut(int(found[1]), int(found[2]))
     return None if _NO_NEWS.fullmatch(comment) else Waiting(_SAID.get(comment, comment))
 
 
-def _usage(usage: Mapping[str, Any]) -> Usage:
+def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
     details = usage.get("prompt_tokens_details") or {}
     drafts = usage.get("completion_tokens_details") or {}
-    return Usage(
+    return AnswerUsage(
         int(usage.get("prompt_tokens") or 0),
         int(usage.get("completion_tokens") or 0),
         int(details.get("cached_tokens") or 0),

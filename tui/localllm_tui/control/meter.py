@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from localllm_tui.control.client import Usage
+from localllm_tui.control.client import AnswerUsage
 
 BAR_CELLS = 10
 _GAP = "  "
@@ -26,7 +26,7 @@ class Meter:
         self._deltas = 0
         self.prompt_tokens = 0
         self.left_out = 0  # messages that the server left out to make the conversation fit
-        self.usage: Usage | None = None
+        self.usage: AnswerUsage | None = None
 
     def delta(self) -> None:
         """A piece of text or thinking arrived."""
@@ -67,7 +67,7 @@ class Meter:
         if self.tok_s is not None:
             meta["tok_s"] = round(self.tok_s, 2)
         if self.used:
-            usage = self.usage or Usage(self.prompt_tokens, self._deltas)
+            usage = self.usage or AnswerUsage(self.prompt_tokens, self._deltas)
             meta |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
             if self.usage:
                 meta["cached_tokens"] = usage.cached

@@ -37,7 +37,7 @@ _LOOK_S = 0.002
 _LINE, _SPARE = 0, 1
 
 
-class Aside:
+class PausingPrefill:
     """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
 
     def __init__(
@@ -56,8 +56,8 @@ class Aside:
         self._context: Any = None
         self._memory: Any = None
         self._made = threading.Event()
-        cells = replace(spec, n_ctx=aside_cells(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
-        self._thread = threading.Thread(target=self._work, args=(model, cells), name="aside", daemon=True)
+        cells = replace(spec, n_ctx=cells_for(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
+        self._thread = threading.Thread(target=self._work, args=(model, cells), name="sliced-prefill", daemon=True)
         self._thread.start()
 
     def run(self, seconds: float) -> int:
@@ -218,6 +218,6 @@ def _as_failure(error: Exception) -> BackendFailure:
     return error if isinstance(error, BackendFailure) else StepError(f"{type(error).__name__}: {error}")
 
 
-def aside_cells(n_tokens: int) -> int:
+def cells_for(n_tokens: int) -> int:
     """KV cells of a context that holds `n_tokens`: llama.cpp pads to 256."""
     return -(-n_tokens // 256) * 256

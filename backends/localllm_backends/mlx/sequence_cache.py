@@ -102,7 +102,7 @@ class Undo:
 
 
 @dataclass(eq=False)
-class Line:
+class SequenceCache:
     """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent memory, having been
     set back to an older state, has yet to read again: they go in front of the next chunk."""
 
@@ -111,7 +111,7 @@ class Line:
     length: int = 0
     replay: list[int] = field(default_factory=list)
     undo: Undo | None = None
-    batch: Batch | None = None
+    batch: SequenceBatch | None = None
     predicted: int | None = None
     broken: bool = False
     # Names the buffers, so that lines which still share them are counted once.
@@ -167,7 +167,7 @@ class Line:
         for leaf, arrays in zip(self.states, state, strict=True):
             leaf.cache = list(arrays)
 
-    def fork_into(self, other: Line, n_tokens: int) -> None:
+    def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
         """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared until one writes."""
         if self.batch is not None:
             self.batch.copy_row(self, other)
@@ -185,12 +185,12 @@ class Line:
         other.place(other.computed)
 
 
-class Batch:
+class SequenceBatch:
     """Lines in one set of buffers, kept from step to step while the same lines decode."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.lines: list[Line] = []
+        self.lines: list[SequenceCache] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -203,18 +203,18 @@ class Batch:
         rows = self._rows[leaf.size if leaf.kind == "window" else None]
         return BatchAttention(self.layout.form, rows, phase_of(place))
 
-    def row_of(self, line: Line) -> int:
+    def row_of(self, line: SequenceCache) -> int:
         """The row `line` stands in."""
         return self.lines.index(line)
 
     # --- who is in it --------------------------------------------------------------------------------------------
 
-    def is_of(self, lines: Seq[Line]) -> bool:
+    def is_of(self, lines: Seq[SequenceCache]) -> bool:
         """Does it hold exactly `lines`, in any order?"""
         here = [line for line in self.lines if line.batch is self]
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
-    def become(self, lines: Seq[Line]) -> None:
+    def become(self, lines: Seq[SequenceCache]) -> None:
         """Hold exactly `lines`. Rows that leave get buffers of their own; a layer at a time, so that no
         more than one layer is ever held twice."""
         if self.is_of(lines):
@@ -255,7 +255,7 @@ class Batch:
                 line.buffers = object()
         self.lines = list(lines)
 
-    def _stand(self, rows: Rows, i: int | None, line: Line, window: int | None) -> tuple[int, int]:
+    def _stand(self, rows: Rows, i: int | None, line: SequenceCache, window: int | None) -> tuple[int, int]:
         if i is not None:
             return rows.offsets[i], rows.starts[i]
         for leaf in line.leaves:
@@ -263,14 +263,14 @@ class Batch:
                 return leaf.offset, leaf.start
         return line.computed, line.computed
 
-    def extract(self, line: Line) -> None:
+    def extract(self, line: SequenceCache) -> None:
         """Give `line` buffers of its own and let it go; its row is freed by the next `become`."""
         caches, leaves = self.layout.build(self.layout.line_leaf)
         self._copy(self.row_of(line), leaves)
         line.caches, line.leaves, line.batch = caches, leaves, None
         line.buffers = object()
 
-    def copy_row(self, line: Line, other: Line) -> None:
+    def copy_row(self, line: SequenceCache, other: SequenceCache) -> None:
         """Copy `line`'s row into the empty line `other`."""
         self._copy(self.row_of(line), other.leaves)
 
@@ -283,7 +283,7 @@ class Batch:
         # Until it is computed, a copy holds on to the batch's buffers, which the next step could not then reuse.
         mx.eval(arrays_of(leaves))
 
-    def forget(self, line: Line) -> None:
+    def forget(self, line: SequenceCache) -> None:
         """Let a dropped line go; the last one takes the buffers with it."""
         line.batch = None
         others = [other for other in self.lines if other.batch is self]
@@ -293,12 +293,12 @@ class Batch:
 
     # --- where they stand ----------------------------------------------------------------------------------------
 
-    def holds(self, line: Line, n_tokens: int) -> bool:
+    def holds(self, line: SequenceCache, n_tokens: int) -> bool:
         """Can `line` be cut to `n_tokens`?"""
         i = self.row_of(line)
         return all(w is None or rows.starts[i] <= max(0, n_tokens - w + 1) for w, rows in self._rows.items())
 
-    def place(self, line: Line, n_tokens: int) -> None:
+    def place(self, line: SequenceCache, n_tokens: int) -> None:
         """Set the end of `line`'s row."""
         i = self.row_of(line)
         for rows in self._rows.values():

@@ -1,4 +1,4 @@
-"""A prompt read aside is the prompt read in steps, and the backend works on between its slices."""
+"""A prompt read in slices is the prompt read in steps, and the backend works on between its slices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
-from localllm_backends.contract import Aside, AsideBackend, Backend, BackendFailure, LoadSpec, NoCellsError
+from localllm_backends.contract import Backend, BackendFailure, LoadSpec, NoCellsError, PrefillSlices, SlicingBackend
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp.aside import _Pace
+from localllm_backends.llamacpp.pausing_prefill import _Pace
 from models import tiny_gguf
 
 SHAPES: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -29,34 +29,34 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     return llamacpp.load(spec)
 
 
-def begin(backend: Backend, sequence: int, tokens: list[int]) -> Aside:
-    assert isinstance(backend, AsideBackend)
-    assert backend.capabilities.asides
-    return backend.aside(sequence, tokens)
+def begin(backend: Backend, sequence: int, tokens: list[int]) -> PrefillSlices:
+    assert isinstance(backend, SlicingBackend)
+    assert backend.capabilities.sliced_prefill
+    return backend.slice_prefill(sequence, tokens)
 
 
-def read(aside: Aside, n_tokens: int, seconds: float = 1.0) -> int:
+def read(slices: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
     """Run until all is computed; the number of slices it took."""
     slices = 1
-    while aside.run(seconds) < n_tokens:
+    while slices.run(seconds) < n_tokens:
         slices += 1
     return slices
 
 
 @pytest.mark.parametrize("prefix", [0, 70, 600])
-def test_what_was_read_aside_goes_on_as_if_read_in_steps(backend: Backend, prefix: int) -> None:
+def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, prefix: int) -> None:
     tokens = line(1300)
     stepped, apart = backend.new_sequence(), backend.new_sequence()
     feed(backend, stepped, tokens)
     if prefix:
         feed(backend, apart, tokens[:prefix])
-    aside = begin(backend, apart, tokens[prefix:])
-    read(aside, len(tokens) - prefix)
+    slices = begin(backend, apart, tokens[prefix:])
+    read(slices, len(tokens) - prefix)
     pieces = 1
-    while aside.join():
+    while slices.join():
         pieces += 1
     assert pieces > 1
-    aside.close()
+    slices.close()
     assert backend.length(apart) == len(tokens)
     # Half the steps' own noise each: only rounding may differ.
     expected, got = feed(backend, stepped, [7, 8, 9]), feed(backend, apart, [7, 8, 9])
@@ -73,15 +73,15 @@ def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: B
     alone, beside = backend.new_sequence(), backend.new_sequence()
     expected = [feed(backend, alone, story[: 10 * i + 10][10 * i :]) for i in range(4)]
     apart = backend.new_sequence()
-    aside = begin(backend, apart, tokens)
+    slices = begin(backend, apart, tokens)
     got = []
     for i in range(4):
-        assert aside.run(0.0) < len(tokens), "no time is no more than a few nodes"
+        assert slices.run(0.0) < len(tokens), "no time is no more than a few nodes"
         got.append(feed(backend, beside, story[: 10 * i + 10][10 * i :]))
     for a, b in zip(expected, got, strict=True):
         assert_same(a, b)
-    assert read(aside, len(tokens), seconds=0.0) > 10
-    aside.close()
+    assert read(slices, len(tokens), seconds=0.0) > 10
+    slices.close()
     assert backend.length(apart) == 0
     backend.close()
 
@@ -90,10 +90,10 @@ def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: B
 def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
     sequence = backend.new_sequence()
     feed(backend, sequence, line(20))
-    aside = begin(backend, sequence, line(700, seed=2))
+    slices = begin(backend, sequence, line(700, seed=2))
     for _ in range(slices):
-        aside.run(0.0)
-    aside.close()
+        slices.run(0.0)
+    slices.close()
     assert backend.length(sequence) == 20
     feed(backend, sequence, [5, 6])
     backend.drop(sequence)
@@ -104,13 +104,13 @@ def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
 def test_without_room_nothing_is_appended(backend: Backend) -> None:
     sequence, other = backend.new_sequence(), backend.new_sequence()
     tokens = line(600)
-    aside = begin(backend, sequence, tokens)
-    read(aside, len(tokens))
+    slices = begin(backend, sequence, tokens)
+    read(slices, len(tokens))
     for _ in range(59):
         feed(backend, other, line(64))
     with pytest.raises(NoCellsError):
-        aside.join()
-    aside.close()
+        slices.join()
+    slices.close()
     assert backend.length(sequence) == 0
     backend.check_integrity()
     backend.close()
@@ -125,12 +125,12 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
     def broken(*_a: object, **_k: object) -> None:
         raise ValueError("nobody foresaw this")
 
-    monkeypatch.setattr(f"localllm_backends.llamacpp.aside.{where}", broken)
+    monkeypatch.setattr(f"localllm_backends.llamacpp.pausing_prefill.{where}", broken)
     sequence = backend.new_sequence()
-    aside = begin(backend, sequence, line(600))
+    slices = begin(backend, sequence, line(600))
     with pytest.raises(BackendFailure, match="nobody foresaw this"):
-        read(aside, 600)
-    aside.close()
+        read(slices, 600)
+    slices.close()
     assert backend.length(sequence) == 0
     backend.close()
 
@@ -138,16 +138,16 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
 def test_what_it_takes_is_told_before(smollm2: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, n_gpu_layers=0))
     per_token = backend.memory().kv_bytes / 4096
-    sizes = [backend.aside_bytes(n) for n in (1, 256, 257, 3000)]
+    sizes = [backend.sliced_prefill_bytes(n) for n in (1, 256, 257, 3000)]
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
     assert sizes[3] - sizes[0] == pytest.approx(per_token * (3072 - 256), rel=0.01)
     backend.close()
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_memory_that_is_stored_whole_has_no_asides(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_memory_that_is_stored_whole_has_no_slices(write: Callable[[Path], Path], tmp_path: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=512))
-    assert not backend.capabilities.asides
+    assert not backend.capabilities.sliced_prefill
     backend.close()
 
 
