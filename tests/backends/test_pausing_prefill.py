@@ -35,10 +35,10 @@ def begin(backend: Backend, sequence: int, tokens: list[int]) -> PrefillSlices:
     return backend.slice_prefill(sequence, tokens)
 
 
-def read(slices: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
+def read(prefill: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
     """Run until all is computed; the number of slices it took."""
     slices = 1
-    while slices.run(seconds) < n_tokens:
+    while prefill.run(seconds) < n_tokens:
         slices += 1
     return slices
 
@@ -50,13 +50,13 @@ def test_what_was_read_in_slices_goes_on_as_if_read_in_steps(backend: Backend, p
     feed(backend, stepped, tokens)
     if prefix:
         feed(backend, apart, tokens[:prefix])
-    slices = begin(backend, apart, tokens[prefix:])
-    read(slices, len(tokens) - prefix)
+    sliced = begin(backend, apart, tokens[prefix:])
+    read(sliced, len(tokens) - prefix)
     pieces = 1
-    while slices.join():
+    while sliced.join():
         pieces += 1
     assert pieces > 1
-    slices.close()
+    sliced.close()
     assert backend.length(apart) == len(tokens)
     # Half the steps' own noise each: only rounding may differ.
     expected, got = feed(backend, stepped, [7, 8, 9]), feed(backend, apart, [7, 8, 9])
@@ -73,15 +73,15 @@ def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: B
     alone, beside = backend.new_sequence(), backend.new_sequence()
     expected = [feed(backend, alone, story[: 10 * i + 10][10 * i :]) for i in range(4)]
     apart = backend.new_sequence()
-    slices = begin(backend, apart, tokens)
+    sliced = begin(backend, apart, tokens)
     got = []
     for i in range(4):
-        assert slices.run(0.0) < len(tokens), "no time is no more than a few nodes"
+        assert sliced.run(0.0) < len(tokens), "no time is no more than a few nodes"
         got.append(feed(backend, beside, story[: 10 * i + 10][10 * i :]))
     for a, b in zip(expected, got, strict=True):
         assert_same(a, b)
-    assert read(slices, len(tokens), seconds=0.0) > 10
-    slices.close()
+    assert read(sliced, len(tokens), seconds=0.0) > 10
+    sliced.close()
     assert backend.length(apart) == 0
     backend.close()
 
@@ -90,10 +90,10 @@ def test_the_backend_steps_between_two_slices_as_if_nothing_were_read(backend: B
 def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
     sequence = backend.new_sequence()
     feed(backend, sequence, line(20))
-    slices = begin(backend, sequence, line(700, seed=2))
+    sliced = begin(backend, sequence, line(700, seed=2))
     for _ in range(slices):
-        slices.run(0.0)
-    slices.close()
+        sliced.run(0.0)
+    sliced.close()
     assert backend.length(sequence) == 20
     feed(backend, sequence, [5, 6])
     backend.drop(sequence)
@@ -104,13 +104,13 @@ def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
 def test_without_room_nothing_is_appended(backend: Backend) -> None:
     sequence, other = backend.new_sequence(), backend.new_sequence()
     tokens = line(600)
-    slices = begin(backend, sequence, tokens)
-    read(slices, len(tokens))
+    sliced = begin(backend, sequence, tokens)
+    read(sliced, len(tokens))
     for _ in range(59):
         feed(backend, other, line(64))
     with pytest.raises(NoCellsError):
-        slices.join()
-    slices.close()
+        sliced.join()
+    sliced.close()
     assert backend.length(sequence) == 0
     backend.check_integrity()
     backend.close()
@@ -127,10 +127,10 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
 
     monkeypatch.setattr(f"localllm_backends.llamacpp.pausing_prefill.{where}", broken)
     sequence = backend.new_sequence()
-    slices = begin(backend, sequence, line(600))
+    sliced = begin(backend, sequence, line(600))
     with pytest.raises(BackendFailure, match="nobody foresaw this"):
-        read(slices, 600)
-    slices.close()
+        read(sliced, 600)
+    sliced.close()
     assert backend.length(sequence) == 0
     backend.close()
 

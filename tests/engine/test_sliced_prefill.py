@@ -114,11 +114,11 @@ def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_tok
     before = len(outcome.tokens["stream"])
     while "long" not in outcome.tokens:
         outcome.take(engine.step())
-    (slices,) = backend.slices
-    assert slices.closed
-    assert slices.tokens == words(205, 2)[:-1]
+    (sliced,) = backend.slices
+    assert sliced.closed
+    assert sliced.tokens == words(205, 2)[:-1]
     # One step made it, and each slice but the last pieces' was followed by a step with the stream's token.
-    assert len(outcome.tokens["stream"]) - before >= len(slices.slices)
+    assert len(outcome.tokens["stream"]) - before >= len(sliced.slices)
     prefills = [n for step in backend.steps for _, n in step if n > 1]
     assert sum(prefills) == 5, "nothing else of it was prefilled in steps"
     finish(engine, outcome)
@@ -174,13 +174,13 @@ def test_a_short_prompt_does_not_wait_for_the_long_one_nor_starve_it() -> None:
     outcome.take(engine.submit(ask("long", words(505, 2)), words(505, 2)))
     outcome.take(engine.step())
     outcome.take(engine.step())
-    (slices,) = backend.slices
+    (sliced,) = backend.slices
     # A new short prompt every step: each gets its answer soon, and the long one gets every second slice.
     slices = []
     for i in range(40):
         outcome.take(engine.submit(ask(f"short{i}", words(9, 3 + i), 1), words(9, 3 + i)))
         outcome.take(engine.step())
-        slices.append(len(slices.slices))
+        slices.append(len(sliced.slices))
     assert 15 <= slices[-1] - slices[0] <= 25
     assert sum(f"short{i}" in outcome.ends for i in range(40)) >= 30
     finish(engine, outcome)
@@ -195,13 +195,13 @@ def test_a_step_holds_a_slice_or_a_chunk_never_both() -> None:
     outcome = start(engine, ask("stream", words(5, 1), 300))
     outcome.take(engine.submit(ask("long", words(405, 2)), words(405, 2)))
     outcome.take(engine.step())
-    (slices,) = backend.slices
+    (sliced,) = backend.slices
     outcome.take(engine.submit(ask("short", words(45, 3)), words(45, 3)))
     while "short" not in outcome.tokens:
-        ran, steps = len(slices.slices), len(backend.steps)
+        ran, steps = len(sliced.slices), len(backend.steps)
         outcome.take(engine.step())
         chunk = any(n > 1 for step in backend.steps[steps:] for _, n in step)
-        assert not (chunk and len(slices.slices) > ran)
+        assert not (chunk and len(sliced.slices) > ran)
     finish(engine, outcome)
 
 
