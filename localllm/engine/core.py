@@ -241,7 +241,7 @@ class Engine:
                 waited_s=now - job.submitted_s,
             )
             for job in self.jobs.running.values()
-            if (job.running or job.gap is not None) and not self._prefill.keeps_out(job)
+            if job.steppable and not self._prefill.keeps_out(job)
         ]
         info = self.backend.info
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))

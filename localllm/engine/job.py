@@ -89,6 +89,11 @@ class Job:
         return self.restoring.computes_to if self.restoring is not None else None
 
     @property
+    def steppable(self) -> bool:
+        """True where it may be in the next step: it runs, or has a gap to compute."""
+        return self.running or self.gap is not None
+
+    @property
     def until_checkpoint(self) -> int:
         """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached part be imported."""
         ahead = [c - self.n_kv for c in (*self.checkpoints, self.gap or 0) if c > self.n_kv]

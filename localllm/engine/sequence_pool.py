@@ -1,6 +1,6 @@
 """Where each prefix's KV is, and how a new request gets the longest one: live, resident, or exported.
 
-live      a running request's sequence: shared by forking, which costs nothing
+live      a running request's sequence: shared by forking, which costs nothing where forks share cells
 resident  a finished request's sequence, still in the context: taken over whole, which costs nothing either
 exported  blocks in the prefix cache (memory, disk): imported by copying
 
@@ -139,8 +139,10 @@ class SequencePool:
         return self._can_split or resident.exported or 2 * length >= len(resident.tokens)
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
-        """Free cells needed to hold `n_tokens` of which `source` brings its share."""
-        return n_tokens - (source.length if source.kind in ("live", "resident") else 0)
+        """Free cells needed to hold `n_tokens` of which `source` brings its share: a resident line's own, a live one's
+        where forks share cells."""
+        brings = source.kind == "resident" or (source.kind == "live" and self._backend.capabilities.shares_cells)
+        return n_tokens - (source.length if brings else 0)
 
     # --- taking --------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class SlicedPrefill:
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
         if self._slices is None or self.job is None:
             return 0
-        short = any(j.prefilling and j.running and j is not self.job and not self._long(j) for j in running)
+        short = any(j.steppable and j.prefilling and j is not self.job and not self._long(j) for j in running)
         self._waited = short and not self._waited
         if self._waited:
             return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.crowds import NEAR_TIE, isolated
-from engine.drive import GREEDY, Outcome, run
+from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Prefill, Request, Text
 from localllm_backends.contract import BackendFailure, LoadSpec, OutOfMemoryError
@@ -305,3 +305,28 @@ def test_nobody_drafts_between_two_slices() -> None:
     assert all(n == 1 for step in backend.steps[first:-1] for _, n in step)
     finish(engine, outcome)
     assert outcome.tokens["stream"] == told
+
+
+def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() -> None:
+    """A request whose prefix comes back with a gap is as impatient as any short one: it does not wait for a long prompt."""
+    backend = SlicedBackend()
+    engine = engine_of(backend)
+    head, known = words(24, 9), words(30, 5)
+    for key, rest in (("first", words(25, 4)), ("second", known)):
+        run(engine, ask(key, head + rest))
+        settle(engine)
+    engine.pool.lost(engine.pool.cache.peek(head).parts[0].block)
+    outcome = start(engine, ask("stream", words(5, 1), 400))
+    outcome.take(engine.submit(ask("long", words(900, 2)), words(900, 2)))
+    for _ in range(3):
+        outcome.take(engine.step())
+    (sliced,) = backend.slices
+    prompt = [*head, *known, 7]
+    outcome.take(engine.submit(ask("gap", prompt), prompt))
+    while "gap" not in outcome.tokens:
+        outcome.take(engine.step())
+    assert not sliced.closed, "it did not wait for the end of the long one"
+    finish(engine, outcome)
+    assert outcome.finish("gap").usage.cached_tokens >= len(known) - 1
+    assert outcome.tokens["gap"] == expected(prompt, 8)
+    assert outcome.tokens["long"] == expected(words(900, 2), 8)
