@@ -57,8 +57,9 @@ class CallReader(Protocol):
         """Take more text; returns what is certain so far."""
         ...
 
-    def close(self) -> list[Delta]:
-        """The reply ended; what could not be read as a call comes back as Content."""
+    def close(self, cut: bool) -> list[Delta]:
+        """The reply ended, `cut` off or by itself; what could not be read as a call comes back as Content, but what a
+        cut left half is neither."""
         ...
 
     @property
@@ -144,16 +145,17 @@ class ReplyParser:
             self._read(text, out)
         return out
 
-    def close(self) -> list[Delta]:
-        """The reply ended: what was held back."""
+    def close(self, cut: bool = False) -> list[Delta]:
+        """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop text, so a call or a
+        marker that is half there is no more than that."""
         out: list[Delta] = []
         if self._reader is not None:
-            self._take(self._reader.close(), out)
+            self._take(self._reader.close(cut), out)
             self._reader = None
         held, self._held = self._held, ""
         if self._until is not None:
             return out
-        if self._drops:
+        if self._drops or cut:
             half = _partial(held, self._markers())
             held = held[: len(held) - half] if half > _BRACKETS else held
         self._show(held.rstrip() if self._thought or self.calls else held, out)

@@ -94,6 +94,11 @@ def _glm(name: str, args: dict[str, Any]) -> str:
     return f"<tool_call>{name}\n{pairs}</tool_call>"
 
 
+def _seed(name: str, args: dict[str, Any]) -> str:
+    values = "".join(f"<parameter={k}>{_raw(v)}</parameter>\n" for k, v in args.items())
+    return f"<seed:tool_call>\n<function={name}>\n{values}</function>\n</seed:tool_call>"
+
+
 def _minimax(calls: Calls) -> str:
     def one(name: str, args: dict[str, Any]) -> str:
         values = "".join(f'<parameter name="{k}">{_raw(v)}</parameter>\n' for k, v in args.items())
@@ -179,6 +184,11 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "kimi": ("kimi", _kimi),
     "harmony": ("harmony", _harmony),
     "qwen_coder": ("qwen_coder", lambda cs: "\n".join(_qwen_coder(n, a) for n, a in cs)),
+    "qwen_coder, outer opening forgotten": (
+        "qwen_coder",
+        lambda cs: "\n".join(_qwen_coder(n, a).removeprefix("<tool_call>\n") for n, a in cs),
+    ),
+    "seed": ("seed", lambda cs: "\n".join(_seed(n, a) for n, a in cs)),
     "glm": ("glm", lambda cs: "\n".join(_glm(n, a) for n, a in cs)),
     "minimax": ("minimax", _minimax),
     "lfm": ("lfm", _python),

@@ -16,6 +16,7 @@ from localllm.conversation.tools import (
     mistral,
     phi,
     qwen_coder,
+    seed,
 )
 from localllm.conversation.tools.base import ToolFormat
 
@@ -26,6 +27,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     minimax.FORMAT,
     kimi.FORMAT,
     deepseek.FORMAT,
+    seed.FORMAT,
     qwen_coder.FORMAT,
     glm.FORMAT,
     lfm.FORMAT,

@@ -41,7 +41,7 @@ class _Reader:
                 self.rest = text[at:]
         return out
 
-    def close(self) -> list[Delta]:
+    def close(self, cut: bool) -> list[Delta]:
         """The reply ended: half a header says nothing."""
         return []
 
