@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.reply import ReplyFormat, think_markers
+from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
 from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
@@ -78,7 +78,7 @@ def _build(
     text = template.render(messages, tools=tools or None, **kwargs)
     think = style.think or think_markers(template.source)
     thinking = think is not None and text.rstrip().endswith(think[0])
-    reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops)
+    reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops, ends=turn_ends(template.source))
     if tools:
         answer = _with_tools(wishes, style, template.source, reply, marker_id)
     else:
@@ -138,6 +138,8 @@ def _with_tools(
         call_markers=style.markers,
         new_reader=lambda first, marker: reader(first, marker, tools),
         parallel=parallel,
+        in_thought=style.in_thought,
+        quotable=not style.control,
     )
     return AnswerPlan(reply, grammar, prefix, calls, style.control)
 
