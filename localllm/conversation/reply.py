@@ -31,6 +31,7 @@ THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<thinking>", "</thinking>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 
 
@@ -58,7 +59,8 @@ class ReplyFormat:
     calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out; a format that has them
     marks everything, so any marker ends the reasoning and half a marker at the reply's end is not shown. `parallel`
     False lets only the first call through. `in_thought`: calls may come before the reasoning's end; `quotable`: their
-    markers are text, which a thought may mention within a line. Behind one of `ends` nothing belongs to the reply."""
+    markers are text, which a thought may mention within a line. Behind one of `ends` nothing belongs to the reply. `lead` stands at
+    the prompt's end and belongs to the first marker."""
 
     think: tuple[str, str] | None = None
     thinking: bool = False
@@ -69,6 +71,7 @@ class ReplyFormat:
     in_thought: bool = False
     quotable: bool = True
     ends: Sequence[str] = ()
+    lead: str = ""
 
     @property
     def plain(self) -> bool:
@@ -88,7 +91,7 @@ class ReplyParser:
         self._format = format
         self._thinking = format.thinking
         self._thought = format.thinking
-        self._held = ""
+        self._held = format.lead
         self._reader: CallReader | None = None
         self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
         self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
@@ -203,7 +206,8 @@ class ReplyParser:
     def _suspect(self, marker: str, gap: str, out: list[Delta]) -> None:
         """A call's marker stands inside the reasoning, behind some of it."""
         think, new_reader = self._format.think, self._format.new_reader
-        assert think is not None and new_reader is not None
+        assert think is not None
+        assert new_reader is not None
         if self._format.quotable and "\n" not in gap:
             self._show(gap + marker, out)
             return

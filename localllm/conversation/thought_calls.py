@@ -15,7 +15,12 @@ class ThoughtCall:
     """
 
     def __init__(
-        self, new_reader: Callable[[int, str], CallReader], first: int, markers: Sequence[str], closing: str, opened: str
+        self,
+        new_reader: Callable[[int, str], CallReader],
+        first: int,
+        markers: Sequence[str],
+        closing: str,
+        opened: str,
     ) -> None:
         """`opened` is the marker that was seen, `first` the number that a call here would have."""
         self._new_reader, self._markers, self._closing = new_reader, markers, closing

@@ -103,7 +103,11 @@ def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
     schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
     properties = schema.get("properties")
     described = properties.get(name) if isinstance(properties, Mapping) else None
-    kinds = kinds_of(described)
+    return as_kind(value, kinds_of(described))
+
+
+def as_kind(value: str, kinds: set[str]) -> Any:
+    """`value` read as JSON of one of `kinds` (none: of any), or as it is."""
     if kinds == {"string"}:
         return value
     try:

@@ -78,7 +78,13 @@ def _build(
     text = template.render(messages, tools=tools or None, **kwargs)
     think = style.think or think_markers(template.source)
     thinking = think is not None and text.rstrip().endswith(think[0])
-    reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops, ends=turn_ends(template.source))
+    reply = ReplyFormat(
+        think=think,
+        thinking=thinking,
+        drops=style.drops,
+        ends=turn_ends(template.source),
+        lead=style.header if style.header and text.endswith(style.header) else "",
+    )
     if tools:
         answer = _with_tools(wishes, style, template.source, reply, marker_id)
     else:
@@ -132,16 +138,18 @@ def _with_tools(
         grammar = ("lark", both)
     else:
         calls = starts_of(style, source, tools)
-    reader = style.reader
+    # A model that was told of the default by words may still write what it was trained to.
+    own = tool_formats.format_for(source)
+    readers = {m: f.reader for f in (own, style) for m in f.markers}
     reply = replace(
         reply,
-        call_markers=style.markers,
-        new_reader=lambda first, marker: reader(first, marker, tools),
+        call_markers=list(readers),
+        new_reader=lambda first, marker: readers[marker](first, marker, tools),
         parallel=parallel,
         in_thought=style.in_thought,
         quotable=not style.control,
     )
-    return AnswerPlan(reply, grammar, prefix, calls, style.control)
+    return AnswerPlan(reply, grammar, prefix, calls, style.control or own.control)
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:
