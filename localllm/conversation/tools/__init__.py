@@ -60,6 +60,16 @@ FORMATS: tuple[ToolFormat, ...] = (
 )
 
 
+def told_from(template: str) -> ToolFormat | None:
+    """The format that `template` shows signs of, if any."""
+    return next((f for f in FORMATS if any(sign in template for sign in f.signs)), None)
+
+
 def format_for(template: str) -> ToolFormat:
     """The format that `template` writes; the default where it shows no sign of any."""
-    return next((f for f in FORMATS if any(sign in template for sign in f.signs)), DEFAULT)
+    return told_from(template) or DEFAULT
+
+
+def unread(template: str) -> bool:
+    """True where `template` offers tools itself but shows no sign of a format known here."""
+    return "tools" in template and told_from(template) is None

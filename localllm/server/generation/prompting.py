@@ -72,6 +72,13 @@ def _build(
 ) -> Prompt:
     kwargs, ignored = _variables(template, wishes)
     tools, style = wishes.offered, _style(template)
+    if tools and template.knows_tools and tool_formats.unread(template.source):
+        raise UnsupportedError(
+            "this model's chat template asks for tool calls in a notation that can't be read here: they would come as "
+            "plain text",
+            hint="send tool_choice none, or use another model for tools",
+            param="tools",
+        )
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
