@@ -134,7 +134,7 @@ class ReplyParser:
             return out
         if self._drops or cut:
             half = _partial(held, self._markers())
-            held = held[: len(held) - half] if half > _BRACKETS else held
+            held = held[: len(held) - half].rstrip() if half > _BRACKETS else held
         self._show(held.rstrip() if self._thought or self.calls else held, out)
         return out
 
