@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+from localllm.conversation.deltas import CallArguments, CallReader, CallStart, Content, Delta, ReasoningText
+from localllm.conversation.thought_calls import ThoughtCall
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
-    """Text of the model's thinking."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A tool call begins: its number within the reply and the function's name."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A fragment of the JSON text of call `index`'s arguments."""
-
-    index: int
-    text: str
-
-
-Delta: TypeAlias = Content | ReasoningText | CallStart | CallArguments
+__all__ = [
+    "CallArguments", "CallReader", "CallStart", "Content", "Delta", "Drop", "ReasoningText", "ReplyFormat",
+    "ReplyParser", "TurnEnd", "think_markers", "turn_ends",
+]  # fmt: skip
 
 
 class TurnEnd(str):
@@ -50,35 +25,28 @@ Drop: TypeAlias = str | tuple[str, str]
 """Structure to leave out: one marker, or everything from an opening marker to a closing one."""
 
 
-class CallReader(Protocol):
-    """Reads the calls of one format once their opening marker was seen (see conversation.tools)."""
-
-    def feed(self, text: str) -> list[Delta]:
-        """Take more text; returns what is certain so far."""
-        ...
-
-    def close(self) -> list[Delta]:
-        """The reply ended; what could not be read as a call comes back as Content."""
-        ...
-
-    @property
-    def rest(self) -> str | None:
-        """Text after the last call, once the format says that the calls are over; None before."""
-        ...
-
-
 # (opening marker, closing marker) of reasoning, as they appear in templates.
 THINK_MARKERS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<thinking>", "</thinking>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 
 
 def think_markers(template: str) -> tuple[str, str] | None:
     """The reasoning markers that `template` mentions, if any."""
     return next((pair for pair in THINK_MARKERS if pair[1] in template), None)
+
+
+# Texts that end a turn and that no answer contains; some files don't mark them as the end of generation.
+_TURN_ENDS = ("<|role_end|>",)
+
+
+def turn_ends(template: str) -> tuple[str, ...]:
+    """The texts ending a turn that `template` mentions."""
+    return tuple(end for end in _TURN_ENDS if end in template)
 
 
 # "<|" at the end of an answer may be an operator of somebody's language; more of a marker is none.
@@ -90,7 +58,9 @@ class ReplyFormat:
     """How to read one reply. `thinking` says that the prompt already opened the reasoning. `call_markers` open tool
     calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out; a format that has them
     marks everything, so any marker ends the reasoning and half a marker at the reply's end is not shown. `parallel`
-    False lets only the first call through."""
+    False lets only the first call through. `in_thought`: calls may come before the reasoning's end; `quotable`: their
+    markers are text, which a thought may mention within a line. Behind one of `ends` nothing belongs to the reply. `lead` stands at
+    the prompt's end and belongs to the first marker."""
 
     think: tuple[str, str] | None = None
     thinking: bool = False
@@ -98,11 +68,15 @@ class ReplyFormat:
     new_reader: Callable[[int, str], CallReader] | None = None
     drops: Sequence[Drop] = ()
     parallel: bool = True
+    in_thought: bool = False
+    quotable: bool = True
+    ends: Sequence[str] = ()
+    lead: str = ""
 
     @property
     def plain(self) -> bool:
         """True when every text is the answer."""
-        return self.think is None and not self.call_markers and not self.drops
+        return self.think is None and not self.call_markers and not self.drops and not self.ends
 
     def parser(self) -> ReplyParser:
         """A fresh parser."""
@@ -117,11 +91,13 @@ class ReplyParser:
         self._format = format
         self._thinking = format.thinking
         self._thought = format.thinking
-        self._held = ""
+        self._held = format.lead
         self._reader: CallReader | None = None
         self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
         self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
-        self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)}
+        self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)} | set(format.ends)
+        self._doubt: ThoughtCall | None = None
+        self._gap = ""  # the space before what is in doubt
         self._until: str | None = None  # what is left out lasts to this marker
         self._over = False
         self._fresh = True  # the current section has shown nothing: its leading newlines are separators
@@ -144,18 +120,21 @@ class ReplyParser:
             self._read(text, out)
         return out
 
-    def close(self) -> list[Delta]:
-        """The reply ended: what was held back."""
+    def close(self, cut: bool = False) -> list[Delta]:
+        """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop text, so a call or a
+        marker that is half there is no more than that."""
         out: list[Delta] = []
         if self._reader is not None:
-            self._take(self._reader.close(), out)
+            self._take(self._reader.close(cut), out)
             self._reader = None
+        if self._doubt is not None:
+            self._decide(self._doubt, cut, out)
         held, self._held = self._held, ""
-        if self._until is not None:
+        if self._until is not None or self._over:
             return out
-        if self._drops:
+        if self._drops or cut:
             half = _partial(held, self._markers())
-            held = held[: len(held) - half] if half > _BRACKETS else held
+            held = held[: len(held) - half].rstrip() if half > _BRACKETS else held
         self._show(held.rstrip() if self._thought or self.calls else held, out)
         return out
 
@@ -170,6 +149,12 @@ class ReplyParser:
                 self._fresh = True
                 if not text:
                     return
+                continue
+            if self._doubt is not None:
+                doubt = self._doubt
+                if doubt.feed(text):
+                    return
+                text = self._dismiss(doubt, out)
                 continue
             text = self._held + text
             self._held = ""
@@ -193,9 +178,13 @@ class ReplyParser:
                 self._held = text[len(shown) :]
                 self._show(shown, out)
                 return
-            self._show(text[:at].rstrip(), out)
-            text = text[at + len(marker) :]
-            self._enter(marker)
+            before = text[:at].rstrip()
+            self._show(before, out)
+            gap, text = text[len(before) : at], text[at + len(marker) :]
+            if self._thinking and not self._fresh and marker in self._thought_markers:
+                self._suspect(marker, gap, out)
+            else:
+                self._enter(marker)
             if self._over:
                 return
 
@@ -203,11 +192,43 @@ class ReplyParser:
         think = self._format.think
         if self._thinking and not self._drops:
             assert think is not None
-            return [think[1]]
-        markers = [*self._format.call_markers, *self._drops]
+            return [think[1], *self._thought_markers, *self._format.ends]
+        markers = [*self._format.call_markers, *self._drops, *self._format.ends]
         if think is not None and (not self._thought or self._drops):
             markers.append(think[0])
         return markers
+
+    @property
+    def _thought_markers(self) -> Sequence[str]:
+        """Markers that open calls inside the reasoning; where there are `drops`, every marker does."""
+        return self._format.call_markers if self._format.in_thought and not self._drops else ()
+
+    def _suspect(self, marker: str, gap: str, out: list[Delta]) -> None:
+        """A call's marker stands inside the reasoning, behind some of it."""
+        think, new_reader = self._format.think, self._format.new_reader
+        assert think is not None
+        assert new_reader is not None
+        if self._format.quotable and "\n" not in gap:
+            self._show(gap + marker, out)
+            return
+        self._gap = gap
+        self._doubt = ThoughtCall(new_reader, self.calls, self._format.call_markers, think[1], marker)
+
+    def _dismiss(self, doubt: ThoughtCall, out: list[Delta]) -> str:
+        """No call but part of the thought: its marker is shown, the rest is returned to be read."""
+        self._doubt = None
+        self._show(self._gap + doubt.opened, out)
+        return doubt.raw[len(doubt.opened) :]
+
+    def _decide(self, doubt: ThoughtCall, cut: bool, out: list[Delta]) -> None:
+        """The reply ended while a call was in doubt. What a cut left half is not shown."""
+        if doubt.close(cut):
+            self._doubt, self._thinking = None, False
+            self._take(doubt.deltas, out)
+        elif cut:
+            self._doubt = None
+        while self._doubt is not None:
+            self._read(self._dismiss(self._doubt, out), out)
 
     def _enter(self, marker: str) -> None:
         think = self._format.think
@@ -215,7 +236,7 @@ class ReplyParser:
         if think is not None and marker == think[0]:
             self._thinking = self._thought = True
             self._fresh = True
-        elif marker in self._drops:
+        elif marker in self._drops or marker in self._ends:
             self._fresh = True
             self._until = self._ranges.get(marker)
             self._over = marker in self._ends

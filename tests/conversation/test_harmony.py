@@ -100,6 +100,10 @@ REPLIES: dict[str, tuple[str, Read]] = {
         ("", "It rains.", []),
     ),
     "a tool that is none of ours": (NEXT + " to=python<|channel|>commentary<|message|>1+1", ("", "1+1", [])),
+    "a header without a message": (
+        "<|channel|>commentary to=assistant" + "<|channel|>analysis<|message|>Weather.<|end|>" + NEXT + FINAL,
+        ("Weather.", "It rains.", []),
+    ),
     "a call that is no JSON": (CALL.replace("{", "Paris, {"), ("", 'Paris, {"city": "Paris"}', [])),
     "operators in the answer": ("<|channel|>final<|message|>f <| x |> g <|", ("", "f <| x |> g <|", [])),
     "the turn ends with a call": (ANALYSIS + NEXT + CALL + NEXT + FINAL, ("We need the weather.", "", [WEATHER])),

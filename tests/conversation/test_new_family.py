@@ -16,7 +16,8 @@ from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.lark import tagged_calls
 from localllm.conversation.tools.lazy import either, starts_of
-from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
+from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.tagged import typed
 
 TEMPLATE = "{% if tools %}%call … %end{% endif %}"
 
@@ -85,7 +86,7 @@ def test_what_its_grammar_can_not_hold_is_left_to_the_model(percent: ToolFormat)
 def test_no_format_is_known_by_name_outside_its_file() -> None:
     names = "|".join(f.name for f in FORMATS)
     folder = Path(tool_formats.__file__).parent
-    shared = {"base.py", "lark.py", "lazy.py", "prompt.py", "readers.py", "schemas.py"}
+    shared = {"base.py", "lark.py", "lazy.py", "prompt.py", "readers.py", "schemas.py", "tagged.py"}
     assert {p.name for p in folder.glob("*.py")} >= shared
     for file in shared:
         assert not re.search(rf"[\"']({names})[\"']", (folder / file).read_text()), file

@@ -12,6 +12,7 @@ from localllm.conversation import tools as tool_formats
 from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
 from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.readers import JsonEnd
+from localllm.conversation.tools.tagged import typed
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -37,6 +38,8 @@ TOOLS = [
     }
     for name in ("f", "get_weather", "write_file", "a-b", "Search2", "ns.tool")
 ]
+
+M3 = "]<]minimax[>["
 
 CASES: list[Calls] = [
     [("f", {})],
@@ -92,6 +95,71 @@ def _qwen_coder(name: str, args: dict[str, Any]) -> str:
 def _glm(name: str, args: dict[str, Any]) -> str:
     pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_raw(v)}</arg_value>\n" for k, v in args.items())
     return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def _seed(name: str, args: dict[str, Any]) -> str:
+    values = "".join(f"<parameter={k}>{_raw(v)}</parameter>\n" for k, v in args.items())
+    return f"<seed:tool_call>\n<function={name}>\n{values}</function>\n</seed:tool_call>"
+
+
+def _dsml(calls: Calls) -> str:
+    def one(name: str, args: dict[str, Any]) -> str:
+        values = "".join(
+            f'<｜DSML｜parameter name="{k}" string="{json.dumps(isinstance(v, str))}">{_raw(v)}</｜DSML｜parameter>\n'
+            for k, v in args.items()
+        )
+        return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+
+    return "<｜DSML｜function_calls>\n" + "".join(one(*c) for c in calls) + "</｜DSML｜function_calls>"
+
+
+def _minicpm(name: str, args: dict[str, Any]) -> str:
+    values = "".join(
+        f'<param name="{k}">{f"<![CDATA[{v}]]>" if isinstance(v, str) else _json(v)}</param>' for k, v in args.items()
+    )
+    return f'<function name="{name}">{values}</function>'
+
+
+def _kimi_k3(calls: Calls) -> str:
+    def one(number: int, name: str, args: dict[str, Any]) -> str:
+        values = "".join(
+            f'<|open|>argument key="{k}" type="{"string" if isinstance(v, str) else "object"}"<|sep|>{_raw(v)}'
+            "<|close|>argument<|sep|>"
+            for k, v in args.items()
+        )
+        return f'<|open|>call tool="{name}" index="{number}"<|sep|>{values}<|close|>call<|sep|>'
+
+    return "<|open|>tools<|sep|>" + "".join(one(i, *c) for i, c in enumerate(calls, 1)) + "<|close|>tools<|sep|>"
+
+
+def _muse(calls: Calls) -> str:
+    def one(name: str, args: dict[str, Any]) -> str:
+        values = "".join(f'<atem:parameter name="{k}">{_raw(v)}</atem:parameter>\n' for k, v in args.items())
+        return f'<atem:invoke name="{name}">\n{values}</atem:invoke>\n'
+
+    return (
+        f"<|start|>assistant to={calls[0][0]}<|message|><atem:function_calls>\n"
+        + "".join(one(*c) for c in calls)
+        + "</atem:function_calls>"
+    )
+
+
+def _m3_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "".join(f"{M3}<{k}>{_m3_value(v)}{M3}</{k}>" for k, v in value.items())
+    if isinstance(value, list):
+        return "".join(f"{M3}<item>{_m3_value(v)}{M3}</item>" for v in value)
+    return _raw(value)
+
+
+def _minimax_m3(calls: Calls) -> str:
+    body = "".join(f'{M3}<invoke name="{n}">{_m3_value(a)}{M3}</invoke>\n' for n, a in calls)
+    return f"{M3}<tool_call>\n{body}{M3}</tool_call>"
+
+
+def _cohere(calls: Calls) -> str:
+    items = [{"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)]
+    return f"<|START_ACTION|>{json.dumps(items, ensure_ascii=False, indent=4)}<|END_ACTION|>"
 
 
 def _minimax(calls: Calls) -> str:
@@ -179,6 +247,28 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "kimi": ("kimi", _kimi),
     "harmony": ("harmony", _harmony),
     "qwen_coder": ("qwen_coder", lambda cs: "\n".join(_qwen_coder(n, a) for n, a in cs)),
+    "qwen_coder, outer opening forgotten": (
+        "qwen_coder",
+        lambda cs: "\n".join(_qwen_coder(n, a).removeprefix("<tool_call>\n") for n, a in cs),
+    ),
+    "seed": ("seed", lambda cs: "\n".join(_seed(n, a) for n, a in cs)),
+    "dsml": ("dsml", _dsml),
+    "minicpm": ("minicpm", lambda cs: "\n".join(_minicpm(n, a) for n, a in cs)),
+    "kimi_k3": ("kimi_k3", _kimi_k3),
+    "muse": ("muse", _muse),
+    "minimax_m3": ("minimax_m3", _minimax_m3),
+    "cohere": ("cohere", _cohere),
+    "nemotron_v2": ("nemotron_v2", lambda cs: "<TOOLCALL>[" + ", ".join(_call(n, a) for n, a in cs) + "]</TOOLCALL>"),
+    "apriel": ("apriel", lambda cs: "<tool_calls>[" + ", ".join(_call(n, a) for n, a in cs) + "]</tool_calls>"),
+    "gigachat": ("gigachat", lambda cs: "<|function_call|>" + "\n".join(_call(n, a) for n, a in cs)),
+    "gigachat, in a role": (
+        "gigachat",
+        lambda cs: "<|message_sep|>\n\nfunction call<|role_sep|>\n" + "\n".join(_call(n, a) for n, a in cs),
+    ),
+    "apertus": (
+        "apertus",
+        lambda cs: "<|tools_prefix|>[" + ", ".join(_json({n: a}) for n, a in cs) + "]<|tools_suffix|>",
+    ),
     "glm": ("glm", lambda cs: "\n".join(_glm(n, a) for n, a in cs)),
     "minimax": ("minimax", _minimax),
     "lfm": ("lfm", _python),
@@ -232,13 +322,86 @@ def test_every_case_in_every_format_however_it_is_cut(writer: str, case: int) ->
         assert (text, thought) == ("", "")
 
 
-@pytest.mark.parametrize("writer", [w for w in WRITERS if not w.startswith(("llama3", "harmony", "gemma4"))])
+OWN_SECTIONS = ("llama3", "harmony", "gemma4", "kimi_k3", "muse", "cohere", "minimax_m3")
+
+
+@pytest.mark.parametrize("writer", [w for w in WRITERS if not w.startswith(OWN_SECTIONS)])
 def test_reasoning_and_words_before_the_call_are_kept(writer: str) -> None:
     name, write = WRITERS[writer]
     reply = "<think>\nWeather, so a tool.\n</think>\n\nLet me look.\n\n" + write(CASES[2])
     for pieces in _cuts(reply):
         text, thought, found = _read(_format(name), pieces)
         assert (text, thought, len(found)) == ("Let me look.", "Weather, so a tool.", 1)
+
+
+SECTIONS = {
+    "cohere": "<|START_THINKING|>Weather.<|END_THINKING|><|START_RESPONSE|>Let me look.<|END_RESPONSE|>",
+    "kimi_k3": "<|open|>think<|sep|>Weather.<|close|>think<|sep|><|open|>response<|sep|>Let me look."
+    "<|close|>response<|sep|>",
+    "minimax_m3": "<mm:think>Weather.</mm:think>Let me look.",
+    "muse": "<|start|>assistant to=self<|message|>Weather.<|eom|><|start|>assistant to=user<|message|>Let me look.<|eom|>",
+}
+
+
+@pytest.mark.parametrize("writer", SECTIONS)
+def test_formats_with_sections_of_their_own_keep_reasoning_and_words(writer: str) -> None:
+    name, write = WRITERS[writer]
+    for pieces in _cuts(SECTIONS[writer] + write(CASES[2])):
+        text, thought, found = _read(_format(name), pieces)
+        assert (text, thought, len(found)) == ("Let me look.", "Weather.", 1)
+
+
+def test_muse_calls_only_in_a_message_to_a_function() -> None:
+    tags = WRITERS["muse"][1](CASES[2]).partition("<|message|>")[2]
+    for pieces in _cuts(f"<|start|>assistant to=user<|message|>Write {tags} there.<|eot|>"):
+        assert _read(_format("muse"), pieces) == (f"Write {tags} there.", "", [])
+
+
+def test_minimax_m3_ends_a_thought_that_it_did_not_begin() -> None:
+    for pieces in _cuts("</mm:think>Hello."):
+        assert _read(_format("minimax_m3"), pieces) == ("Hello.", "", [])
+
+
+def test_gemma_4_opens_a_channel_twice() -> None:
+    for pieces in _cuts("<|channel><|channel>thought\n<channel|>Hello."):
+        assert _read(_format("gemma4"), pieces) == ("Hello.", "", [])
+
+
+UNREADABLE = {
+    "qwen_coder": "<tool_call><function=f>text: abc</function></tool_call>",
+    "glm": "<tool_call>f<arg_key>text</arg_key>abc</tool_call>",
+    "minimax": '<minimax:tool_call><invoke name="f">abc</invoke></minimax:tool_call>',
+    "dsml": '<｜DSML｜tool_calls><｜DSML｜invoke name="f">abc</｜DSML｜invoke></｜DSML｜tool_calls>',
+    "minicpm": '<function name="f">abc</function>',
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_call_whose_arguments_can_not_be_read_is_not_one_without_any(name: str) -> None:
+    assert _read(_format(name), [UNREADABLE[name]]) == (UNREADABLE[name], "", [])
+
+
+def test_arguments_as_json_where_tags_were_asked_for() -> None:
+    assert _read(_format("qwen_coder"), ['<function=f>{"n": 1}</function>'])[2] == [["f", '{"n": 1}']]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "read"),
+    [
+        ({"type": ["string", "integer"]}, "42", 42),
+        ({"type": ["string", "integer"]}, "2 dollars", "2 dollars"),
+        ({"type": ["string", "object"]}, '{"a": 1}', {"a": 1}),
+        ({"type": ["string", "object"]}, "{a", "{a"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "boolean"}]}, "true", True),
+        ({"type": "string"}, "null", "null"),
+    ],
+)  # fmt: skip
+def test_text_among_other_types_is_what_reads_as_none_of_them(schema: dict[str, Any], value: str, read: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"v": schema}}}}
+    assert typed(value, "v", "f", [tool]) == read
 
 
 def test_gemma_4_thinks_in_a_channel_and_waits_for_results() -> None:

@@ -51,7 +51,8 @@ class ToolFormat(ABC):
     control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a control token
     between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor call. `opening`
     wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the
-    default. `think`: the reasoning's markers, where the format itself has them.
+    default. `think`: the reasoning's markers, where the format itself has them. `in_thought`: the model calls at times without
+    ending its reasoning first. `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
     """
 
     name: ClassVar[str]
@@ -63,6 +64,8 @@ class ToolFormat(ABC):
     arguments_key: ClassVar[str] = "arguments"
     drops: ClassVar[tuple[Drop, ...]] = ()
     think: ClassVar[tuple[str, str] | None] = None
+    in_thought: ClassVar[bool] = False
+    header: ClassVar[str] = ""
 
     @abstractmethod
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> CallReader:
@@ -81,6 +84,14 @@ class ToolFormat(ABC):
         """A Lark grammar of `choices` (rules, one of them `answer`, whose text is `answer`) where the format lets
         nothing stand by itself; None where it does."""
         return None
+
+
+class FreeFormat(ToolFormat):
+    """A format whose calls are read as the model writes them: no grammar here describes them."""
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """Raises UnheldError."""
+        raise UnheldError
 
 
 def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:

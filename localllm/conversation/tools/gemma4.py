@@ -20,8 +20,8 @@ class Gemma4(ToolFormat):
     markers = (_OPEN,)
     control = True
     named_tokens = True
-    # A result is for somebody else to write.
-    drops = ("<channel|>", TurnEnd("<|tool_response>"))
+    # A channel opened twice is one. A result is for somebody else to write.
+    drops = ("<channel|>", "<|channel>", TurnEnd("<|tool_response>"))
     think = ("<|channel>thought", "<channel|>")
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:

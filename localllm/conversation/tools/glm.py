@@ -8,18 +8,20 @@ from functools import partial
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.lark import tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
+from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.tagged import tagged, typed
 
-_CALL = re.compile(r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)\s*\Z", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.DOTALL)
+_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 
 
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
-    match = _CALL.match(block)
-    if match is None:
+    match = _NAME.match(block)
+    pairs = tagged(block[match.end() :], _PAIR, "</arg_value>", ended=True) if match is not None else None
+    if match is None or pairs is None:
         return None
-    name, pairs = match.groups()
-    values = {k.strip(): typed(v.strip("\n"), k.strip(), name, tools) for k, v in _PAIR.findall(pairs)}
+    name = match[1]
+    values = {m[1].strip(): typed(v.strip("\n"), m[1].strip(), name, tools) for m, v in pairs}
     return [(name, as_json(values))]
 
 
@@ -29,6 +31,7 @@ class Glm(ToolFormat):
     name = "glm"
     signs = ("<arg_key>",)
     markers = ("<tool_call>",)
+    in_thought = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to its closing tag."""

@@ -41,7 +41,7 @@ class _Reader:
                 self.rest = text[at:]
         return out
 
-    def close(self) -> list[Delta]:
+    def close(self, cut: bool) -> list[Delta]:
         """The reply ended: half a header says nothing."""
         return []
 
@@ -82,6 +82,8 @@ class Harmony(ToolFormat):
         ("<|channel|>", _MESSAGE),
         ("<|start|>assistant to=", _MESSAGE),
         ("<|start|>", "<|end|>"),
+        # A header without a message, in front of the real one.
+        "<|channel|>commentary to=assistant",
         "<|end|>",
         # Out of place: no header is open.
         _MESSAGE,
@@ -90,6 +92,7 @@ class Harmony(ToolFormat):
         TurnEnd("<|call|>"),
     )
     think = ("<|channel|>analysis<|message|>", "<|end|>")
+    header = "<|start|>assistant"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
         """Reads the rest of the header and streams the message."""

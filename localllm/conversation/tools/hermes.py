@@ -16,6 +16,7 @@ class Hermes(ToolFormat):
     name = "hermes"
     signs = ("<tool_call>",)
     markers = ("<tool_call>",)
+    in_thought = True
     opening = "<tool_call>\n"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:

@@ -21,13 +21,18 @@ class Kimi(ToolFormat):
 
     name = "kimi"
     signs = (_SECTION,)
-    markers = (_SECTION,)
+    # The model forgets the section at times.
+    markers = (_SECTION, _CALL)
+    in_thought = True
     control = True
     named_tokens = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
         """Streams the arguments of one call after the other up to the section's end."""
-        return JsonReader(first, marker, _HEAD, end="<|tool_calls_section_end|>")
+        reader = JsonReader(first, marker, _HEAD, end="<|tool_calls_section_end|>")
+        if marker == _CALL:
+            reader.begin(marker)
+        return reader
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """The section opens the first call, its own token every other one."""

@@ -69,8 +69,10 @@ class Lfm(ToolFormat):
     """A list of Python calls between two control tokens."""
 
     name = "lfm"
-    signs = ("<|tool_call_start|>",)
+    # Instruct templates write the offer only; the calls stand in the model's own words.
+    signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
     markers = ("<|tool_call_start|>",)
+    in_thought = True
     control = True
     named_tokens = True
 

@@ -8,18 +8,15 @@ from functools import partial
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.lark import tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
+from localllm.conversation.tools.readers import BlockReader, Call
+from localllm.conversation.tools.tagged import in_tags
 
-_INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
-_PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)(?:</parameter>|\Z)', re.DOTALL)
+_INVOKE = re.compile(r'\s*<invoke name="?([^">]+)"?>')
+_PARAMETER = re.compile(r'\s*<parameter name="?([^">]+)"?>')
 
 
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
-    calls: list[Call] = []
-    for name, body in _INVOKE.findall(block):
-        values = {k: typed(v.strip("\n"), k, name, tools) for k, v in _PARAMETER.findall(body)}
-        calls.append((name, as_json(values)))
-    return calls or None
+    return in_tags(block, tools, (_INVOKE, "</invoke>"), (_PARAMETER, "</parameter>"))
 
 
 class MiniMax(ToolFormat):
@@ -28,6 +25,7 @@ class MiniMax(ToolFormat):
     name = "minimax"
     signs = ("minimax:tool_call",)
     markers = ("<minimax:tool_call>",)
+    in_thought = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to its closing tag."""

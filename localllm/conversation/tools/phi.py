@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
@@ -16,15 +17,16 @@ class Phi(ToolFormat):
     signs = ("<|tool_call|>",)
     markers = ("<|tool_call|>",)
     control = True
-    opening = "<|tool_call|>"
+    opening: ClassVar[str | None] = "<|tool_call|>"
+    closing: ClassVar[str] = "<|/tool_call|>"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
         """Streams the arguments of one call after the other."""
-        return JsonReader(first, marker, JSON_HEAD, end="<|/tool_call|>")
+        return JsonReader(first, marker, JSON_HEAD, end=self.closing)
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """One array, which holds every call."""
-        return {"<|tool_call|>": Start("", call_list(tools))}
+        return {self.markers[0]: Start("", call_list(tools))}
 
 
 FORMAT = Phi()

@@ -5,26 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.lark import tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call, as_json, typed
+from localllm.conversation.tools.readers import BlockReader, Call, json_arguments
+from localllm.conversation.tools.tagged import in_tags
 
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>")
+_END = "</function>"
 
 
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
-    calls: list[Call] = []
-    for function in _FUNCTION.finditer(block):
-        name, body = function.groups()
-        # One newline after the tag and one before its end belong to the format, not to the value.
-        values = {
-            key: typed(value.removeprefix("\n").removesuffix("\n"), key, name, tools)
-            for key, value in _PARAMETER.findall(body)
-        }
-        calls.append((name, as_json(values)))
-    return calls or None
+    calls = in_tags(block, tools, (_FUNCTION, _END), (_PARAMETER, "</parameter>"))
+    if calls is not None:
+        return calls
+    # Functionary's spelling, which small models mix in.
+    head = _FUNCTION.match(block)
+    if head is None:
+        return None
+    arguments = json_arguments(block[head.end() :].strip().removesuffix(_END))
+    return None if arguments is None else [(head[1], arguments)]
 
 
 class QwenCoder(ToolFormat):
@@ -33,13 +35,15 @@ class QwenCoder(ToolFormat):
     name = "qwen_coder"
     signs = ("<function=",)
     # The model forgets the outer tag at times.
-    markers = ("<tool_call>", "<function=")
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
+    closing: ClassVar[str] = "</tool_call>"
+    in_thought = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to the closing tag of the one that opened it."""
-        if marker == "<tool_call>":
-            return BlockReader(first, marker, "</tool_call>", partial(_parse, tools))
-        return BlockReader(first, marker, "</function>", lambda block: _parse(tools, marker + block))
+        if marker == self.markers[0]:
+            return BlockReader(first, marker, self.closing, partial(_parse, tools))
+        return BlockReader(first, marker, _END, lambda block: _parse(tools, marker + block + _END), tail=self.closing)
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """Any number of calls, one behind the other."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta
-from localllm.conversation.tools.base import Tool, parameters_of
 
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
@@ -116,10 +115,10 @@ class JsonReader:
             self._block(block, out, self._end)
         return out
 
-    def close(self) -> list[Delta]:
-        """The reply ended inside the block."""
+    def close(self, cut: bool) -> list[Delta]:
+        """The reply ended inside the block. Arguments that went out are what they are: half an object is no JSON."""
         out: list[Delta] = []
-        if self._scan is None and self.rest is None:
+        if self._scan is None and self.rest is None and not cut:
             self._block(self._held, out, "")
         self._held = ""
         return out
@@ -153,25 +152,40 @@ class JsonReader:
 
 
 class BlockReader:
-    """Calls in a block that is read whole once its `end` came: for formats that are not JSON."""
+    """Calls in a block that is read whole once its `end` came: for formats that are not JSON. `tail`: punctuation that
+    may stand behind the end."""
 
-    def __init__(self, first: int, opening: str, end: str, parse: Callable[[str], list[Call] | None]) -> None:
-        self._next, self._opening, self._end, self._parse = first, opening, end, parse
+    def __init__(
+        self, first: int, opening: str, end: str, parse: Callable[[str], list[Call] | None], *, tail: str = ""
+    ) -> None:
+        self._next, self._opening, self._end, self._parse, self._tail = first, opening, end, parse, tail
         self._held = ""
+        self._ended = False
         self.rest: str | None = None
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text."""
+        out: list[Delta] = []
+        before = max(0, len(self._held) - len(self._end))
         self._held += text
-        at = self._held.find(self._end)
-        if at < 0:
-            return []
-        self.rest = self._held[at + len(self._end) :]
-        return self._read(self._held[:at], self._end)
+        if not self._ended:
+            at = self._held.find(self._end, before)
+            if at < 0:
+                return []
+            block, self._held, self._ended = self._held[:at], self._held[at + len(self._end) :], True
+            out = self._read(block, self._end)
+        behind = self._held.lstrip()
+        if self._tail and behind.startswith(self._tail):
+            self.rest = behind[len(self._tail) :]
+        elif not (self._tail and self._tail.startswith(behind)):
+            self.rest = self._held
+        return out
 
-    def close(self) -> list[Delta]:
-        """The reply ended: read what there is, as if closed."""
-        return self._read(self._held, "")
+    def close(self, cut: bool) -> list[Delta]:
+        """The reply ended: what the model left open is read as if closed, what was cut off is not read."""
+        if self._ended:
+            return [] if cut or not self._held.strip() else [Content(self._held)]
+        return [] if cut else self._read(self._held, "")
 
     def _read(self, block: str, end: str) -> list[Delta]:
         calls = self._parse(block)
@@ -209,6 +223,15 @@ def json_calls(block: str) -> list[Call] | None:
     return found or None
 
 
+def json_arguments(text: str) -> str | None:
+    """`text` if it is a JSON object, as arguments are; None otherwise."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return as_json(value) if isinstance(value, dict) else None
+
+
 def as_json(value: object) -> str:
     """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate pair."""
     text = json.dumps(value, ensure_ascii=False)
@@ -217,20 +240,6 @@ def as_json(value: object) -> str:
     except UnicodeEncodeError:
         return json.dumps(value)
     return text
-
-
-def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
-    """A parameter's text as the type its schema says; as it is where the schema wants text or says nothing."""
-    schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
-    properties = schema.get("properties")
-    described = properties.get(name) if isinstance(properties, Mapping) else None
-    kind = described.get("type") if isinstance(described, Mapping) else None
-    if kind == "string" or (isinstance(kind, list) and "string" in kind and value != "null"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _unquote(name: str) -> str:

@@ -267,7 +267,8 @@ class _Voice:
         """The end of the choice."""
         calls = 0
         if self._parser is not None:
-            self._tell(self._parser.close(), ())
+            # A client's stop text cuts as a limit does: it can stand in the middle of an argument.
+            self._tell(self._parser.close(cut=end.reason != "stop" or end.stop is not None), ())
             calls = self._parser.calls
         said: Reason = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
         outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.reply import ReplyFormat, think_markers
+from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
 from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
@@ -72,13 +72,26 @@ def _build(
 ) -> Prompt:
     kwargs, ignored = _variables(template, wishes)
     tools, style = wishes.offered, _style(template)
+    if tools and template.knows_tools and tool_formats.unread(template.source):
+        raise UnsupportedError(
+            "this model's chat template asks for tool calls in a notation that can't be read here: they would come as "
+            "plain text",
+            hint="send tool_choice none, or use another model for tools",
+            param="tools",
+        )
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
     text = template.render(messages, tools=tools or None, **kwargs)
     think = style.think or think_markers(template.source)
     thinking = think is not None and text.rstrip().endswith(think[0])
-    reply = ReplyFormat(think=think, thinking=thinking, drops=style.drops)
+    reply = ReplyFormat(
+        think=think,
+        thinking=thinking,
+        drops=style.drops,
+        ends=turn_ends(template.source),
+        lead=style.header if style.header and text.endswith(style.header) else "",
+    )
     if tools:
         answer = _with_tools(wishes, style, template.source, reply, marker_id)
     else:
@@ -132,14 +145,18 @@ def _with_tools(
         grammar = ("lark", both)
     else:
         calls = starts_of(style, source, tools)
-    reader = style.reader
+    # A model that was told of the default by words may still write what it was trained to.
+    own = tool_formats.format_for(source)
+    readers = {m: f.reader for f in (own, style) for m in f.markers}
     reply = replace(
         reply,
-        call_markers=style.markers,
-        new_reader=lambda first, marker: reader(first, marker, tools),
+        call_markers=list(readers),
+        new_reader=lambda first, marker: readers[marker](first, marker, tools),
         parallel=parallel,
+        in_thought=style.in_thought,
+        quotable=not style.control,
     )
-    return AnswerPlan(reply, grammar, prefix, calls, style.control)
+    return AnswerPlan(reply, grammar, prefix, calls, style.control or own.control)
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:

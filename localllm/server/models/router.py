@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from localllm.conversation.reply import think_markers
+from localllm.conversation.tools import unread
 from localllm.engine.api import EngineClient, Host
 from localllm.engine.messages import Sampling
 from localllm.errors import BusyError, LocalLLMError, ModelNotFoundError, UsageError
@@ -20,6 +22,7 @@ from localllm_backends.contract import ModelInfo
 if TYPE_CHECKING:
     from localllm.conversation.template import ChatTemplate
 
+log = logging.getLogger("localllm.server")
 # Suffixes clients add to a name without meaning another model.
 _TAGS = (":latest",)
 
@@ -102,6 +105,8 @@ class ServedModel:
         source = info.chat_template or ""
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
+            if unread(source):
+                log.warning("%s writes tool calls in a notation that can't be read here: tools are refused", self.name)
         return self._templates[source]
 
     @property
@@ -115,7 +120,9 @@ class ServedModel:
         embedding."""
         if self.embeds:
             return ["embedding"]
-        found = ["completion", "tools"]
+        found = ["completion"]
+        if self.info is None or not unread(self.info.chat_template or ""):
+            found.append("tools")
         if self.info is not None:
             if think_markers(self.info.chat_template or "") is not None:
                 found.append("thinking")

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from localllm.conversation.tools import format_for
+from localllm.conversation.tools import format_for, unread
 from localllm.server.models.router import ModelRouter, ServedModel
 
 _SSE_PERIOD_S = 10.0
@@ -25,11 +25,11 @@ def props(served: ServedModel) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "chat_template": template,
         "chat_template_caps": {
-            "supports_tools": True,
-            "supports_tool_calls": True,
+            "supports_tools": not unread(template),
+            "supports_tool_calls": not unread(template),
             "supports_system_role": True,
             "supports_parallel_tool_calls": True,
-            "native_format": format_for(template).name if info else None,
+            "native_format": format_for(template).name if info and not unread(template) else None,
         },
         "bos_token": info.bos_text if info else "",
         "eos_token": info.eos_text if info else "",

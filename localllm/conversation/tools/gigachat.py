@@ -1,0 +1,31 @@
+"""GigaChat 3: one call as JSON behind `<|function_call|>`, or as a message of a role of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.schemas import one_call
+
+_TOKEN, _ROLE = "<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+
+
+class GigaChat(ToolFormat):
+    """Both spellings: 3.1 has a token for what 3.0 has a role for."""
+
+    name = "gigachat"
+    signs = (_TOKEN, "'function call'", '"function call"')
+    markers = (_TOKEN, _ROLE)
+    control = True
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        """Streams the arguments. Nothing closes the call: it lasts to the end of the reply."""
+        return JsonReader(first, marker, JSON_HEAD, end="\0")
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One call."""
+        return {(_TOKEN if _TOKEN in template else _ROLE): Start("", one_call(tools))}
+
+
+FORMAT = GigaChat()
