@@ -146,7 +146,9 @@ def _one_text_before_calls(messages: Messages) -> Messages:
 
 
 def _with_text_arguments(messages: Messages) -> Messages:
-    return [{**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+    return [
+        {**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+    ]
 
 
 def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:

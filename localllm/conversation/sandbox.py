@@ -132,21 +132,24 @@ class _Generation(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Rewrite a parsed template: each turn of a loop and each call of a macro ticks, `~` is measured.
+    """Rewrite a parsed template: each turn of a loop and each call of a macro ticks, `~` and slices are measured.
 
     `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without one, and a template's
     own text is written without either.
     """
-    for block in [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]:
+    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = []
+    for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
+        blocks += tree.find_all(kind)
+    for block in blocks:
         chars = sum(len(t.data) for inner in block.body for t in _texts(inner))
         tick = nodes.ExprStmt(nodes.Call(nodes.Name("__tick__", "load"), [nodes.Const(chars)], [], None, None))
         block.body.insert(0, tick.set_lineno(block.lineno, override=True))
-    for parent in [tree, *tree.find_all(nodes.Node)]:
+    for parent in reversed([tree, *tree.find_all(nodes.Node)]):  # inner ones first: a rewritten node keeps its parts
         for field, value in parent.iter_fields():
-            if isinstance(value, nodes.Concat):
-                setattr(parent, field, _measured_concat(value))
-            elif isinstance(value, list):
-                value[:] = [_measured_concat(v) if isinstance(v, nodes.Concat) else v for v in value]
+            if isinstance(value, list):
+                value[:] = [_measured(v) for v in value]
+            else:
+                setattr(parent, field, _measured(value))
 
 
 def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
@@ -155,9 +158,14 @@ def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
     yield from node.find_all(nodes.TemplateData)
 
 
-def _measured_concat(concat: nodes.Concat) -> nodes.Filter:
-    first, *others = concat.nodes
-    return nodes.Filter(first, "__concat__", others, [], None, None, lineno=concat.lineno)
+def _measured(node: Any) -> Any:
+    """`node`, through a filter where it makes a text that nothing else sees: `~` and slices."""
+    if isinstance(node, nodes.Concat):
+        first, *others = node.nodes
+        return nodes.Filter(first, "__concat__", others, [], None, None, lineno=node.lineno)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return nodes.Filter(node, "__slice__", [], [], None, None, lineno=node.lineno)
+    return node
 
 
 class _GivenList(list[Any]):
@@ -192,7 +200,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.filters.pop(unused)
         self.filters.update(tojson=_tojson, join=_join)
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
-        self.filters["__concat__"] = _concat
+        self.filters.update(__concat__=_concat, __slice__=_made)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -222,11 +230,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         metering.check_operator(operator, left, right)
         _tick()
         return _made(super().call_binop(context, operator, left, right))
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """A slice is a new text."""
-        value = super().getitem(obj, argument)
-        return _made(value) if isinstance(argument, slice) else value
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

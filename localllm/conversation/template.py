@@ -9,6 +9,7 @@ import jinja2
 
 from localllm.conversation import sandbox
 from localllm.conversation.forms import forms
+from localllm.conversation.metering import TemplateLimitError
 from localllm.errors import RequestError
 
 # ChatML, the most common format, for models that carry no template. Tools are written as text by tools/prompt.py.
@@ -62,15 +63,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (in the form `conversation.messages.normalise` gives). Raises TemplateError."""
         if self._reads_thinking:
-            messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
+            messages = [
+                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages
+            ]
         first_error: TemplateError | None = None
         sandbox.start_budget()  # one for all forms
         for form, variables in forms(messages, tools):
             try:
-                return self._render(
-                    form, {**kwargs, **variables, "add_generation_prompt": add_generation_prompt}
-                )
-            except sandbox.TemplateLimitError as e:
+                return self._render(form, {**variables, **kwargs, "add_generation_prompt": add_generation_prompt})
+            except TemplateLimitError as e:
                 raise TemplateError(str(e), param="messages") from e
             except TemplateError as e:
                 first_error = first_error or e
@@ -87,16 +88,15 @@ class ChatTemplate:
         """The prompt that lets the model go on with the last message, an assistant's text: it ends where that text
         ends, its turn still open. Raises TemplateError."""
         *before, last = messages
-        text = last["content"]
-        if text:
-            try:
-                marked = [*before, {**last, "content": text + _CUT}]
-                whole = self.render(marked, tools=tools, add_generation_prompt=False, **kwargs)
-            except TemplateError:
-                whole = ""
-            head, cut, _ = whole.rpartition(_CUT)
-            if cut and head.endswith(text):
-                return head
+        text: str = last["content"]
+        try:
+            marked = [*before, {**last, "content": text + _CUT}]
+            whole = self.render(marked, tools=tools, add_generation_prompt=False, **kwargs)
+        except TemplateError:
+            whole = ""
+        head, cut, _ = whole.rpartition(_CUT)
+        if cut and head.endswith(text):
+            return head
         # The template takes no answer at the end, or changes it: the text follows where an answer would begin.
         return self.render(before, tools=tools, **kwargs) + text
 
@@ -109,7 +109,7 @@ class ChatTemplate:
             pieces += self._template.generate(**{"bos_token": self.bos_text, "eos_token": self.eos_text, **given})
         except sandbox.TemplateRaisedError as e:
             raise TemplateError(f"the model's chat template refuses this conversation: {e}", param="messages") from e
-        except sandbox.TemplateLimitError:
+        except TemplateLimitError:
             raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as e:
             raise TemplateError(

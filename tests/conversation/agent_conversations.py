@@ -157,7 +157,11 @@ _CONVERSATIONS = (
     ),
     Conversation(
         "thinking before a user turn",
-        [_said("user", "Hello there"), _said("assistant", "Good morning", reasoning_content="A greeting."), *_TURNS[2:]],
+        [
+            _said("user", "Hello there"),
+            _said("assistant", "Good morning", reasoning_content="A greeting."),
+            *_TURNS[2:],
+        ],
         words=("Good morning", "And now?"),
     ),
     Conversation(
@@ -176,7 +180,13 @@ _CONVERSATIONS = (
     ),
     Conversation(
         "calls without tools",
-        [_ASK, _calls(_PARIS), _result(_PARIS, "18 degrees"), _said("assistant", "It is mild."), _said("user", "Thanks")],
+        [
+            _ASK,
+            _calls(_PARIS),
+            _result(_PARIS, "18 degrees"),
+            _said("assistant", "It is mild."),
+            _said("user", "Thanks"),
+        ],
         None,
         ("18 degrees", "It is mild.", "Thanks"),
     ),
@@ -186,6 +196,11 @@ _CONVERSATIONS = (
 def conversations() -> list[Conversation]:
     """All of them, fresh: whoever changes one changes nobody else's."""
     return copy.deepcopy(list(_CONVERSATIONS))
+
+
+def fixed_day(form: str) -> str:
+    """A template's `strftime_now`, the same at any time."""
+    return "2026-01-02"
 
 
 class _Generation(Extension):
@@ -209,7 +224,7 @@ def plain_jinja(source: str, messages: Any, tools: Any, **variables: Any) -> str
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **k)
 
     env.filters["tojson"] = tojson
-    env.globals.update(raise_exception=refuse, strftime_now=lambda form: "2026-01-02")
+    env.globals.update(raise_exception=refuse, strftime_now=fixed_day)
     return env.from_string(source).render(
         messages=messages,
         tools=tools,
