@@ -84,6 +84,13 @@ def test_a_wish_that_can_not_be_is_named(http: httpx.Client, body: dict[str, Any
     assert answer.json()["error"]["param"] in ("continue_final_message", "add_generation_prompt")
 
 
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "add_generation_prompt"])
+def test_template_variables_that_are_the_conversation_are_refused(http: httpx.Client, name: str) -> None:
+    answer = http.post(CHAT, json={"messages": BEGUN, "chat_template_kwargs": {name: 1}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+
+
 def test_calls_at_the_end_are_no_beginning(http: httpx.Client, engine: ScriptedEngine) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [BEGUN[0], {"role": "assistant", "content": "I look", "tool_calls": [call]}]

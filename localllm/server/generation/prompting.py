@@ -19,7 +19,7 @@ from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
 
 # Variables of a rendering that a client may not set: they are the conversation itself.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
