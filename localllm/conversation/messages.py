@@ -118,6 +118,13 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return calls
 
 
+def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True when the last of these (normalised) messages is an assistant's text: an answer for the model to go on with
+    (`prefill`)."""
+    last = messages[-1]
+    return last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
+
+
 def parse_arguments(arguments: Any) -> Any:
     """Arguments as an object when they are one (templates write them with `tojson`), else the text as it is."""
     if arguments is None or arguments == "":

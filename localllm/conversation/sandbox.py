@@ -3,36 +3,36 @@
 A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox stops it from reaching
 Python's internals (the class of CVE-2024-34359); this module adds what the sandbox leaves open: endless loops and
 texts that grow until memory is gone. Every loop turn and every call counts one step and looks at the clock; every
-operation that can multiply text is checked before it runs.
+operation that can multiply text is measured (metering.py) before it runs.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from localllm.conversation import metering
+from localllm.conversation.metering import TemplateLimitError
+
 MAX_SOURCE_CHARS = 1 << 20
-MAX_TEXT_CHARS = 1 << 24
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
-MAX_REPEAT = 100_000
-_WIDE_FORMAT = re.compile(r"\d{5,}")
-
-
-class TemplateLimitError(jinja2.TemplateError):
-    """The template ran too long or made too much text."""
+MAX_WRITTEN_BYTES = 2 * metering.MAX_TEXT_BYTES
+MAX_HELD_BYTES = 2 * metering.MAX_TEXT_BYTES
+_LARGE_BYTES = 4096
 
 
 class TemplateRaisedError(jinja2.TemplateError):
@@ -40,10 +40,15 @@ class TemplateRaisedError(jinja2.TemplateError):
 
 
 class _Budget(threading.local):
-    """What is left of this thread's current rendering."""
+    """What is left of this thread's current rendering, and the large values it made that may still be in use."""
 
     steps: int = MAX_STEPS
     deadline_s: float = float("inf")
+    written_bytes: int = 0
+    held_bytes: int = 0
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
 
 
 _budget = _Budget()
@@ -53,42 +58,67 @@ def start_budget(seconds: float = MAX_SECONDS) -> None:
     """Give the calling thread a fresh allowance; call before each rendering."""
     _budget.steps = MAX_STEPS
     _budget.deadline_s = time.monotonic() + seconds
+    start_writing()
 
 
-def _tick() -> str:
+def start_writing() -> None:
+    """Forget what was written: the conversation is rendered from its beginning, within the same steps and time."""
+    _budget.written_bytes = _budget.held_bytes = 0
+    _budget.held = []
+
+
+def _tick(constant_chars: int = 0) -> str:
+    """One step, which writes `constant_chars` of the template's own text."""
     _budget.steps -= 1
     if _budget.steps < 0:
         raise TemplateLimitError(f"the chat template took more than {MAX_STEPS} steps")
     if _budget.steps & 63 == 0 and time.monotonic() > _budget.deadline_s:
         raise TemplateLimitError("the chat template took too long")
+    if constant_chars:
+        _write(constant_chars)
     return ""
 
 
-def check_size(value: Any) -> Any:
-    """`value`, unless it is a text or a list longer than any prompt could be."""
-    if isinstance(value, (str, list, tuple, bytes)) and len(value) > MAX_TEXT_CHARS:
-        raise TemplateLimitError(f"the chat template made a text of more than {MAX_TEXT_CHARS} characters")
+def _write(size_bytes: int) -> None:
+    _budget.written_bytes += size_bytes
+    if _budget.written_bytes > MAX_WRITTEN_BYTES:
+        raise TemplateLimitError(f"the chat template wrote more than {MAX_WRITTEN_BYTES >> 20} MiB")
+
+
+def _shown(value: Any) -> Any:
+    """What `{{ value }}` writes, counted: blocks and macros write too, into texts of their own."""
+    if isinstance(value, str):
+        _write(sys.getsizeof(value) - 40 if len(value) > 64 else len(value))
+        return value
+    _write(metering.text_bytes(value))
     return value
 
 
-def _check_arguments(owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call whose result could be far larger than what it was given."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_REPEAT and name not in ("strftime_now",):
-            raise TemplateLimitError(f"the chat template called {name} with the number {value}")
-    texts = [a for a in (owner, *args, *kwargs.values()) if isinstance(a, str)]
-    if name == "replace" and len(texts) >= 3:
-        text, old, new = texts[0], texts[1], texts[2]
-        if (text.count(old) if old else len(text) + 1) * len(new) > MAX_TEXT_CHARS:
-            raise TemplateLimitError("the chat template's replace would make too much text")
-    if name in ("join", "translate") and len(texts) >= 1:
-        longest = max((len(t) for t in texts), default=0)
-        parts = next((a for a in (owner, *args) if isinstance(a, (list, tuple))), None)
-        count = len(parts) if parts is not None else max(map(len, texts))
-        if longest * count > MAX_TEXT_CHARS and name == "join":
-            raise TemplateLimitError("the chat template's join would make too much text")
-    if name in ("format", "format_map", "__mod__") and any(_WIDE_FORMAT.search(t) for t in texts[:1]):
-        raise TemplateLimitError("the chat template's format asks for a very wide field")
+def _made(value: Any) -> Any:
+    """`value`, measured, and remembered where it is large: many large texts are as much as one that is too large."""
+    metering.made(value)
+    size = sys.getsizeof(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+    if size >= _LARGE_BYTES:
+        _budget.held.append(value)
+        _budget.held_bytes += size
+        if _budget.held_bytes > MAX_HELD_BYTES:
+            _let_go()
+    return value
+
+
+def _let_go() -> None:
+    """Forget the large values that nobody but this list knows; too many that are in use end the rendering."""
+    held: dict[int, Any] = {id(v): v for v in _budget.held}
+    _budget.held = []
+    # Two references are ours while asked: the dictionary's and the call's; the loop's own name is a third.
+    kept = [v for v in held.values() if sys.getrefcount(v) > _OWN_REFERENCES]
+    _budget.held = kept
+    _budget.held_bytes = sum(sys.getsizeof(v) for v in kept)
+    if _budget.held_bytes > MAX_HELD_BYTES // 2:
+        raise TemplateLimitError("the chat template holds too much text at once")
+
+
+_OWN_REFERENCES = 3
 
 
 class _Generation(Extension):
@@ -102,15 +132,53 @@ class _Generation(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Rewrite a parsed template: each loop turn ticks, each operand of `~` is measured.
+    """Rewrite a parsed template: each turn of a loop and each call of a macro ticks, `~` and slices are measured.
 
-    `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without one.
+    `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without one, and a template's
+    own text is written without either.
     """
-    for loop in list(tree.find_all(nodes.For)):
-        tick = nodes.ExprStmt(nodes.Call(nodes.Name("__tick__", "load"), [], [], None, None))
-        loop.body.insert(0, tick.set_lineno(loop.lineno, override=True))
-    for concat in list(tree.find_all(nodes.Concat)):
-        concat.nodes = [nodes.Filter(n, "__measured__", [], [], None, None, lineno=n.lineno) for n in concat.nodes]
+    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = []
+    for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
+        blocks += tree.find_all(kind)
+    for block in blocks:
+        chars = sum(len(t.data) for inner in block.body for t in _texts(inner))
+        tick = nodes.ExprStmt(nodes.Call(nodes.Name("__tick__", "load"), [nodes.Const(chars)], [], None, None))
+        block.body.insert(0, tick.set_lineno(block.lineno, override=True))
+    for parent in reversed([tree, *tree.find_all(nodes.Node)]):  # inner ones first: a rewritten node keeps its parts
+        for field, value in parent.iter_fields():
+            if isinstance(value, list):
+                value[:] = [_measured(v) for v in value]
+            else:
+                setattr(parent, field, _measured(value))
+
+
+def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
+    if isinstance(node, nodes.TemplateData):
+        yield node
+    yield from node.find_all(nodes.TemplateData)
+
+
+def _measured(node: Any) -> Any:
+    """`node`, through a filter where it makes a text that nothing else sees: `~` and slices."""
+    if isinstance(node, nodes.Concat):
+        first, *others = node.nodes
+        return nodes.Filter(first, "__concat__", others, [], None, None, lineno=node.lineno)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return nodes.Filter(node, "__slice__", [], [], None, None, lineno=node.lineno)
+    return node
+
+
+class _GivenList(list[Any]):
+    """A list of the conversation: templates read it and can't change it, whatever they may do with their own."""
+
+
+def owned(value: Any) -> Any:
+    """A copy of the conversation's containers, so that nothing a template does reaches the caller's."""
+    if isinstance(value, Mapping):
+        return {k: owned(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _GivenList(owned(v) for v in value)
+    return value
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -124,56 +192,69 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
             autoescape=False,
+            finalize=_shown,
         )
         self.globals.pop("lipsum", None)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, __tick__=_tick)
-        self.filters["tojson"] = _tojson
+        for unused in ("urlize", "xmlattr"):  # they write HTML, and multiply text in ways of their own
+            self.filters.pop(unused)
+        self.filters.update(tojson=_tojson, join=_join)
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
+        self.filters.update(__concat__=_concat, __slice__=_made)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         _meter(tree)
         return tree
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """A template may add to a list it made itself and take from it; each is a step."""
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Every call a template makes passes here."""
         if __obj is _tick:
-            return _tick()
+            return _tick(*args)
         _tick()
         name = getattr(__obj, "__name__", "")
         # The sandbox wraps str.format in a function of its own.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        _check_arguments(owner, name, args, kwargs)
-        return check_size(super().call(__context, __obj, *args, **kwargs))
+        if name == "join" and isinstance(owner, (str, bytes)) and args:
+            args = (list(args[0]), *args[1:])
+            metering.joined_exactly(owner, args[0])
+        metering.check_method(owner, name, args, kwargs)
+        return _made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`*`, `**`, `%` and `+` can make a value larger than both sides together."""
-        if operator == "*":
-            for a, b in ((left, right), (right, left)):
-                if isinstance(a, (str, list, tuple)) and isinstance(b, int) and len(a) * b > MAX_TEXT_CHARS:
-                    raise TemplateLimitError("the chat template repeats a text too often")
-        if operator == "**" and (abs(left) > MAX_REPEAT or abs(right) > 64):
-            raise TemplateLimitError("the chat template computes a very large power")
-        if operator == "%" and isinstance(left, str):
-            _check_arguments(left, "__mod__", (), {})
+        metering.check_operator(operator, left, right)
         _tick()
-        result = check_size(super().call_binop(context, operator, left, right))
-        if isinstance(result, int) and result.bit_length() > 256:
-            raise TemplateLimitError("the chat template computes a very large number")
-        return result
+        return _made(super().call_binop(context, operator, left, right))
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose arguments and result are measured; Jinja's pass_* markers are kept by `wraps`."""
+    given = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
     @functools.wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
         _tick()
-        plain = tuple(a for a in args if isinstance(a, (str, int, list, tuple)))
-        _check_arguments(None, name, plain, kwargs)
-        return check_size(function(*args, **kwargs))
+        metering.check_filter(name, args[given], args[given + 1 :], kwargs)
+        return _made(function(*args, **kwargs))
 
     return measured
+
+
+def _concat(*parts: Any) -> str:
+    _tick()
+    return str(_made(metering.joined("", parts)))
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    """Jinja's `join`, counted while it takes its parts."""
+    parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return metering.joined(d, parts)
 
 
 def _raise_exception(message: Any = "") -> NoReturn:
@@ -194,6 +275,9 @@ def _tojson(
     """JSON as Hugging Face's chat templates expect it: not HTML-escaped, key order kept."""
     if indent is not None and not 0 <= indent <= 16:
         raise TemplateLimitError(f"the chat template indents JSON by {indent}")
+    if isinstance(value, Iterator):  # what `map` and `select` give
+        value = list(value)
+    metering.allow(metering.text_bytes(value, indent=indent or 0) * (6 if ensure_ascii else 1), "tojson")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -207,6 +291,8 @@ def _tojson(
 def _plain(value: Any) -> Any:
     if isinstance(value, jinja2.Undefined):
         return None
+    if isinstance(value, Iterator):
+        return list(value)
     raise TemplateRaisedError(f"the chat template writes a {type(value).__name__} as JSON")
 
 
@@ -215,7 +301,6 @@ def compile_template(source: str) -> jinja2.Template:
     if len(source) > MAX_SOURCE_CHARS:
         raise TemplateLimitError(f"the chat template is larger than {MAX_SOURCE_CHARS} characters")
     env = TemplateEnvironment()
-    env.filters["__measured__"] = check_size
     try:
         return env.from_string(source)
     except RecursionError as e:

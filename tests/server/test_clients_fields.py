@@ -25,6 +25,7 @@ HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object"}
 OTHER = [{"role": "user", "content": "something else"}]
+BEGUN = [*OTHER, {"role": "assistant", "content": "a beginning"}]
 WITH_TOOLS = {"tools": [TOOL]}
 FUNCTION = {"type": "function", "name": "f"}
 # Too long for the window together, though each turn is short.
@@ -54,8 +55,8 @@ CHAT: Table = {
     "repeat_last_n": (HONOURED, 5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
     "t_max_predict_ms": (HONOURED, 5000), "top_k": (HONOURED, 5), "typical_p": (HONOURED, 0.5),
     "truncation": (HONOURED, "auto", {"messages": LONG}),
-    "add_generation_prompt": (REFUSED, False), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
-    "best_of": (REFUSED, 2), "continue_final_message": (REFUSED, True), "dry_multiplier": (REFUSED, 0.8),
+    "add_generation_prompt": (HONOURED, True, {"messages": BEGUN}), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
+    "best_of": (REFUSED, 2), "continue_final_message": (HONOURED, False, {"messages": BEGUN}), "dry_multiplier": (REFUSED, 0.8),
     "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True), "guided_choice": (REFUSED, ["a"]),
     "guided_grammar": (REFUSED, "x"), "guided_json": (REFUSED, SCHEMA), "guided_regex": (REFUSED, "x"),
     "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5), "lora": (REFUSED, [{"id": 0}]),

@@ -48,8 +48,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "grammar_lazy": ("send `tools`: a call is held to its schema from where it begins", (None, False)),
     "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
     "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
-    "add_generation_prompt": ("the prompt always ends where the answer begins", (None, True)),
-    "continue_final_message": ("send the raw text to /v1/completions to go on with it", (None, False)),
     "guided_json": ("send `response_format` with a json_schema", (None,)),
     "guided_regex": ("send `response_format` with a json_schema, or `grammar`", (None,)),
     "guided_grammar": ("send `grammar`", (None,)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation import tools as tool_formats
+from localllm.conversation.messages import unfinished
 from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
@@ -18,7 +19,7 @@ from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
 
 # Variables of a rendering that a client may not set: they are the conversation itself.
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
@@ -26,7 +27,8 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What a client wishes of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
-    how much reasoning (`effort`), and variables of the model's template."""
+    how much reasoning (`effort`), and variables of the model's template. `continues`: an assistant's text at the end is
+    the beginning of the answer; without it, it is an answer that was given."""
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -34,6 +36,7 @@ class Wishes:
     grammar: tuple[str, str] | None = None
     effort: str | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    continues: bool = True
 
     @property
     def offered(self) -> list[Tool]:
@@ -79,12 +82,17 @@ def _build(
             hint="send tool_choice none, or use another model for tools",
             param="tools",
         )
+    begun = wishes.continues and unfinished(messages)
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
-    text = template.render(messages, tools=tools or None, **kwargs)
+    render = template.render_continued if begun else template.render
+    text = render(messages, tools=tools or None, **kwargs)
     think = style.think or think_markers(template.source)
-    thinking = think is not None and text.rstrip().endswith(think[0])
+    if begun:
+        text, thinking = _continued(text, messages[-1]["content"], think)
+    else:
+        thinking = think is not None and text.rstrip().endswith(think[0])
     reply = ReplyFormat(
         think=think,
         thinking=thinking,
@@ -101,6 +109,19 @@ def _build(
             grammar = ("lark", shaped) if shaped is not None else grammar
         answer = AnswerPlan(reply, grammar, control=style.control and style.think is not None)
     return Prompt(text, answer, ignored)
+
+
+def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:
+    """The prompt that ends in the text `begun`, and whether the model goes on thinking there. Where the template had
+    opened its reasoning in front of that text, it is closed: the text is the answer's."""
+    if think is None:
+        return text, False
+    if think[0] in begun:
+        return text, begun.rfind(think[0]) > begun.rfind(think[1])
+    before = text.removesuffix(begun)
+    if before.rstrip().endswith(think[0]):
+        return f"{before.rstrip()}\n\n{think[1]}\n\n{begun}", False
+    return text, False
 
 
 def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], tuple[str, ...]]:

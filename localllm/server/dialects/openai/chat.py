@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from localllm.conversation.messages import flatten, normalise
+from localllm.conversation.messages import flatten, normalise, unfinished
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError
@@ -45,6 +46,8 @@ class ChatFields(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = Field(None, description="go on with the assistant's text at the end")
+    add_generation_prompt: bool | None = Field(None, description="false: the same; true: a new answer")
     prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
 
@@ -55,6 +58,22 @@ class ChatFields(SamplingFields):
         if self.prediction.get("type") != "content":
             raise RequestError("prediction.type must be content", param="prediction")
         return flatten(self.prediction.get("content"), "prediction.content")
+
+    def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether an assistant's text at the end is gone on with: yes, unless the client says otherwise. Raises
+        RequestError where it asks for that and there is none."""
+        wanted = self.continue_final_message or self.add_generation_prompt is False
+        field = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
+        if wanted and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: the answer is gone on with or new",
+                param=field,
+            )
+        if wanted and not unfinished(messages):
+            raise RequestError(
+                f"{field} asks to go on with an answer, but the last message is no text of the assistant", param=field
+            )
+        return wanted or (self.continue_final_message is None and self.add_generation_prompt is None)
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""
@@ -89,6 +108,7 @@ def order(fields: ChatFields, model: ServedModel) -> Order:
 def ask_of(fields: ChatFields, default: Sampling) -> Ask:
     """What `fields` asks for. Raises RequestError for what is wrong whatever the model."""
     tools = checked(fields.tools)
+    messages = normalise(fields.messages)
     wishes = Wishes(
         tools=tools,
         choice=choice_of(fields.tool_choice, tools),
@@ -96,9 +116,10 @@ def ask_of(fields: ChatFields, default: Sampling) -> Ask:
         grammar=fields.constraint(fields.response_format),
         effort=fields.reasoning_effort,
         template_kwargs=fields.chat_template_kwargs,
+        continues=fields.continues(messages),
     )
     compaction = fields.truncation == "auto"
-    return Ask(normalise(fields.messages), fields.generation(default), wishes, fields.n or 1, compaction)
+    return Ask(messages, fields.generation(default), wishes, fields.n or 1, compaction)
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

@@ -1,0 +1,192 @@
+"""One conversation in the forms that chat templates accept: as sent first, then what stricter templates insist on.
+
+Templates disagree about what a conversation may hold: nine-character call ids, one call a turn, arguments as text,
+one system message or none. Each form here says the same in other words; a template gets the first that it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Messages: TypeAlias = Sequence[Message]
+Variables: TypeAlias = dict[str, Any]
+
+_ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def forms(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
+    """The conversation as sent with its `tools` (None where there are none), then its other forms, each once."""
+    tried: list[tuple[Messages, Variables]] = []
+    one_system = _merge_equal_roles(_late_systems_to_user(_lead_with_one_system(messages)))
+    no_system = _merge_equal_roles(_fold_system_into_user(one_system))
+    for turns in (messages, one_system, no_system):
+        for form in _spellings(turns, tools):
+            if form not in tried:
+                tried.append(form)
+                yield form
+
+
+def _spellings(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
+    """The same turns, spelt ever more narrowly."""
+    yield messages, {"tools": tools}
+    completed = _completed_variables(tools)
+    spelt: Messages = with_short_ids(messages)
+    yield spelt, completed
+    steps: tuple[Callable[[Messages], Messages], ...] = (one_call_a_turn, _one_text_before_calls)
+    for step in steps:
+        spelt = step(spelt)
+        yield spelt, completed
+    # Last, as a template that writes arguments with `tojson` would take texts too, and quote them twice.
+    yield _with_text_arguments(with_short_ids(messages)), completed
+    yield _with_text_arguments(spelt), completed
+
+
+def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables:
+    """The variables of a template that can't do without: `tools` left undefined instead of none, or with every
+    parameter described to the end, and what older templates call `functions` and `datetime`."""
+    variables: Variables = {
+        "functions": json.dumps([t.get("function", t) for t in tools or ()], ensure_ascii=False, indent=4),
+        "datetime": datetime.now().strftime("%B %d %Y"),  # the day: an hour in the prompt would end every prefix
+    }
+    if tools is not None:
+        variables["tools"] = [_described(t) for t in tools]
+    return variables
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    schema = function.get("parameters") if isinstance(function, Mapping) else None
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
+        return dict(tool)
+    described = {
+        name: {"type": "string", "description": "", "items": {}, "additionalProperties": {}, **p}
+        if isinstance(p, Mapping)
+        else p
+        for name, p in properties.items()
+    }
+    return {**tool, "function": {**function, "parameters": {**schema, "properties": described}}}
+
+
+def with_short_ids(messages: Messages) -> Messages:
+    """Call ids of nine letters and digits (Mistral's rule), the same for a call and its result; a result that names
+    no call gets the id of the oldest call without one."""
+    changed: list[Message] = []
+    waiting: list[str] = []
+    for m in messages:
+        if m.get("tool_calls"):
+            calls = [{**c, "id": _short_id(str(c.get("id") or i))} for i, c in enumerate(m["tool_calls"])]
+            waiting = [c["id"] for c in calls]
+            m = {**m, "tool_calls": calls}
+        elif m["role"] == "tool":
+            sent = m.get("tool_call_id")
+            identity = _short_id(sent) if sent else next(iter(waiting), _short_id("0"))
+            if identity in waiting:
+                waiting.remove(identity)
+            m = {**m, "tool_call_id": identity}
+        changed.append(m)
+    return changed
+
+
+def _short_id(identity: str) -> str:
+    if _SHORT_ID.fullmatch(identity):
+        return identity
+    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
+    letters = []
+    for _ in range(9):
+        number, at = divmod(number, len(_ID_CHARS))
+        letters.append(_ID_CHARS[at])
+    return "".join(letters)
+
+
+def one_call_a_turn(messages: Messages) -> Messages:
+    """Parallel calls as turns of one call each, every call followed by its own results."""
+    split: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
+        at += len(results)
+        for i, call in enumerate(calls):
+            turn = {**message, "tool_calls": [call]}
+            if i:
+                turn["content"] = ""
+                turn.pop("reasoning_content", None)
+                turn.pop("thinking", None)
+            last = i == len(calls) - 1
+            own = [r for r in results if last or r.get("tool_call_id") == call.get("id")]
+            if not own and results and not any(r.get("tool_call_id") for r in results):
+                own = results[:1]  # nothing names a call: results come in the order of the calls
+            results = [r for r in results if not any(r is o for o in own)]
+            split += [turn, *own]
+    return split
+
+
+def _one_text_before_calls(messages: Messages) -> Messages:
+    """Thinking and words before a call as one text, for a template that takes either."""
+    return [
+        {**m, "thinking": f"{m['thinking']}\n\n{m['content']}", "content": ""}
+        if m.get("tool_calls") and m.get("thinking") and m.get("content")
+        else m
+        for m in messages
+    ]
+
+
+def _with_text_arguments(messages: Messages) -> Messages:
+    return [
+        {**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+    ]
+
+
+def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _lead_with_one_system(messages: Messages) -> list[Message]:
+    leading = list(itertools.takewhile(lambda m: m["role"] == "system", messages))
+    if len(leading) < 2:
+        return list(messages)
+    text = "\n\n".join(str(m.get("content") or "") for m in leading)
+    return [{**leading[0], "content": text}, *messages[len(leading) :]]
+
+
+def _late_systems_to_user(messages: Messages) -> list[Message]:
+    return [
+        {**m, "role": "user"} if i and m["role"] == "system" else m  # its words stay, in its place
+        for i, m in enumerate(messages)
+    ]
+
+
+def _merge_equal_roles(messages: Messages) -> list[Message]:
+    merged: list[Message] = []
+    for m in messages:
+        last = merged[-1] if merged else None
+        if last is not None and m["role"] == last["role"] and m["role"] in ("user", "assistant"):
+            content = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
+            calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
+            merged[-1] = {**last, **m, "content": content, **({"tool_calls": calls} if calls else {})}
+        else:
+            merged.append(m)
+    return merged
+
+
+def _fold_system_into_user(messages: Messages) -> list[Message]:
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    return [{**messages[0], "role": "user"}, *messages[1:]]
