@@ -68,6 +68,13 @@ class Job:
         """Tokens generated so far."""
         return len(self.tokens) - self.n_prompt
 
+    def ends_with(self, token: int, eog: frozenset[int]) -> bool:
+        """True if `token` ends the answer: the model's own end (`eog`), or one that its client named."""
+        generation = self.request.generation
+        if self.n_generated < generation.min_tokens:
+            return False
+        return (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
+
     @property
     def pending(self) -> int:
         """Tokens known but without KV: 1 while decoding, more while prefilling."""

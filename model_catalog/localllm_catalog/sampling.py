@@ -1,6 +1,6 @@
 """The sampling that a model's own files state: `general.sampling.*` of a GGUF header, generation_config.json of a folder.
 
-Names and meanings are those of https://github.com/ggml-org/llama.cpp src/llama-arch.cpp and gguf-py/gguf/metadata.py.
+Names and meanings are those of https://github.com/ggml-org/llama.cpp src/llama-arch.cpp.
 What a file states is untrusted: a number outside its range counts as not stated.
 """
 

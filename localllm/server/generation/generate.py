@@ -17,10 +17,14 @@ from localllm.engine.messages import (
     Queued,
     Request,
     Text,
+    ThinkingLimit,
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
 from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Reason, ReplyWriter, Spent
+
+# What models write between their reasoning and their answer.
+_BEHIND_THOUGHT = "\n\n"
 
 
 async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> None:
@@ -88,6 +92,7 @@ async def _choice(
         grammar=answer.grammar,
         add_bos=job.add_bos,
         render_control=answer.control,
+        thinking=_thinking_limit(answer, generation.thinking_tokens),
     )
     voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
     before: Finish | None = None
@@ -143,8 +148,24 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
 async def _going_on(engine: EngineClient, request: Request, said: list[str], so_far: Finish) -> Request:
     """`request` for what comes behind the words said so far."""
     prompt = await _behind(engine, request, "".join(said))
-    rest = _generating(request, max_tokens=_left(request, so_far))
-    return replace(rest, prompt=prompt, add_bos=False, goes_on=True)
+    return _rest(request, prompt, so_far)
+
+
+def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
+    """`request` for what comes behind a part of its answer, which has ended its reasoning."""
+    least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
+    rest = _generating(request, max_tokens=_left(request, so_far), min_tokens=least)
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True, thinking=None)
+
+
+def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
+    """A limit on the reasoning in this model's words; None where nobody set one, or the model has no reasoning."""
+    if tokens is None or answer.reply.think is None:
+        return None
+    opening, closing = answer.reply.think
+    # A format that marks everything says itself what follows.
+    behind = "" if answer.reply.drops else _BEHIND_THOUGHT
+    return ThinkingLimit(tokens, opening, closing, behind, opened=answer.reply.thinking)
 
 
 async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
@@ -157,11 +178,10 @@ async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, vo
     end = await voice.speak(engine, free, thought)
     if end.reason == "length":
         return _generating(request, max_tokens=0), end
-    bridge = closing + "\n\n"
+    bridge = closing + _BEHIND_THOUGHT
     voice.hear(bridge)
     prompt = await _behind(engine, request, "".join(thought) + bridge)
-    rest = _generating(request, max_tokens=_left(request, end))
-    return replace(rest, prompt=prompt, add_bos=False, goes_on=True), end
+    return _rest(request, prompt, end), end
 
 
 def _generating(request: Request, **changes: Any) -> Request:
