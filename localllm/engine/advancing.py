@@ -111,6 +111,8 @@ class Advance:
             return "stop"
         if job.sampler.constraint is not None and job.sampler.constraint.finished:
             return "stop"
+        if job.loop_guard is not None and job.loop_guard.loops(token):
+            return "repetition"
         if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
             return "length"
         return None

@@ -20,6 +20,7 @@ from localllm.engine.advancing import Advance
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
+from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
@@ -165,6 +166,7 @@ class Engine:
             text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
             submitted_s=self.clock(),
             predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
+            loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
         )
 
     def cancel(self, request_id: str) -> list[Event]:

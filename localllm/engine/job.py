@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from localllm.engine.coupling import Distribution
+from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling import Sampler
 from localllm.engine.text import TextStream
@@ -39,6 +40,7 @@ class Job:
     draft: list[int] = field(default_factory=list)
     draft_from: list[Distribution] | None = None
     predicted: list[int] = field(default_factory=list)
+    loop_guard: LoopGuard | None = None
     state: State = "waiting"
     restoring: Restoring | None = None
     known: int = 0

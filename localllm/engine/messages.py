@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
 _quote = json.encoder.encode_basestring_ascii
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
@@ -43,6 +43,15 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """An answer ends as a loop when its last tokens are one pattern of so many tokens, `min_count` times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """How one answer is made, whatever its prompt: made once from a client's body, then carried whole. What changes on
     the way is `dataclasses.replace`d, so that nothing gets lost.
@@ -50,7 +59,8 @@ class Generation:
     `max_tokens` None = the remaining window. `logprobs` counts the alternatives reported per token (None = none
     reported at all). `cache_prompt` False neither uses nor fills the prefix cache. `prediction` is text the client
     expects in the answer, which drafting tries first. Before `min_tokens` neither the model's own end nor a token
-    of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit).
+    of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit). `loops`: what
+    counts as a loop and ends the answer (None: nothing).
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -64,6 +74,7 @@ class Generation:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     thinking_tokens: int | None = None
+    loops: LoopLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +216,8 @@ def request_from_json(data: dict[str, Any]) -> Request:
     if "dry_sequence_breakers" in sampling:
         sampling["dry_sequence_breakers"] = tuple(sampling["dry_sequence_breakers"])
     lists = {name: tuple(generation.get(name, ())) for name in ("stop", "stop_token_ids")}
+    loops = generation.get("loops")
+    generation["loops"] = LoopLimits(**loops) if loops else None
     generation |= {"sampling": Sampling(**sampling), **lists}
     grammar, thinking = data.get("grammar"), data.get("thinking")
     made = {

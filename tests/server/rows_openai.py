@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from localllm.engine.messages import LoopLimits
 from server.rows import (
     BARE_TOOL,
     CALL,
@@ -90,6 +91,24 @@ OPENAI: list[Row] = [
     honoured("min_tokens", {"min_tokens": 5}, lambda r, j, h: r.generation.min_tokens == 5),
     refused("min_tokens above max_tokens", {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
     honoured("stop_token_ids", {"stop_token_ids": [7, 9]}, lambda r, j, h: r.generation.stop_token_ids == (7, 9)),
+    honoured(
+        "repetition_detection",
+        {"repetition_detection": {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}},
+        lambda r, j, h: r.generation.loops == LoopLimits(20, 3, 4),
+    ),
+    honoured(
+        "repetition_detection off",
+        {"repetition_detection": {"max_pattern_size": 0}},
+        lambda r, j, h: r.generation.loops is None,
+    ),
+    refused(
+        "repetition_detection upside down",
+        {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3}},
+        "min_pattern_size",
+    ),
+    refused(
+        "repetition_detection of one", {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}}, "min_count"
+    ),
     refused("stop_token_ids below 0", {"stop_token_ids": [-1]}, "stop_token_ids"),
     refused("max_tokens below 0", {"max_tokens": -5}, "max_tokens"),
     refused("max_tokens is a fraction", {"max_tokens": 1.5}, "max_tokens"),

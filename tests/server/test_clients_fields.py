@@ -54,6 +54,7 @@ CHAT: Table = {
     "repeat_last_n": (HONOURED, 5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
     "t_max_predict_ms": (HONOURED, 5000), "top_k": (HONOURED, 5), "typical_p": (HONOURED, 0.5),
     "truncation": (HONOURED, "auto", {"messages": LONG}), "min_tokens": (HONOURED, 5), "stop_token_ids": (HONOURED, [1]),
+    "repetition_detection": (HONOURED, {"max_pattern_size": 5}),
     "dry_multiplier": (HONOURED, 0.8), "dry_base": (HONOURED, 1.5), "dry_allowed_length": (HONOURED, 4),
     "dry_penalty_last_n": (HONOURED, 9), "dry_sequence_breakers": (HONOURED, ["x"]), "xtc_probability": (HONOURED, 0.5),
     "xtc_threshold": (HONOURED, 0.2), "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),

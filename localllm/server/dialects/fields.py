@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from localllm.engine.messages import Generation, Sampling
+from localllm.engine.messages import Generation, LoopLimits, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema, only_one
 
@@ -103,6 +103,22 @@ def limit_of(budget: int | None) -> int | None:
     return None if budget is None or budget < 0 else budget
 
 
+class LoopFields(BaseModel):
+    """`repetition_detection`: an answer that repeats one pattern so often ends."""
+
+    max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 switches it off")
+    min_pattern_size: int = Field(0, ge=0, le=4096, description="0 means 1")
+    min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
+
+    def limits(self) -> LoopLimits | None:
+        """None where it is off. Raises RequestError."""
+        if not self.max_pattern_size:
+            return None
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError("min_pattern_size is above max_pattern_size", param="repetition_detection")
+        return LoopLimits(self.max_pattern_size, self.min_pattern_size or 1, self.min_count)
+
+
 class SamplingFields(Body):
     """How tokens are chosen. None takes the model's own default."""
 
@@ -133,6 +149,7 @@ class SamplingFields(Body):
     dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
     xtc_probability: float | None = Field(None, ge=0, le=1, description="0 switches XTC off; of no effect when greedy")
     xtc_threshold: float | None = Field(None, ge=0, le=1, description="above 0.5 switches XTC off")
+    repetition_detection: LoopFields | None = Field(None, description="ends loops: finish_reason repetition")
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
@@ -176,6 +193,7 @@ class SamplingFields(Body):
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             thinking_tokens=self.thinking_tokens(),
+            loops=self.repetition_detection.limits() if self.repetition_detection else None,
         )
 
     def thinking_tokens(self) -> int | None:

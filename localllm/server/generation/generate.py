@@ -21,7 +21,16 @@ from localllm.engine.messages import (
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Reason, ReplyWriter, Spent
+from localllm.server.generation.job import (
+    CUT,
+    AnswerPlan,
+    Outcome,
+    PrefillProgress,
+    Prepared,
+    Reason,
+    ReplyWriter,
+    Spent,
+)
 
 # What models write between their reasoning and their answer.
 _BEHIND_THOUGHT = "\n\n"
@@ -99,7 +108,7 @@ async def _choice(
     if answer.reasons_first:
         request, before = await _reason(engine, answer, request, voice)
         if request.generation.max_tokens == 0:
-            return voice.finish(replace(before, reason="length"))
+            return voice.finish(before if before.reason in CUT else replace(before, reason="length"))
     if answer.prefix:
         voice.hear(answer.prefix)
         request = replace(request, prompt=await _behind(engine, request, answer.prefix), add_bos=False)
@@ -121,7 +130,7 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
                 raise
             return replace(end, reason="length")
         start = answer.calls.get(end.stop or "")
-        if start is None or end.reason == "length":
+        if start is None or end.reason in CUT:
             return end
         said.append(voice.hear(end.stop or ""))
         if voice.in_call:
@@ -133,7 +142,7 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
             except UnsupportedError:
                 # A schema that no grammar can hold: the call comes as the model writes it.
                 return _joined(end, await voice.speak(engine, rest))
-            if end.reason == "length":
+            if end.reason in CUT:
                 return end
             said.append(voice.hear(start.closing))
             # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
@@ -176,7 +185,7 @@ async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, vo
     stops = (*request.generation.stop, closing)
     free = replace(_generating(request, stop=stops, ignore_eos=False), grammar=None)
     end = await voice.speak(engine, free, thought)
-    if end.reason == "length":
+    if end.reason in CUT:
         return _generating(request, max_tokens=0), end
     bridge = closing + _BEHIND_THOUGHT
     voice.hear(bridge)
@@ -289,7 +298,9 @@ class _Voice:
         if self._parser is not None:
             self._tell(self._parser.close(), ())
             calls = self._parser.calls
-        said: Reason = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
+        said: Reason = "tool_calls" if calls else "stop"
+        if end.reason == "length" or end.reason == "repetition":
+            said = end.reason
         outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)
         self._writer.finish(self._choice, outcome)
         return outcome
