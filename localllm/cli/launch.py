@@ -12,6 +12,7 @@ from localllm.settings import Settings
 if TYPE_CHECKING:
     from localllm.engine.client import WorkerOptions
     from localllm.engine.embedding import EmbeddingOptions
+    from localllm.engine.messages import Sampling
     from localllm.library.resolve import LocalModel
     from localllm.planner.types import Plan, RunSettings
     from localllm_backends.contract import KvType, LoadSpec
@@ -44,6 +45,17 @@ class Launch:
         if self.plan is not None:
             return self.plan.memory.total_bytes
         return self.local.size_bytes + (_EMBEDDING_BUFFERS_BYTES if self.embedding is not None else 0)
+
+
+def own_sampling(plan: Plan | None) -> Sampling:
+    """What a request that names no sampling gets: what the model's maker recommends, and where nobody says, ours."""
+    from localllm.engine.messages import Sampling
+
+    if plan is None:
+        return Sampling()
+    stated = plan.model.sampling
+    names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
+    return Sampling(**{name: value for name in names if (value := getattr(stated, name)) is not None})
 
 
 def prepare_all(references: Sequence[str | None], settings: Settings) -> list[Launch]:

@@ -167,7 +167,7 @@ def listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
 def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = None) -> ModelRouter:
     """The models of `launches` behind one door, with the memory of this machine as their limit. `aliases`: further
     names, each to a launch's name."""
-    from localllm.cli.launch import memory_for_models
+    from localllm.cli.launch import memory_for_models, own_sampling
     from localllm.engine.supervisor import Supervisor
     from localllm.server.models.admission import ModelAdmission
     from localllm.server.models.router import ModelRouter, ServedModel
@@ -180,6 +180,7 @@ def router_for(launches: Sequence[Launch], aliases: Mapping[str, str] | None = N
             launch.name,
             Supervisor(launch.options) if launch.embedding is None else Supervisor(launch.embedding),
             aliases=tuple(a for a, name in (aliases or {}).items() if name == launch.name),
+            sampling=own_sampling(launch.plan),
             n_ctx=launch.plan.settings.n_ctx if launch.plan is not None else None,
             details=_details(launch),
             embeds=launch.embedding is not None,
@@ -220,12 +221,12 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
     """
     import threading
 
-    from localllm.cli.launch import prepare
+    from localllm.cli.launch import own_sampling, prepare
     from localllm.cli.progress import loading_note
     from localllm.engine.supervisor import Supervisor
     from localllm.server.http.settings import ServerSettings
     from localllm.server.http.sockets import bind
-    from localllm.server.models.router import ModelRouter
+    from localllm.server.models.router import ModelRouter, ServedModel
     from localllm.settings import Settings
 
     settings = Settings({"context": context})
@@ -237,7 +238,8 @@ def background_server(model: str | None, context: int | None = None) -> Iterator
     with loading_note(launch.name) as note:
 
         def router() -> ModelRouter:
-            return ModelRouter({launch.name: Supervisor(launch.options, note)})
+            host = Supervisor(launch.options, note)
+            return ModelRouter([ServedModel(launch.name, host, sampling=own_sampling(launch.plan))])
 
         server = _InBackground(router, launch.name, server_settings, sock)
         thread = threading.Thread(target=server.run, name="server", daemon=True)

@@ -59,7 +59,7 @@ class Advance:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.sampler.greedy and job.request.generation.logprobs is None
+        greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
         rows = None if greedy else result.logits(index)
         accepted = 0
@@ -98,7 +98,7 @@ class Advance:
             job.first_token_s = now
             job.prefill_s = now - (job.admitted_s or now)
         self.jobs.metrics.generated_tokens += 1
-        if token in self._eog and not job.request.generation.ignore_eos:
+        if job.ends_with(token, self._eog):
             job.tokens.append(token)
             return "stop"
         text = job.text.push(token)
@@ -111,6 +111,8 @@ class Advance:
             return "stop"
         if job.sampler.constraint is not None and job.sampler.constraint.finished:
             return "stop"
+        if job.loop_guard is not None and job.loop_guard.loops(token):
+            return "repetition"
         if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
             return "length"
         return None

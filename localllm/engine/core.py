@@ -20,18 +20,20 @@ from localllm.engine.advancing import Advance
 from localllm.engine.disk_tier import DiskTier
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
+from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.metrics import Metrics
 from localllm.engine.prefix_cache import PrefixCache
-from localllm.engine.sampling import Constraint, Sampler
+from localllm.engine.sampling import Bounds, Constraint, Sampler
 from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
 from localllm.engine.sequence_pool import SequencePool
 from localllm.engine.sliced_prefill import prefill_policy
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
+from localllm.engine.thought_limit import ThoughtLimit
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError, StepResult
 
 MakeConstraint = Callable[[tuple[str, str]], Constraint]
@@ -137,19 +139,35 @@ class Engine:
                 constraint = self.settings.make_constraint(request.grammar)
             except Exception as e:
                 return [Failure(request.id, "unsupported_parameter", f"the constraint can't be enforced: {e}")]
-        job = Job(
+        job = self._job(request, prompt, constraint, room)
+        self.jobs.waiting[job.id] = job
+        self.metrics.requests += 1
+        return [Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))]
+
+    def _job(self, request: Request, prompt: list[int], constraint: Constraint | None, room: int) -> Job:
+        """The request as the engine works on it; `room` tokens fit behind its prompt."""
+        generation, backend = request.generation, self.backend
+        spell = partial(backend.token_bytes, special=True)
+        thought = None
+        if request.thinking is not None:
+            thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
+        bounds = Bounds(
+            open_until=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
+            ends=tuple({t for t in (*backend.info.eog_tokens, *generation.stop_token_ids) if t < backend.info.n_vocab}),
+            thought=thought,
+            text=spell,
+        )
+        return Job(
             request=request,
             tokens=list(prompt),
             n_prompt=len(prompt),
             max_tokens=room if generation.max_tokens is None else generation.max_tokens,
-            sampler=Sampler(generation.sampling, constraint),
-            text=TextStream(partial(self.backend.token_bytes, special=request.render_control), generation.stop),
+            sampler=Sampler(generation.sampling, constraint, bounds),
+            text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
             submitted_s=self.clock(),
-            predicted=self.backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
+            predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
+            loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
         )
-        self.jobs.waiting[job.id] = job
-        self.metrics.requests += 1
-        return [Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))]
 
     def cancel(self, request_id: str) -> list[Event]:
         """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from localllm.engine.coupling import Distribution
+from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling import Sampler
 from localllm.engine.text import TextStream
@@ -39,6 +40,7 @@ class Job:
     draft: list[int] = field(default_factory=list)
     draft_from: list[Distribution] | None = None
     predicted: list[int] = field(default_factory=list)
+    loop_guard: LoopGuard | None = None
     state: State = "waiting"
     restoring: Restoring | None = None
     known: int = 0
@@ -67,6 +69,13 @@ class Job:
     def n_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.n_prompt
+
+    def ends_with(self, token: int, eog: frozenset[int]) -> bool:
+        """True if `token` ends the answer: the model's own end (`eog`), or one that its client named."""
+        generation = self.request.generation
+        if self.n_generated < generation.min_tokens:
+            return False
+        return (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
 
     @property
     def pending(self) -> int:

@@ -12,14 +12,15 @@ from typing import Any, ClassVar, Literal, TypeAlias
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
 _quote = json.encoder.encode_basestring_ascii
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "repetition"]
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. temperature 0 is greedy. Filters apply in the order penalties, top_k, typical_p, top_p,
-    min_p, temperature (llama.cpp's default order). Neutral values switch a filter off."""
+    """How to choose tokens. temperature 0 is greedy. Filters apply in the order penalties, DRY, top_k, typical_p, top_p,
+    min_p, XTC, temperature (llama.cpp's default order). Neutral values switch a filter off: dry_multiplier 0 (see
+    engine/dry.py), xtc_probability 0 or xtc_threshold above 0.5."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -32,6 +33,22 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """An answer ends as a loop when its last tokens are one pattern of so many tokens, `min_count` times in a row."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,9 @@ class Generation:
 
     `max_tokens` None = the remaining window. `logprobs` counts the alternatives reported per token (None = none
     reported at all). `cache_prompt` False neither uses nor fills the prefix cache. `prediction` is text the client
-    expects in the answer, which drafting tries first.
+    expects in the answer, which drafting tries first. Before `min_tokens` neither the model's own end nor a token
+    of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit). `loops`: what
+    counts as a loop and ends the answer (None: nothing).
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -52,6 +71,22 @@ class Generation:
     time_limit_s: float | None = None
     cache_prompt: bool = True
     prediction: str = ""
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    thinking_tokens: int | None = None
+    loops: LoopLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """Reasoning ends after `tokens` tokens: `closing` and `behind` are put there. `opening` begins it, and with `opened`
+    the prompt has done so."""
+
+    tokens: int
+    opening: str
+    closing: str
+    behind: str = ""
+    opened: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +97,8 @@ class Request:
     `add_bos` puts the BOS token before a text, where the model wants one. `render_control` also writes control tokens
     into the text, for replies whose structure they mark. `draft`: auto, ngram or off.
     `goes_on` says that the end of the prompt is the beginning of the answer, which the model has just written: an
-    answer with reasoning or tool calls may be made in parts, one after the other and under one id.
+    answer with reasoning or tool calls may be made in parts, one after the other and under one id. `thinking` is how
+    the generation's limit on its reasoning is kept in this model's words.
     """
 
     id: str
@@ -73,6 +109,7 @@ class Request:
     render_control: bool = False
     draft: str = "auto"
     goes_on: bool = False
+    thinking: ThinkingLimit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +213,19 @@ def request_from_json(data: dict[str, Any]) -> Request:
     generation = dict(data.get("generation", {}))
     sampling = dict(generation.get("sampling", {}))
     sampling["logit_bias"] = {int(k): float(v) for k, v in sampling.get("logit_bias", {}).items()}
-    generation |= {"sampling": Sampling(**sampling), "stop": tuple(generation.get("stop", ()))}
-    grammar = data.get("grammar")
-    return Request(**{**data, "generation": Generation(**generation), "grammar": tuple(grammar) if grammar else None})
+    if "dry_sequence_breakers" in sampling:
+        sampling["dry_sequence_breakers"] = tuple(sampling["dry_sequence_breakers"])
+    lists = {name: tuple(generation.get(name, ())) for name in ("stop", "stop_token_ids")}
+    loops = generation.get("loops")
+    generation["loops"] = LoopLimits(**loops) if loops else None
+    generation |= {"sampling": Sampling(**sampling), **lists}
+    grammar, thinking = data.get("grammar"), data.get("thinking")
+    made = {
+        "generation": Generation(**generation),
+        "grammar": tuple(grammar) if grammar else None,
+        "thinking": ThinkingLimit(**thinking) if thinking else None,
+    }
+    return Request(**{**data, **made})
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

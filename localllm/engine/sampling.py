@@ -1,7 +1,7 @@
 """From logits to a token: the sampling chain as one pure function over numpy arrays, and the per-request sampler.
 
-The chain's order is llama.cpp's default: penalties, top_k, typical_p, top_p, min_p, temperature, draw. Filters work on
-probabilities before temperature, so a high temperature never lets in what the filters kept out.
+The chain's order is llama.cpp's default: penalties, DRY, top_k, typical_p, top_p, min_p, XTC, temperature, draw. Filters
+work on probabilities before temperature, so a high temperature never lets in what the filters kept out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.coupling import Distribution, couple
+from localllm.engine.dry import TokenBytes, penalise_repetitions
 from localllm.engine.messages import Sampling
+from localllm.engine.thought_limit import ThoughtLimit
 
 Row = NDArray[np.float32]
 
@@ -77,6 +80,7 @@ def distribution(logits: Row, sampling: Sampling) -> Distribution:
     logits: float32 [n_vocab], already penalised and constrained; -inf is never drawn. Equal logits give an equal
     distribution, order included, whatever else the row holds: a seed then draws the same token.
     """
+    excludes = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
     cuts = sampling.top_p < 1.0 or sampling.min_p > 0.0
     if 0 < sampling.top_k < len(logits):
         ids, ranked = best_ids(logits, sampling.top_k), sampling.top_k
@@ -97,7 +101,29 @@ def distribution(logits: Row, sampling: Sampling) -> Distribution:
             values = logits[ids].astype(np.float64)
             keep = _survivors(values, sampling)
         ids, values = ids[:keep], values[:keep]
+    return _without_top_choices(ids, values, sampling) if excludes else _drawn(ids, values, sampling)
+
+
+def _drawn(ids: NDArray[np.int64], values: NDArray[np.float64], sampling: Sampling) -> Distribution:
     return Distribution(ids, _softmax(values / sampling.temperature))
+
+
+def _without_top_choices(ids: NDArray[np.int64], values: NDArray[np.float64], sampling: Sampling) -> Distribution:
+    """XTC ("exclude top choices"): with xtc_probability all tokens of at least xtc_threshold but the least probable of
+    them are left out.
+
+    Whether they are is not drawn here: this is the mixture of both cases, which one draw then follows exactly, and
+    which a drafted token can be verified against like any other distribution.
+    """
+    order = np.argsort(-values, kind="stable")
+    excluded = order[: max(0, int(np.count_nonzero(_softmax(values) >= sampling.xtc_threshold)) - 1)]
+    whole = _drawn(ids, values, sampling)
+    if not len(excluded):
+        return whole
+    rest = values / sampling.temperature
+    rest[excluded] = -np.inf
+    p = min(1.0, sampling.xtc_probability)
+    return Distribution(ids, (1.0 - p) * whole.probs + p * _softmax(rest))
 
 
 def best_ids(logits: Row, k: int) -> NDArray[np.int64]:
@@ -177,29 +203,63 @@ def _typical(
     return ids[chosen], values[chosen]
 
 
+def _without_ends(row: Row, ends: Seq[int]) -> Row:
+    """`row` without the tokens that end an answer; as it is where nothing else may follow."""
+    out = row.copy()
+    out[list(ends)] = -np.inf
+    return out if np.isfinite(out).any() else row
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one request's place in its text says about the next token: none of `ends` comes before `open_until` tokens
+    (prompt included), and `thought` may force one. `text` spells a token."""
+
+    open_until: int = 0
+    ends: tuple[int, ...] = ()
+    thought: ThoughtLimit | None = None
+    text: TokenBytes | None = None
+
+
 class Sampler:
     """Chooses the tokens of one request. The same seed gives the same choices for the same logits."""
 
-    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
+    def __init__(self, sampling: Sampling, constraint: Constraint | None = None, bounds: Bounds | None = None) -> None:
         self.sampling = sampling
         self.constraint = constraint
+        self._bounds = bounds if bounds is not None else Bounds()
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.PCG64(seed & (2**63 - 1)))
 
     @property
     def greedy(self) -> bool:
-        """True when the best logit is always the choice and nothing changes the logits."""
+        """True when the best logit is always the choice and nothing but `bounds` changes the logits."""
         s = self.sampling
         plain = s.repeat_penalty == 1.0 and not s.presence_penalty and not s.frequency_penalty and not s.logit_bias
-        return s.temperature <= 0 and plain and self.constraint is None
+        return s.temperature <= 0 and plain and not s.dry_multiplier and self.constraint is None
+
+    def plain(self, length: int, ahead: int) -> bool:
+        """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
+        more: the rows themselves need not be looked at."""
+        bounds = self._bounds
+        forces = bounds.thought is not None and bounds.thought.may_force(length, ahead)
+        return self.greedy and length >= bounds.open_until and not forces
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint; the input is never written to."""
+        bounds = self._bounds
         out = penalise(logits, self.sampling, history)
+        if self.sampling.dry_multiplier and bounds.text is not None:
+            out = out.copy() if out is logits else out
+            penalise_repetitions(out, self.sampling, history, bounds.text)
         if self.constraint is not None:
             out = out.copy() if out is logits else out
             self.constraint.apply(out)
-        return out
+        elif bounds.thought is not None and (forced := bounds.thought.forced(history)) is not None:
+            out = np.full_like(logits, -np.inf)
+            out[forced] = 0.0
+            return out
+        return out if len(history) >= bounds.open_until else _without_ends(out, bounds.ends)
 
     def choose(self, logits: Row, history: Seq[int]) -> int:
         """The next token after `history` (token ids so far), given its logits (float32 [n_vocab])."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import CatalogFileError, ModelFileError
 
@@ -80,9 +80,20 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         files = {f.name: f.stat().st_size for f in folder.glob("*.safetensors")}
-        return from_hf.model_from_config(config, files, known=known)
+        return from_hf.model_from_config(config, files, known=known, generation=_generation_config(folder))
     except (CatalogError, OSError, ValueError) as e:
         raise _unreadable(folder, e) from e
+
+
+def _generation_config(folder: Path) -> Mapping[str, Any]:
+    """The folder's generation_config.json; {} where there is none, or none that reads: a model runs without it."""
+    import json
+
+    try:
+        stated = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def _unreadable(source: Path | str, error: Exception) -> ModelFileError:

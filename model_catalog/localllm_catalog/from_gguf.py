@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import templates
+from localllm_catalog import sampling, templates
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
@@ -90,8 +90,8 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
 
     weights_bytes are all tensors but MTP blocks; active_bytes what one token streams: routed experts by their used
     share, no token embedding unless it is also the output matrix. `known` (the catalog's entry, if the caller found
-    one) lends what a header cannot say: id, sampling, drafts, quality. Raises BadHeaderError where the header
-    contradicts itself or is not of a language model.
+    one) lends what a header cannot say (id, drafts, quality), and its sampling goes before the header's. Raises
+    BadHeaderError where the header contradicts itself or is not of a language model.
     """
     facts = _Facts(header)
     blocks = _blocks(header, facts.n_layers)
@@ -108,6 +108,7 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
         tied_embeddings=model.tied_embeddings,
         variants=(variant,),
         shape_warning=model.shape_warning,
+        sampling=sampling.over(known.sampling, model.sampling),
     )
 
 
@@ -419,6 +420,7 @@ def _model(
         tool_format=templates.tool_format(template),
         reasoning_tags=tags,
         reasoning_kind="hybrid" if tags else "none",
+        sampling=sampling.from_header(header.metadata),
         mtp_layers=facts.n_mtp,
         variants=(variant,),
         lookup_params=lookup,

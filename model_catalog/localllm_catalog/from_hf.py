@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from localllm_catalog import shapes, templates
+from localllm_catalog import sampling, shapes, templates
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import MAX_LAYERS, describe
 from localllm_catalog.layout import build_layers
@@ -62,10 +62,12 @@ def model_from_config(
     repo: str = "",
     template: str = "",
     known: Model | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> Model:
     """The Model of a config.json, with one MLX Variant whose bytes are those of `files` (name → bytes).
 
-    `template` is the chat template's text, if the caller has it. `known` lends what a config cannot say. Raises
+    `template` is the chat template's text, if the caller has it. `known` lends what a config cannot say.
+    `generation`: the folder's generation_config.json, whose sampling `known`'s goes before. Raises
     BadHeaderError for a config that does not describe a language model, or describes an impossible one.
     """
     try:
@@ -75,11 +77,12 @@ def model_from_config(
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
         raise BadHeaderError(f"config.json does not make sense: {error!r}", "the folder may be incomplete") from error
-    model = _model(raw, layers, template)
+    model = replace(_model(raw, layers, template), sampling=sampling.from_generation_config(generation or {}))
     variant = _variant(config, files, repo)
     total, active = shapes.count_params(model)
     if known is not None:
-        return replace(known, layers=layers, native_context=model.native_context, variants=(variant,))
+        own = sampling.over(known.sampling, model.sampling)
+        return replace(known, layers=layers, native_context=model.native_context, variants=(variant,), sampling=own)
     return replace(model, params_total=total, params_active=active, variants=(variant,))
 
 

@@ -77,12 +77,23 @@ def _finish(w: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def write_llama(path: Path, *, layers: int = 2, e: int = 64, seed: int = 0, n_ctx: int = 4096) -> Path:
-    """Plain attention: 4 heads, 2 KV heads of 32."""
+def write_llama(
+    path: Path,
+    *,
+    layers: int = 2,
+    e: int = 64,
+    seed: int = 0,
+    n_ctx: int = 4096,
+    sampling: dict[str, float] | None = None,
+) -> Path:
+    """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under general.sampling."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
     _common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
     _vocabulary(w)
+    for name, value in (sampling or {}).items():
+        add = w.add_int32 if isinstance(value, int) else w.add_float32
+        add(f"general.sampling.{name}", value)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
     for i in range(layers):
         _attention(w, rng, i, e, 4, 2, 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from localllm.engine.messages import LoopLimits
 from server.rows import (
     BARE_TOOL,
     CALL,
@@ -50,13 +51,20 @@ OPENAI: list[Row] = [
     refused("logit_bias out of range", {"logit_bias": {"1": 1000}}, "logit_bias"),
     refused("mirostat", {"mirostat": 2}, "mirostat"),
     tolerated("mirostat off", {"mirostat": 0}),
-    refused("xtc", {"xtc_probability": 0.5}, "XTC"),
-    refused("dry", {"dry_multiplier": 0.8}, "DRY"),
+    sampling("xtc_probability", 0.5, 0.5),
+    sampling("xtc_threshold", 0.2, 0.2),
+    sampling("dry_multiplier", 0.8, 0.8),
+    sampling("dry_base", 1.5, 1.5),
+    sampling("dry_allowed_length", 3, 3),
+    sampling("dry_penalty_last_n", -1, -1),
+    sampling("dry_sequence_breakers", ["x", "", "yz"], ("x", "yz")),
+    sampling("dry_sequence_breakers", [], ()),
+    refused("xtc_probability above 1", {"xtc_probability": 2}, "xtc_probability"),
+    refused("dry_base below 1", {"dry_base": 0.5}, "dry_base"),
     refused("dynatemp", {"dynatemp_range": 0.5}, "dynamic"),
     refused("tfs", {"tfs_z": 0.5}, "tail-free"),
     refused("best_of", {"best_of": 3}, "best_of"),
     refused("beam search", {"use_beam_search": True}, "beam"),
-    refused("min_tokens", {"min_tokens": 5}, "minimum"),
     refused("lora", {"lora": [{"id": 0}]}, "adapters"),
     # --- OpenAI chat: how long, how many ---
     honoured(
@@ -80,6 +88,28 @@ OPENAI: list[Row] = [
     honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),
     honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.generation.time_limit_s == 2.5),
     tolerated("prompt_cache_key", {"prompt_cache_key": "k"}, "prompt_cache_key"),
+    honoured("min_tokens", {"min_tokens": 5}, lambda r, j, h: r.generation.min_tokens == 5),
+    refused("min_tokens above max_tokens", {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    honoured("stop_token_ids", {"stop_token_ids": [7, 9]}, lambda r, j, h: r.generation.stop_token_ids == (7, 9)),
+    honoured(
+        "repetition_detection",
+        {"repetition_detection": {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}},
+        lambda r, j, h: r.generation.loops == LoopLimits(20, 3, 4),
+    ),
+    honoured(
+        "repetition_detection off",
+        {"repetition_detection": {"max_pattern_size": 0}},
+        lambda r, j, h: r.generation.loops is None,
+    ),
+    refused(
+        "repetition_detection upside down",
+        {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3}},
+        "min_pattern_size",
+    ),
+    refused(
+        "repetition_detection of one", {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}}, "min_count"
+    ),
+    refused("stop_token_ids below 0", {"stop_token_ids": [-1]}, "stop_token_ids"),
     refused("max_tokens below 0", {"max_tokens": -5}, "max_tokens"),
     refused("max_tokens is a fraction", {"max_tokens": 1.5}, "max_tokens"),
     refused("n is 0", {"n": 0}, "n:"),

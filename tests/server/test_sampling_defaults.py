@@ -16,7 +16,8 @@ from support.scripted_engine import BOS, ScriptedEngine
 # No field as the engine would have it unasked: whoever loses one is found out.
 OWN = Sampling(
     temperature=0.31, top_k=17, top_p=0.83, min_p=0.11, typical_p=0.97, repeat_penalty=1.13, repeat_last_n=33,
-    presence_penalty=1.5, frequency_penalty=0.4, seed=12, logit_bias={7: -2.0},
+    presence_penalty=1.5, frequency_penalty=0.4, seed=12, logit_bias={7: -2.0}, dry_multiplier=0.3, dry_base=1.5,
+    dry_allowed_length=5, dry_penalty_last_n=77, dry_sequence_breakers=("q",), xtc_probability=0.2, xtc_threshold=0.3,
 )  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
 PLAIN: dict[str, dict[str, Any]] = {

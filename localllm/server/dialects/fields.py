@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from localllm.engine.messages import Generation, Sampling
+from localllm.engine.messages import Generation, LoopLimits, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema, only_one
 
 MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
+Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 StopText = Annotated[str, Field(max_length=1024)]
+
+# Of a dialect that has no such field.
+_ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
 
 # field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -35,12 +40,12 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "use_beam_search": ("there is no beam search", (None, False)),
     "mirostat": ("mirostat sampling is not implemented", (None, 0)),
     "dynatemp_range": ("dynamic temperature is not implemented", (None, 0, 0.0)),
-    "xtc_probability": ("XTC sampling is not implemented", (None, 0, 0.0)),
-    "dry_multiplier": ("DRY sampling is not implemented", (None, 0, 0.0)),
+    "xtc_probability": (_ELSEWHERE, (None, 0, 0.0)),
+    "dry_multiplier": (_ELSEWHERE, (None, 0, 0.0)),
     "tfs_z": ("tail-free sampling is not implemented", (None, 1, 1.0)),
     "top_n_sigma": ("top-n-sigma sampling is not implemented", (None, -1, -1.0, 0, 0.0)),
     "length_penalty": ("there is no beam search", (None, 1, 1.0)),
-    "min_tokens": ("a minimum length is not implemented", (None, 0)),
+    "min_tokens": (_ELSEWHERE, (None, 0)),
     "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
     "guided_choice": ("send `response_format` with a json_schema, or `grammar`", (None,)),
     "lora": ("adapters are not loaded per request", (None, [])),
@@ -52,7 +57,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "guided_regex": ("send `response_format` with a json_schema, or `grammar`", (None,)),
     "guided_grammar": ("send `grammar`", (None,)),
     "structured_outputs": ("send `response_format` with a json_schema, or `grammar`", (None,)),
-    "stop_token_ids": ("send the stop texts as `stop`", (None, [])),
+    "stop_token_ids": (_ELSEWHERE, (None, [])),
     "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
     "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
     "skip_special_tokens": ("special tokens are left out, except where a tool format needs them", (None, True)),
@@ -77,6 +82,41 @@ class Body(BaseModel):
     stream: bool | None = Field(None, description="send the answer as server-sent events")
 
 
+class ReasoningFields(BaseModel):
+    """`reasoning`: how hard, and how long at most."""
+
+    model_config = ConfigDict(extra="allow")
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+
+    @property
+    def level(self) -> Effort | None:
+        """The effort asked for; none where reasoning is switched off."""
+        return "none" if self.enabled is False else self.effort
+
+
+def limit_of(budget: int | None) -> int | None:
+    """A sent budget as a limit on the reasoning; -1 is none."""
+    return None if budget is None or budget < 0 else budget
+
+
+class LoopFields(BaseModel):
+    """`repetition_detection`: an answer that repeats one pattern so often ends."""
+
+    max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 switches it off")
+    min_pattern_size: int = Field(0, ge=0, le=4096, description="0 means 1")
+    min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
+
+    def limits(self) -> LoopLimits | None:
+        """None where it is off. Raises RequestError."""
+        if not self.max_pattern_size:
+            return None
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError("min_pattern_size is above max_pattern_size", param="repetition_detection")
+        return LoopLimits(self.max_pattern_size, self.min_pattern_size or 1, self.min_count)
+
+
 class SamplingFields(Body):
     """How tokens are chosen. None takes the model's own default."""
 
@@ -96,6 +136,18 @@ class SamplingFields(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Count | None = Field(None, description="no end of the model's own and no stop token before that")
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(max_length=1024)] | None = None
+    dry_multiplier: float | None = Field(None, ge=0, le=100, description="0 switches DRY off")
+    dry_base: float | None = Field(None, ge=1, le=100)
+    dry_allowed_length: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    dry_penalty_last_n: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="tokens looked at; -1 = the whole context"
+    )
+    dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
+    xtc_probability: float | None = Field(None, ge=0, le=1, description="0 switches XTC off; of no effect when greedy")
+    xtc_threshold: float | None = Field(None, ge=0, le=1, description="above 0.5 switches XTC off")
+    repetition_detection: LoopFields | None = Field(None, description="ends loops: finish_reason repetition")
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
@@ -104,6 +156,9 @@ class SamplingFields(Body):
 
     def generation(self, default: Sampling) -> Generation:
         """How the answer is made: these fields over the model's defaults. Raises RequestError."""
+        longest, breakers = self.answer_tokens(), self.dry_sequence_breakers
+        if self.min_tokens and longest is not None and self.min_tokens > longest:
+            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens {longest}", param="min_tokens")
         return Generation(
             sampling=sampling_over(
                 default,
@@ -118,15 +173,30 @@ class SamplingFields(Body):
                 frequency_penalty=self.frequency_penalty,
                 seed=self.seed,
                 logit_bias=None if self.logit_bias is None else _bias(self.logit_bias),
+                dry_multiplier=self.dry_multiplier,
+                dry_base=self.dry_base,
+                dry_allowed_length=self.dry_allowed_length,
+                dry_penalty_last_n=self.dry_penalty_last_n,
+                dry_sequence_breakers=None if breakers is None else tuple(b for b in breakers if b),
+                xtc_probability=self.xtc_probability,
+                xtc_threshold=self.xtc_threshold,
             ),
-            max_tokens=self.answer_tokens(),
+            max_tokens=longest,
             stop=stop_texts(self.stop),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
             time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             cache_prompt=self.cache_prompt is not False,
             prediction=self.predicted(),
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            thinking_tokens=self.thinking_tokens(),
+            loops=self.repetition_detection.limits() if self.repetition_detection else None,
         )
+
+    def thinking_tokens(self) -> int | None:
+        """The longest reasoning asked for; None = no limit."""
+        return None
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""

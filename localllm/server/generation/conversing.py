@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation.recall import Recall
@@ -41,13 +41,17 @@ async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Re
         prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
+    generation, ignored = ask.generation, prompt.ignored
+    if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
+        # This model has no reasoning to limit.
+        generation, ignored = replace(generation, thinking_tokens=None), (*ignored, "thinking_budget")
     return Prepared(
         prompt=prompt.text,
-        generation=ask.generation,
+        generation=generation,
         answer=prompt.answer,
         add_bos=prompting.wants_bos(engine.info, prompt.text),
         n=ask.n,
-        ignored=prompt.ignored,
+        ignored=ignored,
         normalised=normalised,
         compacted="" if shortened is None else str(shortened),
         asked=ask.messages[-1]["content"] if prompt.answer.reply.think is not None else None,

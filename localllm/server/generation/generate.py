@@ -17,10 +17,23 @@ from localllm.engine.messages import (
     Queued,
     Request,
     Text,
+    ThinkingLimit,
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Reason, ReplyWriter, Spent
+from localllm.server.generation.job import (
+    CUT,
+    AnswerPlan,
+    Outcome,
+    PrefillProgress,
+    Prepared,
+    Reason,
+    ReplyWriter,
+    Spent,
+)
+
+# What models write between their reasoning and their answer.
+_BEHIND_THOUGHT = "\n\n"
 
 
 async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> None:
@@ -88,13 +101,14 @@ async def _choice(
         grammar=answer.grammar,
         add_bos=job.add_bos,
         render_control=answer.control,
+        thinking=_thinking_limit(answer, generation.thinking_tokens),
     )
     voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
     before: Finish | None = None
     if answer.reasons_first:
         request, before = await _reason(engine, answer, request, voice)
         if request.generation.max_tokens == 0:
-            return voice.finish(replace(before, reason="length"))
+            return voice.finish(before if before.reason in CUT else replace(before, reason="length"))
     if answer.prefix:
         voice.hear(answer.prefix)
         request = replace(request, prompt=await _behind(engine, request, answer.prefix), add_bos=False)
@@ -116,7 +130,7 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
                 raise
             return replace(end, reason="length")
         start = answer.calls.get(end.stop or "")
-        if start is None or end.reason == "length":
+        if start is None or end.reason in CUT:
             return end
         said.append(voice.hear(end.stop or ""))
         if voice.in_call:
@@ -128,7 +142,7 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
             except UnsupportedError:
                 # A schema that no grammar can hold: the call comes as the model writes it.
                 return _joined(end, await voice.speak(engine, rest))
-            if end.reason == "length":
+            if end.reason in CUT:
                 return end
             said.append(voice.hear(start.closing))
             # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
@@ -143,8 +157,24 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
 async def _going_on(engine: EngineClient, request: Request, said: list[str], so_far: Finish) -> Request:
     """`request` for what comes behind the words said so far."""
     prompt = await _behind(engine, request, "".join(said))
-    rest = _generating(request, max_tokens=_left(request, so_far))
-    return replace(rest, prompt=prompt, add_bos=False, goes_on=True)
+    return _rest(request, prompt, so_far)
+
+
+def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
+    """`request` for what comes behind a part of its answer, which has ended its reasoning."""
+    least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
+    rest = _generating(request, max_tokens=_left(request, so_far), min_tokens=least)
+    return replace(rest, prompt=prompt, add_bos=False, goes_on=True, thinking=None)
+
+
+def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
+    """A limit on the reasoning in this model's words; None where nobody set one, or the model has no reasoning."""
+    if tokens is None or answer.reply.think is None:
+        return None
+    opening, closing = answer.reply.think
+    # A format that marks everything says itself what follows.
+    behind = "" if answer.reply.drops else _BEHIND_THOUGHT
+    return ThinkingLimit(tokens, opening, closing, behind, opened=answer.reply.thinking)
 
 
 async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
@@ -155,13 +185,12 @@ async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, vo
     stops = (*request.generation.stop, closing)
     free = replace(_generating(request, stop=stops, ignore_eos=False), grammar=None)
     end = await voice.speak(engine, free, thought)
-    if end.reason == "length":
+    if end.reason in CUT:
         return _generating(request, max_tokens=0), end
-    bridge = closing + "\n\n"
+    bridge = closing + _BEHIND_THOUGHT
     voice.hear(bridge)
     prompt = await _behind(engine, request, "".join(thought) + bridge)
-    rest = _generating(request, max_tokens=_left(request, end))
-    return replace(rest, prompt=prompt, add_bos=False, goes_on=True), end
+    return _rest(request, prompt, end), end
 
 
 def _generating(request: Request, **changes: Any) -> Request:
@@ -270,7 +299,9 @@ class _Voice:
             # A client's stop text cuts as a limit does: it can stand in the middle of an argument.
             self._tell(self._parser.close(cut=end.reason != "stop" or end.stop is not None), ())
             calls = self._parser.calls
-        said: Reason = "length" if end.reason == "length" else "tool_calls" if calls else "stop"
+        said: Reason = "tool_calls" if calls else "stop"
+        if end.reason == "length" or end.reason == "repetition":
+            said = end.reason
         outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)
         self._writer.finish(self._choice, outcome)
         return outcome

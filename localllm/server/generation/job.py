@@ -12,7 +12,9 @@ from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
 
 _MAX_NOTE_CHARS = 500
 
-Reason = Literal["stop", "length", "tool_calls"]
+Reason = Literal["stop", "length", "tool_calls", "repetition"]
+# The answer was cut: what it says is not all it would have said.
+CUT: tuple[Reason, ...] = ("length", "repetition")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from localllm.server.generation.folding import Fold
 from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "repetition": "max_tokens"}
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 503: "overloaded_error",

@@ -12,7 +12,7 @@ from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_schema
-from localllm.server.dialects.fields import Body, Count, StopText, sampling_over, stop_texts
+from localllm.server.dialects.fields import MAX_TOKENS, Body, Count, StopText, sampling_over, stop_texts
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.prompting import Wishes
 
@@ -55,8 +55,6 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
     thinking = (fields.thinking or {}).get("type")
     if thinking not in (None, "enabled", "disabled", "adaptive"):
         raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking")
-    if (fields.thinking or {}).get("budget_tokens") is not None:
-        skipped.append("thinking.budget_tokens")
     effort = (fields.output_config or {}).get("effort")
     if effort is not None and effort not in _EFFORTS:
         raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config")
@@ -68,8 +66,20 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
         effort="none" if thinking == "disabled" else _EFFORTS[effort] if effort else "high" if thinking else None,
     )
     sampling = sampling_over(default, temperature=fields.temperature, top_p=fields.top_p, top_k=fields.top_k)
-    generation = Generation(sampling, fields.max_tokens, stop_texts(fields.stop_sequences))
+    generation = Generation(
+        sampling, fields.max_tokens, stop_texts(fields.stop_sequences), thinking_tokens=_budget(fields.thinking)
+    )
     return Ask(normalise(messages), generation, wishes), skipped
+
+
+def _budget(thinking: Mapping[str, Any] | None) -> int | None:
+    """`thinking.budget_tokens`; None = no limit. Raises RequestError."""
+    budget = (thinking or {}).get("budget_tokens")
+    if budget is None:
+        return None
+    if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_TOKENS:
+        raise RequestError("thinking.budget_tokens must be a number of tokens", param="thinking")
+    return budget
 
 
 def _form(fields: MessagesFields) -> Constraint | None:

@@ -26,6 +26,9 @@ HINTS = _COMMON_HINTS | {
     "n_discard",
 }  # fmt: skip
 
+# Other ends are of a stop text or the model's own.
+_STOP_TYPES = {"length": "limit", "repetition": "repetition"}
+
 
 class LlamaCppFields(SamplingFields):
     """POST /completion."""
@@ -123,7 +126,7 @@ class CompletionEvents(RawText):
 
 def final(text: str, outcome: Outcome, usage: Spent, timings: Timings, model: ServedModel) -> dict[str, Any]:
     """The object that ends a stream or is the whole reply."""
-    stop_type = "limit" if outcome.reason == "length" else "word" if outcome.stop else "eos"
+    stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {
         "index": 0,
         "content": text,

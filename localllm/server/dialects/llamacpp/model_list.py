@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from localllm.conversation.tools import format_for, unread
@@ -18,7 +19,7 @@ def props(served: ServedModel) -> dict[str, Any]:
     info = served.info
     template = (info.chat_template or "") if info else ""
     return {
-        "default_generation_settings": {"n_ctx": served.served_n_ctx, "params": {}},
+        "default_generation_settings": {"n_ctx": served.served_n_ctx, "params": asdict(served.sampling)},
         "total_slots": info.n_seq_max if info else 1,
         "model_alias": served.name,
         "model_path": served.name,

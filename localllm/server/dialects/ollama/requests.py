@@ -13,7 +13,7 @@ from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
-from localllm.server.dialects.fields import Body, StopText, sampling_over, stop_texts
+from localllm.server.dialects.fields import Body, Budget, StopText, limit_of, sampling_over, stop_texts
 from localllm.server.generation import prompting
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.job import AnswerPlan, Prepared
@@ -40,6 +40,7 @@ class Options(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     num_predict: int | None = Field(None, ge=-2, le=2**31 - 1)
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
 
 
 class OllamaBody(Body):
@@ -56,8 +57,14 @@ class OllamaBody(Body):
     def generation(self, default: Sampling) -> Generation:
         """How the answer is made: the options over the model's defaults."""
         options = self._options()
-        sent = {name: getattr(options, name) for name in Options.model_fields if name not in ("num_predict", "stop")}
-        return Generation(sampling_over(default, **sent), self.answer_tokens(), stop_texts(options.stop))
+        others = ("num_predict", "stop", "thinking_budget")
+        sent = {name: getattr(options, name) for name in Options.model_fields if name not in others}
+        return Generation(
+            sampling_over(default, **sent),
+            self.answer_tokens(),
+            stop_texts(options.stop),
+            thinking_tokens=limit_of(options.thinking_budget),
+        )
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""

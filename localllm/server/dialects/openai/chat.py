@@ -11,7 +11,16 @@ from localllm.conversation.messages import flatten, normalise, unfinished
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import MAX_TOKENS, TRUNCATION, Count, SamplingFields
+from localllm.server.dialects.fields import (
+    MAX_TOKENS,
+    TRUNCATION,
+    Budget,
+    Count,
+    Effort,
+    ReasoningFields,
+    SamplingFields,
+    limit_of,
+)
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
@@ -44,7 +53,12 @@ class ChatFields(SamplingFields):
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
+    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+    thinking_token_budget: Budget | None = Field(None, description="another name of thinking_budget (vLLM)")
+    thinking_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
+    reasoning_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(None, description="go on with the assistant's text at the end")
     add_generation_prompt: bool | None = Field(None, description="false: the same; true: a new answer")
@@ -82,6 +96,12 @@ class ChatFields(SamplingFields):
                 return None if value < 0 else value
         return None
 
+    def thinking_tokens(self) -> int | None:
+        """The longest reasoning asked for, by the first of its names that is sent; None = no limit."""
+        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
+        sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
+        return limit_of(next((n for n in sent if n is not None), None))
+
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities."""
         if not self.logprobs:
@@ -114,7 +134,7 @@ def ask_of(fields: ChatFields, default: Sampling) -> Ask:
         choice=choice_of(fields.tool_choice, tools),
         parallel=fields.parallel_tool_calls is not False,
         grammar=fields.constraint(fields.response_format),
-        effort=fields.reasoning_effort,
+        effort=fields.reasoning_effort or (fields.reasoning.level if fields.reasoning else None),
         template_kwargs=fields.chat_template_kwargs,
         continues=fields.continues(messages),
     )

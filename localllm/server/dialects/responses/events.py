@@ -48,7 +48,7 @@ class Response:
             "output": [],
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": fields.previous_response_id,
-            "reasoning": {"effort": (fields.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
             "store": fields.store is not False,
             "temperature": fields.temperature,
             "text": fields.text or {"format": {"type": "text"}},

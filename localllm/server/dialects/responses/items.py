@@ -13,7 +13,7 @@ from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import of_response_format
-from localllm.server.dialects.fields import TRUNCATION, Body, Count, sampling_over
+from localllm.server.dialects.fields import TRUNCATION, Body, Count, ReasoningFields, limit_of, sampling_over
 from localllm.server.dialects.responses.store import Store
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.prompting import Wishes
@@ -42,7 +42,7 @@ class ResponsesFields(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningFields | None = None
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
     context_management: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="nothing is summarised here; send truncation: auto"
@@ -70,18 +70,16 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any]) -> 
         raise UnsupportedError("text.verbosity: no model here has this control; say it in the prompt", param="text")
     if "message.output_text.logprobs" in ((fields.model_extra or {}).get("include") or ()):
         raise UnsupportedError("include: log-probabilities come with /v1/chat/completions only", param="include")
-    effort = (fields.reasoning or {}).get("effort")
-    if effort not in (None, "none", "minimal", "low", "medium", "high", "xhigh"):
-        raise RequestError("reasoning.effort is not a known effort", param="reasoning")
+    reasoning = fields.reasoning or ReasoningFields.model_validate({})
     wishes = Wishes(
         tools=tools,
         choice=choice_of(sent if tools or sent not in ("auto", "none") else None, tools),
         parallel=fields.parallel_tool_calls is not False,
         grammar=of_response_format(formatted),
-        effort=effort,
+        effort=reasoning.level,
     )
     sampling = sampling_over(default, temperature=fields.temperature, top_p=fields.top_p, seed=fields.seed)
-    generation = Generation(sampling, fields.max_output_tokens)
+    generation = Generation(sampling, fields.max_output_tokens, thinking_tokens=limit_of(reasoning.max_tokens))
     return Ask(normalise(messages), generation, wishes, compaction=fields.truncation == "auto"), skipped
 
 

@@ -1,0 +1,52 @@
+"""The sampling that a model's own files state: `general.sampling.*` of a GGUF header, generation_config.json of a folder.
+
+Names and meanings are those of https://github.com/ggml-org/llama.cpp src/llama-arch.cpp.
+What a file states is untrusted: a number outside its range counts as not stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from localllm_catalog.types import SamplingDefaults
+
+# Our name: (the GGUF header's, generation_config's, least, most).
+_STATED: Mapping[str, tuple[str, str, float, float]] = {
+    "temperature": ("temp", "temperature", 0.0, 100.0),
+    "top_p": ("top_p", "top_p", 0.0, 1.0),
+    "top_k": ("top_k", "top_k", 0, 2**31 - 1),
+    "min_p": ("min_p", "min_p", 0.0, 1.0),
+    "repeat_penalty": ("penalty_repeat", "repetition_penalty", 0.01, 10.0),
+}
+
+
+def from_header(metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """What a GGUF header's metadata states."""
+    named = {name: metadata.get(f"general.sampling.{gguf}") for name, (gguf, *_) in _STATED.items()}
+    return _bounded(named, "the file's own header")
+
+
+def from_generation_config(config: Mapping[str, Any]) -> SamplingDefaults:
+    """What a generation_config.json states."""
+    named = {name: config.get(theirs) for name, (_, theirs, *_) in _STATED.items()}
+    return _bounded(named, "generation_config.json")
+
+
+def over(first: SamplingDefaults, second: SamplingDefaults) -> SamplingDefaults:
+    """`first`, and where it states nothing, `second`."""
+    unsaid = [f.name for f in fields(first) if getattr(first, f.name) in (None, "")]
+    return replace(first, **{name: getattr(second, name) for name in unsaid})
+
+
+def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
+    kept: dict[str, Any] = {}
+    for name, value in named.items():
+        _, _, least, most = _STATED[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if number and least <= value <= most and (name != "top_k" or value == int(value)):
+            # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
+            kept[name] = int(value) if name == "top_k" else round(float(value), 6)
+    return SamplingDefaults(**kept, source=source) if kept else SamplingDefaults()

@@ -1,0 +1,193 @@
+"""DRY and XTC against a plain reading of their definitions, and drafts verified under them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drive import run
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.coupling import acceptance_probability
+from localllm.engine.dry import penalty, repetitions
+from localllm.engine.messages import Sampling
+from localllm.engine.sampling import Bounds, Sampler, distribution
+from support.requests import request_for
+from support.scripted_backend import ScriptedBackend
+
+# Tokens of one, two and three letters: breakers lie inside of one, or across several.
+PIECES = [b"a", b"b", b"c", b"\n", b"a\n", b"b:", b"c*c", b":"]
+DRY = Sampling(dry_multiplier=0.8, dry_penalty_last_n=-1)
+HISTORIES = st.lists(st.integers(0, len(PIECES) - 1), max_size=40)
+
+
+def spell(token: int) -> bytes:
+    return PIECES[token]
+
+
+def behind_the_last_breaker(window: list[int], breakers: list[str]) -> int:
+    """Whole tokens behind the last breaker: of those that begin in the latest token, the one that ends last."""
+    found = []
+    for first in range(len(window)):
+        text = b"".join(spell(t) for t in window[first:])
+        for b in (b.encode() for b in breakers):
+            at = max((i for i in range(len(spell(window[first]))) if text[i:].startswith(b)), default=-1)
+            if at >= 0:
+                last = first
+                while len(b"".join(spell(t) for t in window[first : last + 1])) < at + len(b):
+                    last += 1
+                found.append((first, last))
+    return len(window) - 1 - max(found)[1] if found else len(window)
+
+
+def read_slowly(history: list[int], s: Sampling) -> dict[int, int]:
+    """For every token of the window: the longest end of the window that stands right before it too."""
+    n = len(history) if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
+    window = history[max(0, len(history) - n) :]
+    reach = behind_the_last_breaker(window, list(s.dry_sequence_breakers))
+    out: dict[int, int] = {}
+    for at in range(1, len(window)):
+        same = 0
+        while same < min(at, reach) and window[at - 1 - same] == window[-1 - same]:
+            same += 1
+        if same >= s.dry_allowed_length and reach >= s.dry_allowed_length:
+            out[window[at]] = max(out.get(window[at], 0), same)
+    spared = [t for t in out if any(b.encode() in spell(t) for b in s.dry_sequence_breakers)]
+    return {t: length for t, length in out.items() if t not in spared}
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    HISTORIES,
+    st.sampled_from([-1, 0, 1, 5, 12]),
+    st.integers(0, 4),
+    st.lists(st.sampled_from(["\n", ":", "*", "b\n", "a\nb", "cc"]), max_size=3),
+)
+def test_dry_finds_what_its_definition_says(history: list[int], last: int, allowed: int, breakers: list[str]) -> None:
+    sampling = replace(DRY, dry_penalty_last_n=last, dry_allowed_length=allowed, dry_sequence_breakers=tuple(breakers))
+    if 0 <= last <= allowed or len(history) <= allowed:
+        assert repetitions(sampling, history, spell) == {}
+    else:
+        assert repetitions(sampling, history, spell) == read_slowly(history, sampling)
+
+
+def test_llama_cpps_own_example() -> None:
+    """a b c c b c y a b c: c would be the fourth token of a repetition, y the third, b the second."""
+    a, b, c, y = 0, 1, 2, 7
+    sampling = replace(DRY, dry_allowed_length=1, dry_sequence_breakers=())
+    found = repetitions(sampling, [a, b, c, c, b, c, y, a, b, c], spell)
+    assert found == {c: 3, b: 1, y: 2}
+    assert penalty(sampling, 3) == pytest.approx(0.8 * 1.75**2)
+
+
+def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
+    sampling = replace(DRY, temperature=1.0, dry_sequence_breakers=())
+    row = np.zeros(len(PIECES), dtype=np.float32)
+    out = Sampler(sampling, None, Bounds(text=spell)).prepared(row, [0, 1, 2, 0, 1])
+    assert out.tolist() == pytest.approx([0, 0, -0.8, 0, 0, 0, 0, 0])
+    assert not row.any()
+
+
+def test_a_very_long_repetition_is_a_number_still() -> None:
+    history = [0, 1] * 3000
+    (length,) = repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
+    assert 150 < length < 170
+    out = Sampler(DRY, None, Bounds(text=spell)).prepared(np.zeros(8, dtype=np.float32), history)
+    assert np.isfinite(out).all()
+    assert out[0] < -1e30
+
+
+def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
+    """Both cases, each with its probability."""
+    exp = [math.exp(v - max(row)) for v in row]
+    share = [e / math.fsum(exp) for e in exp]
+    ranked = sorted(range(len(row)), key=lambda t: (-row[t], t))
+    top = [t for t in ranked if share[t] >= s.xtc_threshold]
+    cases = [(1.0, ranked)]
+    if len(top) > 1 and s.xtc_threshold <= 0.5:
+        cases = [(1 - s.xtc_probability, ranked), (s.xtc_probability, [t for t in ranked if t not in top[:-1]])]
+    out = dict.fromkeys(ranked, 0.0)
+    for chance, ids in cases:
+        hot = {t: math.exp((row[t] - max(row)) / s.temperature) for t in ids}
+        total = math.fsum(hot.values())
+        for t, value in hot.items():
+            out[t] += chance * value / total
+    return out
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(-30, 30), min_size=2, max_size=40),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.01, 0.1, 0.3, 0.6]),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_xtc_is_what_its_definition_says(row: list[int], chance: float, threshold: float, temperature: float) -> None:
+    values = [v / 10 for v in row]
+    sampling = Sampling(
+        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, xtc_probability=chance, xtc_threshold=threshold
+    )
+    logits = np.asarray(values, dtype=np.float32)
+    found = distribution(logits, sampling)
+    expected = xtc_slowly(logits.astype(float).tolist(), sampling)
+    assert {int(t): float(p) for t, p in zip(found.ids, found.probs, strict=True)} == pytest.approx(expected, abs=1e-9)
+
+
+def test_xtc_works_on_what_the_filters_leave() -> None:
+    logits = np.log(np.asarray([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+    found = distribution(logits, Sampling(temperature=1.0, top_k=2, top_p=1, min_p=0, xtc_probability=1.0))
+    assert (found.prob(0), found.prob(1)) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"xtc_probability": 0.5}, {"dry_multiplier": 2.0, "dry_sequence_breakers": ()}, {}], ids=str
+)
+def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, object]) -> None:
+    rng = np.random.default_rng(5)
+    sampling = replace(Sampling(temperature=0.9, seed=1), **change)  # type: ignore[arg-type]
+    logits, history = rng.normal(size=8).astype(np.float32) * 2, [0, 1, 2, 5, 0, 1]
+    sampler = Sampler(sampling, None, Bounds(text=spell))
+    p = distribution(sampler.prepared(logits, history), sampling)
+    q = distribution(rng.normal(size=8).astype(np.float32), Sampling(temperature=1.0))
+    seen = np.zeros(8)
+    accepted = 0
+    for _ in range(20_000):
+        token, right = sampler.verify(logits, history, sampler.draw(q), q)
+        seen[token] += 1
+        accepted += right
+    assert np.abs(seen / 20_000 - [p.prob(t) for t in range(8)]).max() < 0.02
+    assert abs(accepted / 20_000 - acceptance_probability(p, q)) < 0.02
+
+
+def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int], str, int]:
+    """Tokens, text, and how many of the tokens were drafted."""
+    engine = Engine(ScriptedBackend(n_ctx=1024), EngineSettings(draft=draft))
+    engine.speculator.cost.set({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
+    outcome = run(engine, request_for("r", "abcabcabc " * 12, 150, sampling, ignore_eos=True, **more))
+    drafted = outcome.finish("r").usage.accepted_draft_tokens
+    engine.close()
+    return outcome.tokens["r"], outcome.text["r"], drafted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_is_the_same_with_and_without_drafts_under_dry(temperature: float) -> None:
+    dry = Sampling(temperature=temperature, seed=2, dry_multiplier=5.0, dry_allowed_length=0, dry_sequence_breakers=())
+    plain, text, _ = generated("off", dry)
+    drafted, _, accepted = generated("ngram", dry, prediction=text)
+    assert drafted == plain
+    assert accepted > 50
+    assert plain != generated("off", replace(dry, dry_multiplier=0.0))[0]
+
+
+def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("an unused filter was asked")
+
+    for name in ("penalise_repetitions", "_without_top_choices", "_without_ends"):
+        monkeypatch.setattr(f"localllm.engine.sampling.{name}", never)
+    assert Sampler(Sampling(temperature=0)).plain(10, 5)
+    assert len(generated("off", Sampling(seed=3))[0]) == 150
