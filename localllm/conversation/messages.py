@@ -121,6 +121,8 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
     """True when the last of these (normalised) messages is an assistant's text: an answer for the model to go on with
     (`prefill`)."""
+    if not messages:
+        return False
     last = messages[-1]
     return last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
 
