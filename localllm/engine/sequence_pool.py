@@ -105,6 +105,7 @@ class SequencePool:
 
     def lookup(self, prompt: Tokens, live: Iterable[Job]) -> PrefixSource:
         """The best source for `prompt`. One token is always left to compute: its logits are needed."""
+        self._hear()
         most = len(prompt) - 1
         plan = self.plan(prompt)
         best = PrefixSource("none", 0, 0)
@@ -231,8 +232,9 @@ class SequencePool:
                 break
         if self._disk is not None:
             self._disk.hurry(self.waiting)
+        self._hear()
         # One stays for the next turn of the chat just answered; the others are in the cache.
-        for resident in [r for r in (self._residents if busy else self._residents[:-1]) if self._at_hand(r)]:
+        for resident in [r for r in (self._residents if busy else self._residents[:-1]) if r.state == "at hand"]:
             self._drop(resident)
         return any(not r.exported and not self._refused(r) for r in self._residents)
 
@@ -267,13 +269,6 @@ class SequencePool:
         """Finished sequences still in the context."""
         return len(self._residents)
 
-    def _at_hand(self, resident: Resident) -> bool:
-        """Is all of it in the cache's memory, from where it comes back in no time?"""
-        if resident.exported and resident.as_of != self.cache.changes:
-            in_memory = all(p.block.held_bytes for p in self.cache.peek(resident.tokens).parts)
-            resident.state, resident.as_of = "at hand" if in_memory else "exported", self.cache.changes
-        return resident.state == "at hand"
-
     def _refused(self, resident: Resident) -> bool:
         """There was no room for it, and nothing has changed since."""
         return resident.state in ("awaiting", "refused") and resident.as_of == self.cache.changes
@@ -301,8 +296,18 @@ class SequencePool:
             block.path.unlink(missing_ok=True)
 
     def _hear(self) -> None:
+        """What became of the copies since: written, demoted to disk, evicted."""
         if self._disk is not None:
             self._disk.news(self.cache)
+        for resident in self._residents:
+            if resident.exported and resident.as_of != self.cache.changes:
+                resident.state, resident.as_of = self._copies(resident.tokens), self.cache.changes
+
+    def _copies(self, tokens: Tokens) -> ResidentState:
+        if self.cache.gap(tokens) is not None:
+            return "exporting"
+        in_memory = all(part.block.held_bytes for part in self.cache.peek(tokens).parts)
+        return "at hand" if in_memory else "exported"
 
     def _export_all(self, resident: Resident) -> None:
         """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""

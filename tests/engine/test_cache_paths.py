@@ -110,6 +110,17 @@ def test_a_line_larger_than_the_cache_stays_while_there_are_cells(tmp_path: Path
     engine.close()
 
 
+def test_a_line_that_was_evicted_after_its_export_stays_while_there_are_cells() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=4000, n_batch=64), EngineSettings(cache_bytes=10**6, headroom_bytes=0))
+    line = [TURN, *SYSTEM[:500]]
+    ask(engine, "first", line)
+    assert engine.pool.cache.shrink(10**6) > 0
+    engine.pool.cache.resize(0)
+    ask(engine, "beside", [TURN, 7, *range(20, 60)])
+    _, cached = ask(engine, "next", [*line, TURN, 5])
+    assert cached >= len(line)
+
+
 def test_tokens_computed_again_are_counted_by_their_reason() -> None:
     engine = Engine(ScriptedBackend(n_ctx=600, n_batch=64), EngineSettings(cache_bytes=3000, headroom_bytes=0))
     lines = [[TURN, 100 + n, *SYSTEM[:500]] for n in range(3)]
