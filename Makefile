@@ -1,12 +1,12 @@
 # Two commands: `make chat` (set up and talk) and `make test` (set up, check and test).
-# The rest is for developers. Nothing is installed outside .venv.
+# The rest is for developers. Nothing is installed outside .venv, but a build of the engine for a GPU (localllm setup --list).
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test test-oldest check unit format bench clean help
+.PHONY: chat test test-long test-oldest test-clean test-vulkan check unit format bench peers docs release clean help
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,11 +23,22 @@ check: $(VENV)/.dev ## lint, format, types, import rules, catalog schema
 	$(BIN)/lint-imports
 	$(BIN)/python -m localllm_catalog.check
 
+# Two halves side by side, the quicker one takes from the other; `make unit JOBS=0` has one process do all.
+JOBS ?= 2
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-long: $(VENV)/.dev ## run the tests that are too long for every run (about ten minutes)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-oldest: ## run the tests on the oldest versions of every dependency we claim to support
 	@PYTHON="$(or $(PYTHON_OLDEST),python3.11)" sh packaging/test-oldest.sh $(ARGS)
+
+test-clean: ## install the wheel into clean environments, on every Python found, and use it from an empty home
+	@sh packaging/test-clean.sh $(ARGS)
+
+test-vulkan: ## run the tests of what touches a GPU on a software one, made in ~/.cache/localllm-vulkan (Linux, no root)
+	@sh packaging/test-vulkan.sh $(ARGS)
 
 format: $(VENV)/.dev ## rewrite the code in the house style
 	$(BIN)/ruff check --fix .
@@ -36,8 +47,19 @@ format: $(VENV)/.dev ## rewrite the code in the house style
 bench: $(VENV)/.dev ## measure against peers and limits (minutes; never part of the tests)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+peers: $(VENV)/.dev ## measure beside llama-server and others, and write docs/benchmarks.md (an hour, a machine left alone)
+	$(BIN)/python -m benchmarks.peers --page docs/benchmarks.md $(ARGS)
+
+docs: $(VENV)/.dev ## the site of docs/, in site/; fails on a broken link
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean
+
+release: $(VENV)/.dev ## everything a release carries, in dist/ (docs/packaging.md has the checklist)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --requirement packaging/release-tools.txt
+	@PYTHON="$(BIN)/python" sh packaging/release.sh $(ARGS)
+
 clean: ## remove the virtual environment and caches of this checkout
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(VENV)/.app: pyproject.toml packaging/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh packaging/setup.sh app

@@ -9,13 +9,14 @@ from pathlib import Path
 _PLUMBING = {
     "__init__",
     "__main__",
-    "ratio",
+    "cpp_cases",
     "models",
+    "peers_page",
+    "peers_setup",
+    "processes",
     "reference_cache",
-    "seen",
     "soak_mix",
     "soak_reuse",
-    "sse",
     "timing",
 }
 
@@ -23,13 +24,15 @@ _PLUMBING = {
 def main() -> None:
     """Run the named benchmark with the rest of the arguments, or list them all with their first line."""
     folder = Path(__file__).parent
-    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in _PLUMBING)
-    if len(sys.argv) > 1 and sys.argv[1] in names:
+    files = {p.stem: p for p in folder.glob("*.py") if p.stem not in _PLUMBING}
+    files |= {p.parent.name: p for p in folder.glob("*/__main__.py")}
+    if len(sys.argv) > 1 and sys.argv[1] in files:
         name = sys.argv.pop(1)
-        importlib.import_module(f"benchmarks.{name}").main()
+        module = f"benchmarks.{name}" + (".__main__" if files[name].stem == "__main__" else "")
+        importlib.import_module(module).main()
         return
-    for name in names:
-        first = (folder / f"{name}.py").read_text(encoding="utf-8").split('"""')[1].strip().splitlines()[0]
+    for name in sorted(files):
+        first = files[name].read_text(encoding="utf-8").split('"""')[1].strip().splitlines()[0]
         print(f"{name:22} {first}")
     print("\nrun one: make bench ARGS=NAME (each takes minutes; --help says what it needs)")
 

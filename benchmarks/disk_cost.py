@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.models import smollm2
-from benchmarks.ratio import Comparison, interleave, write
 from benchmarks.timing import settle, timed
+from localllm.bench.ratio import Comparison, interleave, write
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import smollm2
-from benchmarks.ratio import Comparison, interleave
 from benchmarks.timing import timed
+from localllm.bench.ratio import Comparison, interleave
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.native import start_native, usable_cores
+from localllm_backends.llamacpp.cores import usable_cores
+from localllm_backends.llamacpp.native import start_native
 
 
 class Bare:

@@ -8,19 +8,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
 import psutil
 
 from benchmarks.models import serve_command, smollm2
-from benchmarks.serving import Server
-from benchmarks.sse import free_port
+from benchmarks.processes import Server
+from localllm.bench.stream import free_port
 
 LEAVING = 0.25
 HEALTH_BAR_MS = 100.0
@@ -79,11 +81,22 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, object], leaves: bool) -
         return "answered" if last == "data: [DONE]" else "cut off"
 
 
-async def _watch(http: httpx.AsyncClient, process: psutil.Process, end_s: float, seen: Seen) -> None:
+def health_ms(url: str, seconds: float) -> list[float]:
+    """How long /health takes, asked again and again for `seconds`, in milliseconds. For a process of its own: beside the
+    clients their work would be measured, not the server's."""
+    times: list[float] = []
+    end_s = time.monotonic() + seconds
+    with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
+        while time.monotonic() < end_s:
+            started = time.perf_counter()
+            http.get("/health").raise_for_status()
+            times.append((time.perf_counter() - started) * 1e3)
+            time.sleep(_HEALTH_PERIOD_S)
+    return times
+
+
+async def _watch(process: psutil.Process, end_s: float, seen: Seen) -> None:
     while time.monotonic() < end_s:
-        started = time.perf_counter()
-        (await http.get("/health")).raise_for_status()
-        seen.health_ms.append((time.perf_counter() - started) * 1e3)
         now = time.monotonic()
         seen.server_bytes.append((now, process.memory_info().rss))
         seen.worker_bytes.append((now, sum(p.memory_info().rss for p in process.children(recursive=True))))
@@ -93,14 +106,13 @@ async def _watch(http: httpx.AsyncClient, process: psutil.Process, end_s: float,
 async def _load(url: str, process: psutil.Process, clients: int, seconds: float) -> Seen:
     seen = Seen()
     limits = httpx.Limits(max_connections=clients)
-    async with (
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as many,
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=120) as one,
-    ):
-        end_s = time.monotonic() + seconds
-        await asyncio.gather(
-            _watch(one, process, end_s, seen), *(_client(many, i, end_s, seen) for i in range(clients))
-        )
+    # Started afresh, not forked: a copy of this loop would be no other process's.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as many:
+            asked = asyncio.get_running_loop().run_in_executor(apart, health_ms, url, seconds)
+            end_s = time.monotonic() + seconds
+            await asyncio.gather(_watch(process, end_s, seen), *(_client(many, i, end_s, seen) for i in range(clients)))
+            seen.health_ms = await asked
     return seen
 
 

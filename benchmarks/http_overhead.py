@@ -11,9 +11,10 @@ import tempfile
 
 from benchmarks.engine_overhead import Bare
 from benchmarks.models import serve_command, smollm2
-from benchmarks.ratio import Comparison, interleave
-from benchmarks.serving import Server, chat, user
-from benchmarks.sse import free_port
+from benchmarks.processes import Server
+from localllm.bench.ratio import Comparison, interleave
+from localllm.bench.stream import free_port
+from localllm.bench.texts import user
 
 
 def main() -> None:
@@ -28,11 +29,13 @@ def main() -> None:
         server = Server("localllm over HTTP", command, port)
         server.start()
         bare, table = Bare(smollm2()), Comparison("decode, 128 tokens", "tok/s")
-        chat(server, user("Warm up."), 8)
+        server.target.chat(user("Warm up."), 8)
         interleave(
             rounds,
             lambda: table.add("llama_decode loop", bare.decode(128)),
-            lambda: table.add(server.name, chat(server, user(f"Tell a story. {len(table.values)}"), 128).decode_tok_s),
+            lambda: table.add(
+                server.name, server.target.chat(user(f"Tell a story. {len(table.values)}"), 128).decode_tok_s
+            ),
         )
         server.stop()
     table.report("llama_decode loop")

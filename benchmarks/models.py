@@ -25,6 +25,13 @@ def gemma() -> Path:
     return path
 
 
+def smollm2_mlx() -> Path:
+    """The same model as an MLX checkpoint in float32, converted once and kept in .cache."""
+    from tests.models.mlx_from_gguf import convert
+
+    return convert(smollm2(), Path(__file__).parent.parent / ".cache" / "models" / "smollm2-135m-instruct-f32")
+
+
 def serve_command(model: Path | str, port: int, *options: str) -> list[str]:
     """How a benchmark starts `localllm serve` with this Python."""
     return [sys.executable, "-m", "localllm", "serve", str(model), "--port", str(port), *options]

@@ -253,9 +253,7 @@ def main() -> None:
                     errors[name].append(abs(answer.tok_s / truth - 1))
             cells = " | ".join(_ratio(a.tok_s, truth) for a in (mine, fit, which))
             print(f"| {row.split('(')[0].strip()} | {model.name} {variant.quant} | {truth:.1f} | {cells} |")
-    print(
-        "\nOurs was fitted on rows like these; on files and models it has not seen it errs by 7-8 % (planner_fit.py)."
-    )
+    print("\nOurs was fitted on rows like these; on files and models it has not seen it errs by 7-8 % (planner_fit).")
     for name, found in errors.items():
         print(f"\n{name}: median error {statistics.median(found):.0%} over {len(found)} rows")
     print("\n## First three picks for chat\n")

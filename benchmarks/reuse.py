@@ -27,10 +27,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.models import serve_command, smollm2
-from benchmarks.seen import Messages, Seen, computed_tokens
-from benchmarks.serving import SYSTEM, Scenarios, Server, chat, unique, user
-from benchmarks.speculation import source_file
-from benchmarks.sse import free_port
+from benchmarks.processes import ProcessScenarios, Server
+from localllm.bench.seen import Counter, Seen, computed_tokens
+from localllm.bench.stream import Messages, free_port
+from localllm.bench.texts import SYSTEM, source_file, unique, user
 
 _ANSWER_TOKENS = 24
 _CHATS, _TURNS = 3, 4
@@ -114,7 +114,7 @@ class Bench:
         """Each start has new chats and a new file; the system prompt is the first start's."""
         figures = self.figures("tokens prefilled twice in each start", "tokens", 50)
         with self.ours(16384) as server:
-            seen = Seen(computed_tokens(server.port))
+            seen = Seen(computed_tokens(server.target))
             for start in range(self.starts):
                 server.start()
                 before = seen.twice
@@ -131,7 +131,7 @@ class Bench:
         with ours as our, self.peers(16384, _FULL_GB) as peers:
             for server in [our, *peers]:
                 server.start()
-                seen = Seen(computed_tokens(server.port))
+                seen = Seen(computed_tokens(server.target))
                 for n in range(self.rounds):
                     before = seen.twice
                     _take_turns(seen, server, f"{n} {SYSTEM}", "here")
@@ -150,12 +150,14 @@ class Bench:
                     server.stop()
 
     def run_restart(self) -> None:
-        """As benchmarks.serving measures it, over one folder."""
+        """As `bench --against` measures it, over one folder."""
         with self.ours(16384) as server:
             server.start()
-            scenarios = Scenarios(computed_tokens(server.port))
-            for _ in range(3):
-                scenarios.restart(server)
+            scenarios = ProcessScenarios(Counter(server.target), None)
+            scenarios.servers = [server]
+            for scenarios.round in range(3):
+                for name in ("restart", "kill"):
+                    scenarios.run(name, server.target)
             for title, table in scenarios.tables.items():
                 # On a shared machine a single TTFT says little.
                 self.figures(f"{title}, median of 3", "×", 0.02).put(server.name, table.median(server.name))
@@ -174,7 +176,7 @@ def _take_turns(seen: Seen, server: Server, system: str, where: str) -> None:
 
 def _not_found(server: Server) -> int:
     """Tokens of a long chat that its next turn had to compute again after a short request."""
-    seen = Seen(computed_tokens(server.port))
+    seen = Seen(computed_tokens(server.target))
     messages = user(f"Read this: {unique(_BIG_WORDS, 1)}")
     said = _ask(seen, server, messages)
     _ask(seen, server, user(f"Something else: {unique(_SHORT_WORDS, 2)}"))
@@ -184,7 +186,7 @@ def _not_found(server: Server) -> int:
 
 
 def _ask(seen: Seen, server: Server, messages: Messages) -> str:
-    return seen.ask(messages, partial(chat, server, messages, _ANSWER_TOKENS)).text
+    return seen.ask(messages, partial(server.target.chat, messages, _ANSWER_TOKENS)).text
 
 
 def _stop(server: Server) -> None:

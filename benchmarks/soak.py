@@ -32,11 +32,11 @@ import httpx
 import psutil
 
 from benchmarks.models import serve_command, smollm2
+from benchmarks.processes import Server
 from benchmarks.reference_cache import ReferenceCache
-from benchmarks.serving import Server
 from benchmarks.soak_mix import Ask, Ended, Events, draw, flowing, send, unique
 from benchmarks.soak_reuse import Budgets, Reuse, measured
-from benchmarks.sse import free_port
+from localllm.bench.stream import free_port
 
 CLIENTS = 12
 IN_FLIGHT = (4, 6)

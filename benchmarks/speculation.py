@@ -14,30 +14,13 @@ import time
 from pathlib import Path
 
 from benchmarks.models import gemma, smollm2
-from benchmarks.ratio import Comparison, interleave, write
+from localllm.bench.ratio import Comparison, interleave, write
+from localllm.bench.texts import NAMES, copy_edit
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
-
-_NAMES = ["apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll", "lagoon"]
-
-
-def source_file(seed: int) -> str:
-    """About 400 tokens of Python that no model has seen."""
-    rng = random.Random(seed)
-    lines = []
-    for i in range(7):
-        a, b = rng.sample(_NAMES, 2)
-        lines += [
-            f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",
-            f"    if {a} > limit:",
-            f"        return {a} - {rng.randrange(2, 99)}",
-            f"    return {a} * {rng.randrange(2, 99)} + {b!r}.count('e')",
-            "",
-        ]
-    return "\n".join(lines)
 
 
 def _chat(*turns: str) -> str:
@@ -49,7 +32,7 @@ def _chat(*turns: str) -> str:
 def prompt(kind: str, seed: int) -> str:
     """One prompt of a kind, different for every seed."""
     rng = random.Random(seed)
-    thing = rng.choice(_NAMES)
+    thing = rng.choice(NAMES)
     if kind == "chat":
         return _chat(
             f"What should I know before I move to a town called {thing.title()} number {seed}? Tell me about it."
@@ -64,11 +47,7 @@ def prompt(kind: str, seed: int) -> str:
         return _chat(
             f"Describe {rng.randrange(3, 9)} kinds of {thing} as a JSON list with name, colour, weight and price."
         )
-    text = source_file(seed)
-    # The copy is begun for the model, and shown once already: a small one left to itself writes something else, which
-    # says nothing about drafting.
-    head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
-    return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"
+    return copy_edit(seed)
 
 
 class Bench:

@@ -10,6 +10,7 @@
     │   ├── AuthError                 Host, Origin or key refused                        403/401
     │   │   └── KeyRequiredError      the key is missing or wrong (server)               401
     │   ├── MediaTypeError            a body that does not say it is JSON (server)       415
+    │   ├── EncodingError             a body packed in a way we do not unpack (server)   415
     │   ├── BodyTooLargeError         a body larger than the server reads (server)       413
     │   ├── SlowBodyError             a body that did not arrive in time (server)        408
     │   ├── MethodError               the path exists, the method does not (server)      405
@@ -17,21 +18,29 @@
     │   └── TemplateError             the template refuses or breaks (conversation)      400
     ├── NotFoundError                 unknown device, conversation, route                404  exit 3
     │   ├── ModelNotFoundError        no model of that name here or in the catalog       404
+    │   ├── BuildNotFoundError        no build of llama.cpp of that name (setup)         404
     │   ├── DeviceNotFoundError       no device of that name in the table (device)       404
     │   ├── RouteNotFoundError        no such path (server)                              404
-    │   └── PreviousResponseError     a stored response that is not here (server)        404
+    │   ├── PreviousResponseError     a stored response that is not here (server)        404
+    │   └── ConversationNotFoundError a kept conversation that is not here (server)      404
     ├── ModelFileError                a file is missing, truncated, not a model          422  exit 4
     ├── DoesNotFitError               the plan needs more memory than the machine has    507  exit 5
     ├── BackendError                  the engine's native side failed                    500  exit 6
     │   ├── BackendMissingError       the package for this backend is not installed      500
+    │   ├── OtherMachineGoneError     a machine that holds layers does not answer        503
     │   └── WorkerDiedError           the worker process ended under a request           503
     ├── BusyError                     queue full: retry later                            503  exit 7
+    ├── RateLimitError                a key has used what it may now (server)            429  exit 7
+    ├── UpstreamError                 another server can't be reached, or broke off (server) 502 exit 6
     ├── PortInUseError                the port is taken                                  -    exit 8
     ├── DownloadError                 the hub or the disk failed                         502  exit 9
     │   └── HubUnreachableError       the hub can't be asked now (library)               502
     ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
+    ├── SetupError                    a build can't be made here, or is broken (setup)   500  exit 6
+    ├── ServiceError                  the service manager refused, or is not there (service)  500  exit 1
     ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
     └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1
+        └── TurnGoneError             another window removed what is gone on from (conversation)  500  exit 1
 
 Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands in that room (named
 in brackets). The catalog and the backends may import nothing of ours: their own errors become these at one door each
@@ -59,9 +68,19 @@ class LocalLLMError(Exception):
         self.hint = self.default_hint if hint is None else hint
         self.param = param
 
+    @property
+    def openai_message(self) -> str:
+        """What to_openai() says happened."""
+        return self.message
+
     def to_openai(self) -> dict[str, Any]:
         """The error object every HTTP face sends: OpenAI's shape plus our `hint`."""
-        body: dict[str, Any] = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        body: dict[str, Any] = {
+            "message": self.openai_message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
         if self.hint:
             body["hint"] = self.hint
         return {"error": body}
@@ -98,10 +117,29 @@ class UnsupportedError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt and its answer, do not fit the served context."""
+    """The prompt, or the prompt and its answer, do not fit the served context. `counts` are the tokens of the prompt
+    and of the window, where they are known: some clients read them out of their dialect's own words."""
 
     code = "context_length_exceeded"
     default_hint = "shorten the conversation, or serve with a larger --context"
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, param: str | None = None, counts: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
+        self.counts = counts
+
+    @property
+    def openai_message(self) -> str:
+        """OpenAI's words where the counts are known, before our own: LiteLLM and others know a full window by them alone,
+        and shorten the conversation then."""
+        if self.counts is None:
+            return self.message
+        tokens, window = self.counts
+        return (
+            f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens. "
+            f"Please reduce the length of the messages ({self.message})."
+        )
 
 
 class AuthError(RequestError):
@@ -169,6 +207,17 @@ class WorkerDiedError(BackendError):
     default_hint = "send the request again: the model is reloaded automatically"
 
 
+class OtherMachineGoneError(BackendError):
+    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it again."""
+
+    code = "other_machine_gone"
+    http_status = 503
+    default_hint = (
+        "start `localllm worker` there: the next request loads the model. Both ends need a build with RPC of the same "
+        "release (`localllm setup --rpc`)"
+    )
+
+
 class BusyError(LocalLLMError):
     """The queue is full. `retry_after_s` says when to try again."""
 
@@ -206,7 +255,14 @@ class ServerUnreachableError(LocalLLMError):
     default_hint = "start one with `localllm serve`, or name its address with --url"
 
 
-def by_code(code: str, message: str, *, hint: str | None = None, param: str | None = None) -> LocalLLMError:
+def by_code(
+    code: str,
+    message: str,
+    *,
+    hint: str | None = None,
+    param: str | None = None,
+    counts: tuple[int, int] | None = None,
+) -> LocalLLMError:
     """Rebuild an error that crossed a process border from its `code` (unknown codes become BackendError)."""
 
     def walk(cls: type[LocalLLMError]) -> type[LocalLLMError] | None:
@@ -221,4 +277,6 @@ def by_code(code: str, message: str, *, hint: str | None = None, param: str | No
     cls = walk(LocalLLMError) or BackendError
     if cls is BusyError:
         return BusyError(message, hint=hint)
+    if cls is ContextLengthError:
+        return ContextLengthError(message, hint=hint, param=param, counts=counts)
     return cls(message, hint=hint, param=param)

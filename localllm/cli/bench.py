@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from localllm.cli.bench_full import second_fastest
 
+if TYPE_CHECKING:
     from localllm.cli.launch import Launch
     from localllm.engine.client import WorkerClient
 
@@ -29,49 +30,126 @@ def bench(
     ] = None,
     context: Annotated[int | None, typer.Option(help="Context in tokens (default: what fits).")] = None,
     against: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Also measure an OpenAI-compatible server (…/v1) on the same text."),
+        list[str] | None,
+        typer.Option(
+            metavar="URL[#MODEL]", help="Compare OpenAI-compatible servers (…/v1) under the same load; may be repeated."
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --against: how often each server is measured.")] = _ROUNDS,
+    scenarios: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="With --against: what is measured, such as single,four,stall.")
+    ] = None,
+    restart_cmd: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COMMAND", help="With --against: how each server is started again, in the same order."),
     ] = None,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Also measure drafting off and on, for prose and for an edit.")
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure every depth, streams, KV types, drafting, restarts (minutes).")
+    ] = False,
+    to_compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE", help="Compare with an earlier run: what --json printed.")
+    ] = None,
+    share: Annotated[
+        Path | None,
+        typer.Option(
+            "--share",
+            metavar="FILE",
+            help="Write what was measured here to a file to pass on.",
+        ),
+    ] = None,
+    take_in: Annotated[
+        Path | None, typer.Option("--import", metavar="FILE", help="Take in speeds that somebody shared.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure decode and prefill speed and memory, compare with the prediction, and remember the figures."""
+    """Measure decode and prefill speed and memory, compare with the prediction, and remember the figures.
+
+    With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL` if a MODEL is named.
+    """
     import asyncio
     import sys
 
+    from localllm.cli import bench_compare
+
+    if take_in is not None or (share is not None and model is None and not full):
+        _share(share, take_in)
+        return
+    then = bench_compare.read(to_compare) if to_compare is not None else None
+    if against:
+        from localllm.cli import bench_against
+
+        servers = bench_against.Servers(model, against, tuple(restart_cmd or ()))
+        bench_against.show(bench_against.compare(servers, scenarios, rounds), as_json=as_json)
+        return
     from localllm.cli.launch import prepare
     from localllm.settings import Settings
 
     launch = prepare(model, Settings({"context": context}))
     print(f"measuring {launch.name}: {_ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(_measure(launch, speculation=speculation))
-    if against is not None:
-        figures["against"] = {"url": against, **_other(against)}
+    if full:
+        figures["full"] = _full(launch)
     figures.update(_compare_and_keep(launch, figures))
+    if then is not None:
+        figures["compared"] = bench_compare.compared(then, figures)
+    if share is not None:
+        _share(share, None)
     if as_json:
         import json
 
         print(json.dumps(figures, indent=1))
         return
-    print(f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(figures.get('predicted_decode_tok_s'))}")
-    print(f" empty    {figures['short_tok_s']:8.1f} tok/s   predicted {_text(figures.get('predicted_short_tok_s'))}")
-    print(
-        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(figures.get('predicted_prefill_tok_s'))}"
-    )
-    print(
-        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(figures.get('predicted_memory_bytes'))}"
-    )
-    if "speculation" in figures:
-        from localllm.cli import bench_speculation
+    print("\n".join(_lines(figures)))
 
-        print("\n".join(bench_speculation.table(figures["speculation"])))
-    if "against" in figures:
-        other = figures["against"]
-        print(f"{against}: decode {other['decode_tok_s']:.1f} tok/s, first token after {other['ttft_s']:.2f} s")
-    for cause in figures.get("causes", ()):
-        print(f"slower than predicted? {cause}")
+
+def _full(launch: Launch) -> dict[str, Any]:
+    import asyncio
+    import sys
+
+    from localllm.cli.bench_full import Sweep
+
+    return asyncio.run(Sweep(launch, lambda text: print(f"  {text} …", file=sys.stderr, flush=True)).run())
+
+
+def _lines(figures: dict[str, Any]) -> list[str]:
+    """What a person reads."""
+    from localllm.cli import bench_compare, bench_full, bench_speculation
+
+    decode, short, prefill, memory = (
+        figures.get(f"predicted_{name}") for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
+    )
+    said = [
+        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}",
+        f" empty    {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}",
+        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}",
+        f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(memory)}",
+    ]
+    if "full" in figures:
+        said += bench_full.table(figures["full"])
+    spoken = figures.get("speculation") or figures.get("full", {}).get("speculation")
+    if spoken is not None:
+        said += bench_speculation.table(spoken)
+    if "compared" in figures:
+        said += ["", *bench_compare.table(figures["compared"])]
+    return [*said, *(f"slower than predicted? {cause}" for cause in figures.get("causes", ()))]
+
+
+def _share(export: Path | None, take_in: Path | None) -> None:
+    import sys
+
+    from localllm.cli import shared_speeds
+
+    if take_in is not None:
+        found = shared_speeds.take_in(take_in)
+        machines = ", ".join(sorted({record.machine for record in found}))
+        print(f"took in {len(found)} measured runs of {machines}", file=sys.stderr)
+        print("see them: localllm recommend --device NAME", file=sys.stderr)
+    if export is not None:
+        n = shared_speeds.export(export)
+        print(f"wrote {n} measured runs of this machine to {export}", file=sys.stderr)
 
 
 def _text(value: float | None) -> str:
@@ -115,11 +193,6 @@ async def _measure(launch: Launch, *, speculation: bool) -> dict[str, Any]:
         await supervisor.close()
 
 
-def second_fastest(rates: Sequence[float]) -> float:
-    """Of three rounds the median; of more, what the machine does when left alone, without the one lucky round."""
-    return sorted(rates)[-2:][0]
-
-
 async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], list[float], list[float]]:
     """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by round."""
     import time
@@ -142,19 +215,10 @@ async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], lis
 
 async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:
     """(decode, prefill) in tokens/s of one request of `n` prompt tokens no cache has seen."""
-    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
-    from localllm.errors import by_code
+    from localllm.cli.bench_answer import answer, prompt_of
 
-    prompt = [5 + (seed * 7919 + i * 104729) % (engine.info.n_vocab - 10) for i in range(n)]
-    greedy = Generation(Sampling(temperature=0.0), _DECODE_TOKENS, ignore_eos=True, cache_prompt=False)
-    request = Request(f"bench-{seed}", prompt, greedy, draft="off")
-    async for event in engine.submit(request):
-        if isinstance(event, Failure):
-            raise by_code(event.code, event.message, hint=event.hint)
-        if isinstance(event, Finish):
-            timings = event.timings
-            return (event.usage.completion_tokens - 1) / timings.decode_s, n / timings.prefill_s
-    raise by_code("backend_error", "the measurement ended without a result")
+    run = await answer(engine, str(seed), prompt_of(engine, seed, n), _DECODE_TOKENS)
+    return run.decode_tok_s, run.prefill_tok_s
 
 
 def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +242,11 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
         n_ctx=ran.n_ctx, slots=ran.slots, n_ubatch=ran.n_batch, memory_bytes=int(figures["memory_bytes"]),
         predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(launch.local.path),
         short_tok_s=figures["short_tok_s"], short_depth=_SHORT_PROMPT_TOKENS + _DECODE_TOKENS // 2,
+        gpu_layers=ran.placement.gpu_layers, experts_on_host=ran.placement.experts_on_host, kv_on_host=ran.placement.kv_on_host,
     )  # fmt: skip
     run = Measured(
         plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,
-        record.prompt_tokens, record.date, record.short_tok_s, record.short_depth,
+        record.prompt_tokens, record.date, record.short_tok_s, record.short_depth, placement=ran.placement, n_batch=ran.n_batch,
     )  # fmt: skip
     # What other models taught about this machine counts; this model's own runs would only be compared with themselves.
     known = [o for o in measurements.load() if o.model != record.model]
@@ -198,35 +263,3 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
         "basis": result.basis,
         "causes": list(result.causes),
     }
-
-
-def _other(url: str) -> dict[str, float]:
-    """Decode tok/s and TTFT of another server on a prompt of the same length."""
-    import json
-    import time
-
-    import httpx
-
-    from localllm.errors import BackendError
-
-    words = " ".join(f"w{i * 104729 % 9973}" for i in range(_PROMPT_TOKENS // 4))
-    body = {
-        "model": "", "messages": [{"role": "user", "content": words}], "max_tokens": _DECODE_TOKENS, "temperature": 0,
-        "stream": True,
-    }  # fmt: skip
-    started, times = time.perf_counter(), []
-    try:
-        with httpx.stream("POST", url.rstrip("/") + "/chat/completions", json=body, timeout=300) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    choices = json.loads(line[6:]).get("choices") or [{}]
-                    if choices[0].get("delta", {}).get("content"):
-                        times.append(time.perf_counter())
-    except (httpx.HTTPError, ValueError) as e:
-        raise BackendError(
-            f"{url} did not answer as an OpenAI-compatible server: {e}", hint="give its …/v1 address"
-        ) from e
-    if len(times) < 2:
-        raise BackendError(f"{url} answered with {len(times)} pieces of text: too few to measure")
-    return {"decode_tok_s": (len(times) - 1) / (times[-1] - times[0]), "ttft_s": times[0] - started}

@@ -7,6 +7,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from localllm.bench.texts import NAMES, source_file
+
 if TYPE_CHECKING:
     from localllm.engine.client import WorkerClient
 
@@ -18,7 +20,6 @@ _PENALTY = {"prose": 1.1, "copy-edit": 1.0}
 # The engine times its verification steps while nobody asks; it allows itself a second for that.
 _PROBE_WAIT_S, _PROBE_LOOK_S = 2.0, 0.05
 _FUNCTIONS = 11  # about 400 tokens
-_WORDS = ("apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll", "lagoon")
 
 
 @dataclass
@@ -44,27 +45,11 @@ class Runs:
         }
 
 
-def source_file(seed: int, functions: int = _FUNCTIONS) -> str:
-    """A Python file that no model has seen: about 36 tokens a function."""
-    rng = random.Random(seed)
-    lines = []
-    for i in range(functions):
-        a, b = rng.sample(_WORDS, 2)
-        lines += [
-            f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",
-            f"    if {a} > limit:",
-            f"        return {a} - {rng.randrange(2, 99)}",
-            f"    return {a} * {rng.randrange(2, 99)} + {b!r}.count('e')",
-            "",
-        ]
-    return "\n".join(lines)
-
-
 def prompt(workload: str, seed: int, functions: int = _FUNCTIONS) -> str:
     """Text to continue, another for every seed: the engine drafts from its latest answers too, so none may recur."""
     rng = random.Random(seed)
     if workload == "prose":
-        first, second = rng.sample(_WORDS, 2)
+        first, second = rng.sample(NAMES, 2)
         return (
             f"Letter {seed}, written in the {rng.randrange(2, 90)}th year of the {first} people. Dear friend, let me "
             f"tell you how we travelled from the old {second} to the coast, whom we met, and what they told us. First,"

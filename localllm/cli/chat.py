@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.options import CpuMoe, GpuLayers, Split, installed_names
+
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from localllm.cli.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
+    from localllm_tui.control.opening import Opening
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
@@ -19,13 +23,26 @@ FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Model: a name, a hub repo or a path.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", autocompletion=installed_names, help="Model: a name, a hub repo or a path."),
+    ] = None,
     attach: Annotated[
-        list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text file along (repeatable).")
+        list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text or image along (repeatable).")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
     continue_: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
     context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
+    gpu_layers: GpuLayers = None,
+    cpu_moe: CpuMoe = None,
+    split: Split = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Ask the server at this address (with /v1 or without).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")] = None,
+    own: Annotated[
+        bool, typer.Option("--own", help="Load the model here, also where a running server has it.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy (default: the model's own).")] = None,
     seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
@@ -33,15 +50,21 @@ def chat(
 ) -> None:
     """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and exit.
 
+    A `localllm serve` that runs on this machine and has the model, or may load it, answers; else the model is loaded here.
     Text piped in is read as part of the question. Conversations are kept on this machine; one answer on stdout is
     kept only with --continue.
     """
     import os
     from contextlib import ExitStack
 
+    from localllm.cli import engines
     from localllm_tui.control.attach import check_room, read_text
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
+    if prompt is not None and not prompt.strip() and not attach:
+        from localllm.errors import UsageError
+
+        raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
     attached = [read_text(path) for path in attach or ()]
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
@@ -53,7 +76,9 @@ def chat(
     plain = plain or os.environ.get("TERM") == "dumb"
     try:
         with ExitStack() as stack:
-            _run(stack, _Asked(model, context, question, attached, plain, continue_, system, sampling))
+            placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split}
+            wanted = engines.Wanted(model, context, placed, url, api_key, own)
+            _run(stack, _Asked(engines.checked(wanted), question, attached, plain, continue_, system, sampling))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -62,8 +87,7 @@ def chat(
 class _Asked:
     """What was typed, read: no `question` means a chat; `attached` are (name, text)."""
 
-    model: str | None
-    context: int | None
+    wanted: Wanted
     question: str | None
     attached: list[tuple[str, str]]
     plain: bool
@@ -73,11 +97,13 @@ class _Asked:
 
 
 def _run(stack: ExitStack, asked: _Asked) -> None:
+    from localllm.cli import engines
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
     from localllm_tui.control.client import ChatClient
-    from localllm_tui.control.session import Session, with_files
+    from localllm_tui.control.session import Session
+    from localllm_tui.control.texts import with_files
 
     question, system = asked.question, asked.system
     history: History | None = None
@@ -90,8 +116,9 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
-    base_url, name = _serve(stack, asked.model, asked.context, last)
-    client = ChatClient(base_url, sampling=sampling)
+    screen = question is None and not asked.plain
+    engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
+    client, name = ChatClient.of(engine, sampling), engine.model
     resume = last.id if last else None
     if question is not None:
         from localllm_tui.plain import ask_once
@@ -110,11 +137,29 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
 
         talk(client, name, Session(history, name, conv_id=resume, system=system))
         return
-    from localllm_tui.app import ChatApp
+    from localllm.cli.chat_config import take_keys, tool_hosts
+    from localllm.cli.model_desk import ModelDesk
+    from localllm_tui.control.opening import Opening
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
-    app = ChatApp(client, history, model=name, resume=resume, system=system, attach=asked.attached, greeting=greeting)
+    take_keys()
+    own = engines.maker(stack, asked.wanted)
+    desk = ModelDesk(offline=bool(Settings().value("offline")))
+    first = not engine.where and engines.only_the_starter(name)
+    opening = Opening(
+        client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()
+    )
+    _on_screen(opening)
+
+
+def _on_screen(opening: Opening) -> None:
+    """The chat's screen, until it is left."""
+    from localllm_tui.app import ChatApp
+    from localllm_tui.widgets import thumbnails
+
+    thumbnails.prepare()
+    app = ChatApp(opening)
     app.run()
     if app.return_code:
         raise typer.Exit(app.return_code)
@@ -152,18 +197,3 @@ def _question(prompt: str | None, attached: bool) -> str:
         question = FIRST_QUESTION
         print(f"no question was given, so this one: {question}", file=sys.stderr)
     return question
-
-
-def _serve(
-    stack: ExitStack, model: str | None, context: int | None, last: ConversationSummary | None
-) -> tuple[str, str]:
-    """A server for as long as `stack` is open: (base URL, model name). Without -m a conversation keeps its model."""
-    from localllm.cli.serve import background_server
-    from localllm.errors import ModelNotFoundError
-
-    if model is None and last is not None:
-        try:
-            return stack.enter_context(background_server(last.model, context))
-        except ModelNotFoundError:
-            pass  # it was removed since, or was a path: the model at hand goes on with the conversation
-    return stack.enter_context(background_server(model, context))

@@ -1,27 +1,30 @@
-"""`localllm connect EDITOR`: the exact configuration for an editor, written on request, checked against the server."""
+"""`localllm connect EDITOR`: the exact configuration for an editor or agent, written on request, checked by a tool loop."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm import paths
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.cli.editors import ConfigFile, Target
+    from localllm.cli.editors import ConfigFile, Probe, Recipe, Target
 
 _TIMEOUT_S = 120.0
 
 
 def connect(
-    editor: Annotated[str, typer.Argument(help="zed, vscode, continue, cline, opencode, codex, claude, aider, …")],
+    editor: Annotated[
+        str, typer.Argument(metavar="EDITOR", help="codex, claude, opencode, aider, continue, cline, zed, vscode, …")
+    ],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Which served model.")] = None,
     url: Annotated[str | None, typer.Option(help="Address of the server (default: this machine's).")] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key, if it has one.")] = None,
@@ -37,8 +40,17 @@ def connect(
         raise NotFoundError(f"no recipe for {editor!r}; known: {', '.join(RECIPES)}")
     settings = Settings({"api_key": api_key})
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
-    target = _target(base, model, settings.value("api_key"))
+    target = _target(base, model, settings.value("api_key") or _own_key(base))
     recipe = recipe_of(target, Path.home())
+    _say(recipe, write)
+    if check:
+        failures = run_checks(target, recipe.probes)
+        if failures:
+            raise LocalLLMError(f"{failures} of {recipe.name}'s calls failed")
+
+
+def _say(recipe: Recipe, write: bool) -> None:
+    """Print what is to be done by hand, and with `write` write the files."""
     for file in recipe.files:
         if write:
             print(write_file(file), file=sys.stderr)
@@ -50,10 +62,25 @@ def connect(
         print(f"- {step}")
     if write and not recipe.files:
         print(f"{recipe.name} has no file to write: follow the steps above", file=sys.stderr)
-    if check:
-        failures = run_checks(target, recipe.probes)
-        if failures:
-            raise LocalLLMError(f"{failures} of {recipe.name}'s calls failed")
+    if not recipe.checked and recipe.probes:
+        print(f"(from {recipe.name}'s documentation; not checked here with the program itself)", file=sys.stderr)
+
+
+def _own_key(base: str) -> str | None:
+    """The key that this machine's server made up and keeps, where the one at `base` is on this machine and asks for a
+    key: it is shown to no other."""
+    import httpx
+
+    from localllm.cli.server_key import existing_key
+    from localllm.server.http.names import is_loopback
+
+    if not is_loopback(httpx.URL(base).host):
+        return None
+    try:
+        asks = httpx.get(f"{base}/v1/models", timeout=5, trust_env=False).status_code == 401
+    except httpx.HTTPError:
+        return None
+    return existing_key() if asks else None
 
 
 def _target(base: str, model: str | None, api_key: str | None) -> Target:
@@ -113,11 +140,7 @@ def write_file(file: ConfigFile) -> str:
         shutil.copy2(path, backup)
         said += f" (the old one is {backup.name})"
     # The file may hold a key, and a crash must not leave half of it.
-    temporary = path.with_name(path.name + ".new")
-    handle = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as f:
-        f.write(new)
-    os.replace(temporary, path)
+    paths.write_private(path, new)
     return said
 
 
@@ -145,25 +168,22 @@ def deep_merge(old: Any, new: Any) -> Any:
     return {**old, **{k: deep_merge(old.get(k), v) for k, v in new.items()}}
 
 
-def run_checks(target: Target, probes: Any) -> int:
+def run_checks(target: Target, probes: Iterable[Probe]) -> int:
     """Make the calls and print a line for each; returns how many failed."""
     import httpx
 
-    from localllm.cli.editors import calls
+    from localllm.cli.editors.checks import checks
 
     failures = 0
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     with httpx.Client(base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
-        for call in (c for probe in probes for c in calls(probe, target.model)):
+        for check in (c for probe in probes for c in checks(probe, target.model)):
             started = time.monotonic()
             try:
-                reply = client.request(call.method, call.path, json=call.body)
-                said = "" if reply.is_success else f"{reply.status_code}: {reply.text[:200]}"
-                if not said and call.contains not in reply.text:
-                    said = f"the answer lacks {call.contains}"
+                said = check.run(client)
             except httpx.HTTPError as e:
                 said = str(e) or type(e).__name__
             failures += bool(said)
             seconds = time.monotonic() - started
-            print(f"{'FAILED' if said else 'ok':<7} {call.what:<22} {seconds:5.1f} s  {said}")
+            print(f"{'FAILED' if said else 'ok':<7} {check.what:<22} {seconds:5.1f} s  {said}")
     return failures

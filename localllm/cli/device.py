@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from localllm.device.types import Device, Figure, Memory
+    from collections.abc import Sequence
 
-GIB = 1 << 30
+    from localllm.device import ggml
+    from localllm.device.types import Device, Figure, Finding, Memory
 
 
 def device(
@@ -21,6 +22,9 @@ def device(
     bandwidth: Annotated[
         float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
     ] = None,
+    ram: Annotated[
+        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -28,10 +32,13 @@ def device(
     import json
     import sys
 
+    from localllm.device import ggml, in_use
     from localllm.device.describe import device_to_json
-    from localllm.device.detect import detect
-    from localllm.device.named import overridden, resolve
+    from localllm.device.detect import hardware
+    from localllm.device.named import overridden, resolve, with_memory
     from localllm.errors import UsageError
+
+    build = None
 
     if name is not None:
         if measure:
@@ -40,11 +47,54 @@ def device(
     else:
         if measure:
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
-        found = overridden(detect(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth)
+        found = overridden(hardware(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth)
+        build = in_use.build_here(fresh=True)
+    found = with_memory(found, ram_gb=ram)
     if as_json:
-        print(json.dumps(device_to_json(found), indent=2, ensure_ascii=False))
+        body = device_to_json(found)
+        if build is not None:
+            body["llama_cpp"] = ggml.to_json(build)
+            body["differences"] = [vars_of(f) for f in ggml.differences(found, build)]
+        print(json.dumps(body, indent=2, ensure_ascii=False))
         return
     print("\n".join(lines(found)))
+    if build is not None:
+        print("\n".join(build_lines(found, build)))
+
+
+def vars_of(finding: Finding) -> dict[str, str]:
+    """A finding for --json."""
+    return {"level": finding.level, "message": finding.message, "fix": finding.fix}
+
+
+def build_lines(found: Device, build: ggml.Build) -> list[str]:
+    """What the installed llama.cpp can compute on, and where that is not what the system shows."""
+    from localllm.device import ggml
+
+    out = ["", f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp"]
+    for device in build.devices:
+        free = f"{device.memory_free_bytes / 1e9:.1f} of " if device.accelerator != "cpu" else ""
+        memory = f"{free}{device.memory_total_bytes / 1e9:.1f} GB{' free' if free else ''}"
+        most = device.largest_buffer_bytes
+        buffer = f", one buffer up to {most / 1e9:.1f} GB" if most is not None else ""
+        out.append(f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): {memory}{buffer}")
+        told = [*device.details, *device.capabilities]
+        if told:
+            out.append(f"            {', '.join(told)}")
+    out += _finding_lines(ggml.differences(found, build))
+    if found.accelerator not in ("cpu", "metal") and not build.failure and ggml.driven_by(found, build) == "cpu":
+        out += _more_with_the_gpu(found)
+    return out
+
+
+def _more_with_the_gpu(found: Device) -> list[str]:
+    """What a build that uses the GPU would give, by the prediction for a model that everybody knows."""
+    from localllm.cli import other_builds
+    from localllm.device.detect import detect
+
+    used = detect()
+    said = other_builds.sentence(used, found, other_builds.yardstick_plan(used))
+    return [f"    {said}"] if said else []
 
 
 def lines(found: Device) -> list[str]:
@@ -67,7 +117,12 @@ def lines(found: Device) -> list[str]:
     out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
     for label, value, known in rows:
         out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
-    for finding in found.findings:
+    return [*out, *_finding_lines(found.findings)]
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    out = []
+    for finding in findings:
         out.append(f"  {'!' if finding.level != 'info' else '·'} {finding.message}")
         if finding.fix:
             out.append(f"      {finding.fix}")
@@ -81,8 +136,8 @@ def _kind(found: Device) -> str:
 
 
 def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
-    now = f", {memory.available_bytes / GIB:.1f} free now" if memory.available_bytes != memory.limit_bytes else ""
-    value = f"{memory.limit_bytes / GIB:.1f} GiB usable of {memory.total_bytes / GIB:.1f}{now}"
+    now = f", {memory.available_bytes / 1e9:.1f} free now" if memory.available_bytes != memory.limit_bytes else ""
+    value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}{now}"
     return label, value, f"{memory.basis}: {memory.source}"
 
 

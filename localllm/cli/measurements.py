@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +20,7 @@ class Record:
     """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated.
 
     `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older record without it).
+    The last three: where the model lay, as in the planner's Placement (an older record: wholly on the accelerator).
     """
 
     machine: str
@@ -42,6 +42,9 @@ class Record:
     file: str = ""
     short_tok_s: float = 0.0
     short_depth: int = 0
+    gpu_layers: int = -1
+    experts_on_host: int = 0
+    kv_on_host: bool = False
 
 
 def path() -> Path:
@@ -84,14 +87,15 @@ def keep(record: Record, file: Path | None = None) -> None:
 
     runs = [*[r for r in load(target) if not same(r)][-(KEEP - 1) :], record]
     body = {"runs": [{f.name: getattr(r, f.name) for f in fields(Record)} for r in runs]}
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(body, indent=1), encoding="utf-8")
-    os.replace(partial, target)
+    paths.write_private(target, json.dumps(body, indent=1))
 
 
-def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]) -> tuple[Measured, ...]:
-    """The records of this machine whose model is known, in the planner's terms."""
+def for_planner(
+    records: list[Record], machine: str, models: Mapping[str, Model], *, where: str = "here"
+) -> tuple[Measured, ...]:
+    """The records of this machine whose model is known, in the planner's terms; `where` they were measured."""
     from localllm.planner.speed import Measured
+    from localllm.planner.types import DEFAULT_BATCH, Placement
     from localllm_catalog.types import Variant
 
     found = []
@@ -117,6 +121,9 @@ def for_planner(records: list[Record], machine: str, models: Mapping[str, Model]
                 r.date,
                 r.short_tok_s,
                 r.short_depth,
+                where,
+                Placement(r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host),
+                r.n_ubatch or DEFAULT_BATCH,
             )
         )
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +54,8 @@ def _print_json(body: Any) -> None:
     print(json.dumps(body, indent=2, ensure_ascii=False))
 
 
-def _table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -66,10 +68,10 @@ def _rows(found: list[LocalModel]) -> str:
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
     rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
-    return _table([head, *rows], right=(2,))
+    return table([head, *rows], right=(2,))
 
 
-@app.command("list")
+@app.command("list", short_help="Every model on this disk, whoever put it there.")
 def list_models(as_json: _Json = False) -> None:
     """Every model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
     import sys
@@ -88,7 +90,7 @@ def list_models(as_json: _Json = False) -> None:
         )
 
 
-@app.command()
+@app.command(short_help="What a model is and where its files are.")
 def info(
     ref: Annotated[str, typer.Argument(metavar="MODEL", help="Installed name, catalog id, or path.")],
     as_json: _Json = False,
@@ -134,6 +136,7 @@ def _facts(model: Model | None) -> dict[str, Any] | None:
         "licence": model.licence,
         "release_date": model.release_date,
         "modality": list(model.modality),
+        "image_tokens": asdict(model.image_tokens) if model.image_tokens else None,
         "variants": [
             {
                 "format": v.format,
@@ -142,6 +145,8 @@ def _facts(model: Model | None) -> dict[str, Any] | None:
                 "files": list(v.files),
                 "bytes": v.file_bytes,
                 "exact": v.exact,
+                "mmproj": v.mmproj_file or None,
+                "mmproj_bytes": v.mmproj_bytes or None,
             }
             for v in model.variants
         ],
@@ -167,11 +172,12 @@ def _info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     if local is None and model is not None:
         head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
         rows = [(v.quant, v.format, ("" if v.exact else "~") + gb(v.file_bytes), v.repo) for v in model.variants]
-        lines += ["", _table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
+        lines += ["", table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
     return lines
 
 
 def _model_facts(model: Model) -> list[tuple[str, str]]:
+    from localllm.cli.seeing import image_facts
     from localllm_catalog import shapes
 
     size = f"{model.params_total / 1e9:.2f} B parameters"
@@ -182,6 +188,8 @@ def _model_facts(model: Model) -> list[tuple[str, str]]:
         ("parameters", size),
         ("context", f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes of KV each at f16"),
     ]
+    if seen := image_facts(model):
+        facts.append(("images", seen))
     if model.licence:
         facts.append(("licence", model.licence))
     return facts
@@ -207,7 +215,7 @@ def rm(
         store.check_ours(model)
     total = sum(m.size_bytes for m in chosen)
     listed = ", ".join(f"{m.name} {m.quant}".strip() for m in chosen)
-    if not yes and not _confirmed(f"remove {listed} ({gb(total)})?"):
+    if not yes and not confirmed(f"remove {listed} ({gb(total)})?"):
         return
     freed = {f"{m.name} {m.quant}".strip(): store.rm(m) for m in chosen}
     if as_json:
@@ -233,7 +241,7 @@ def _handle(model: LocalModel) -> str:
     return f"{model.repo or model.name}:{model.quant}" if model.quant else model.repo or model.name
 
 
-def _confirmed(question: str) -> bool:
+def confirmed(question: str) -> bool:
     """Ask on the terminal; without one, refuse with the flag that answers for the user."""
     import sys
 
@@ -258,7 +266,7 @@ def du(as_json: _Json = False) -> None:
         _print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
         return
     rows = [(u.origin, str(u.n_models), gb(u.size_bytes)) for u in usage]
-    print(_table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", gb(total))], right=(1, 2)))
+    print(table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", gb(total))], right=(1, 2)))
 
 
 @app.command()
@@ -303,7 +311,7 @@ def _verdict(checked: Any) -> str:
     return f"BAD    {name}: {checked.detail}\n       {checked.model.path}"
 
 
-@app.command()
+@app.command(short_help="Remove unfinished downloads and unused files.")
 def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     yes: _Yes = False,
@@ -321,7 +329,7 @@ def prune(
         for item in waste:
             print(f"{gb(item.size_bytes):>9}  {item.why}: {item.path}")
     freed = 0
-    if waste and not dry_run and (yes or _confirmed(f"remove {len(waste)} file(s), {gb(total)}?")):
+    if waste and not dry_run and (yes or confirmed(f"remove {len(waste)} file(s), {gb(total)}?")):
         freed = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]

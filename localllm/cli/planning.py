@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
+    from localllm.planner.kv_choice import KvEvidence
+    from localllm.planner.placing import Wish
     from localllm.planner.speed import Measured
     from localllm.planner.types import Plan
     from localllm.settings import Settings
@@ -37,9 +39,11 @@ def plan_file(
     overrides = Overrides(
         measured=_measured(device, model, catalog),
         kv_type="" if kv_type == "auto" else kv_type,
+        kv_evidence=_kv_evidence(local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
         draft=settings.value("draft"),
         draft_model=described(draft, catalog) if draft is not None else None,
+        wish=_wish_here(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
     plan = plan_for(device, model, model.variants[0], workload, overrides=overrides)
@@ -47,6 +51,61 @@ def plan_file(
         workload = replace(workload, context=plan.settings.n_ctx // 2)
         plan = plan_for(device, model, model.variants[0], workload, overrides=overrides)
     return plan
+
+
+def wish(settings: Settings) -> Wish:
+    """Where the person insists on having layers and experts. Raises UsageError for what is no number."""
+    from localllm.errors import UsageError
+    from localllm.planner.placing import Wish
+
+    def number(name: str) -> int | None:
+        text = str(settings.value(name)).lower()
+        if text in ("auto", "all"):
+            return None if text == "auto" else -1
+        if not text.isdecimal():
+            raise UsageError(f"{name} is a number of layers, all or auto, not {text!r}", param=name)
+        return int(text)
+
+    parts = [part.strip() for part in str(settings.value("split") or "").split(",") if part.strip()]
+    try:
+        split = tuple(float(part) for part in parts)
+    except ValueError:
+        split = (-1.0,)
+    if any(share < 0 for share in split) or (split and not any(split)):
+        raise UsageError(f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}", param="split")
+    return Wish(number("gpu_layers"), number("cpu_moe"), split or None)
+
+
+def _wish_here(settings: Settings, device: Device) -> Wish:
+    """What is wished for of this machine. Where others take layers too (`--with`), shares and counts of layers are of all
+    of their devices, which the plan of this one knows nothing of."""
+    from localllm.errors import UsageError
+
+    asked, workers = wish(settings), settings.value("workers")
+    if not workers:
+        return check_wish(asked, device)
+    there = len(workers) + (0 if device.accelerator == "cpu" else device.n_gpus)
+    if asked.tensor_split and len(asked.tensor_split) > there:
+        raise UsageError(
+            f"split names {len(asked.tensor_split)} shares, and the layers can lie on {there} devices",
+            hint="the workers' shares come first, in the order of --with, then those of this machine's GPUs",
+            param="split",
+        )
+    return replace(asked, gpu_layers=None, tensor_split=None)
+
+
+def check_wish(asked: Wish, device: Device) -> Wish:
+    """`asked`, unless `device` has no place for it: then UsageError."""
+    from localllm.errors import UsageError
+
+    if device.accelerator == "cpu" and (asked.tensor_split or (asked.gpu_layers or 0) > 0):
+        what = "gpu_layers" if (asked.gpu_layers or 0) > 0 else "split"
+        hint = "leave it out, or name another machine with --device"
+        raise UsageError(f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what)
+    if asked.tensor_split and len(asked.tensor_split) > device.n_gpus:
+        n, gpus = len(asked.tensor_split), "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
+        raise UsageError(f"split names {n} shares, and {device.name} has {gpus}", param="split")
+    return asked
 
 
 def described(local: LocalModel, catalog: Catalog) -> Model | None:
@@ -64,3 +123,17 @@ def _measured(device: Device, model: Model, catalog: Catalog) -> tuple[Measured,
     from localllm.cli import measurements
 
     return measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model})
+
+
+def _kv_evidence(local: LocalModel) -> tuple[KvEvidence, ...]:
+    """What KV types were measured to cost on these very files."""
+    from localllm import paths
+    from localllm.engine import kv_evidence
+    from localllm.planner.kv_choice import KvEvidence
+    from localllm_backends.llamacpp.weights import fingerprint
+
+    folder = paths.kv_evidence_dir()
+    if local.path.suffix != ".gguf" or not folder.is_dir():
+        return ()
+    found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
+    return tuple(KvEvidence(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)

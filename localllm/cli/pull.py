@@ -20,7 +20,7 @@ _REDRAW_EVERY_S = 0.1
 
 def pull(
     ref: Annotated[str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")],
-    mmproj: Annotated[bool, typer.Option("--mmproj", help="Bring the image projector too.")] = False,
+    mmproj: Annotated[bool, typer.Option(help="Bring the image projector too, where there is one.")] = True,
     offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

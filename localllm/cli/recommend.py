@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.asked import device_named, find_model, of_quant, overrides_for
+from localllm.cli.options import CpuMoe, GpuLayers, Split
+
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose
 
-_PURPOSES = ("chat", "coding", "autocomplete", "long")
+_PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 
 
 # As many parameters as the command has options, and as long for it: Typer reads them off the signature.
@@ -28,7 +32,7 @@ def recommend(
         typer.Option("-m", "--model", metavar="MODEL", help="What one model would need here, every variant."),
     ] = None,
     purpose: Annotated[
-        str, typer.Option("--for", metavar="PURPOSE", help="chat, coding, autocomplete or long (documents).")
+        str, typer.Option("--for", metavar="PURPOSE", help="chat, coding (agents), autocomplete or long (documents).")
     ] = "chat",
     context: Annotated[
         int, typer.Option("--context", metavar="TOKENS", min=0, help="Context length (default: by purpose).")
@@ -39,122 +43,224 @@ def recommend(
     parallel: Annotated[
         int, typer.Option("--parallel", metavar="N", min=1, help="Requests to serve at once, each with that context.")
     ] = 1,
-    explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic of the first plan.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="First the arithmetic of the first plan.")] = False,
+    at: Annotated[
+        float, typer.Option("--at", metavar="TOK_S", min=0.0, help="With -m: which machines reach this decode speed.")
+    ] = 0.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Machines side by side: --compare NAME NAME … (in quotes).")
+    ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")] = False,
-    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="With --plot: the picture to write.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE | NAME…]", help="With --plot: the picture to write; with --compare: machines."),
+    ] = None,
     what_if: Annotated[
         list[str] | None, typer.Option("--what-if", metavar="NAME", help="Compare with another machine (repeatable).")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="List every model that fits, and why others don't.")
     ] = False,
+    sees: Annotated[bool, typer.Option("--sees", help="Only models that read images.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")] = False,
     memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")] = None,
     bandwidth: Annotated[
         float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
     ] = None,
+    ram: Annotated[
+        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+    ] = None,
+    vram_headroom: Annotated[
+        float, typer.Option("--vram-headroom", metavar="GB", min=0.0, help="GB of its GPU's memory to leave to others.")
+    ] = 0.0,
+    gpu_layers: GpuLayers = None,
+    cpu_moe: CpuMoe = None,
+    split: Split = None,
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="LINK", help="Machines joined by 10gbe, thunderbolt5 or connectx7 (with -m)."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (recommend never does).")] = False,
+    as_list: Annotated[bool, typer.Option("--plain", help="Print the list, also on a terminal.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (a list never does).")] = False,
 ) -> None:
-    """Recommend models for this machine, with the memory and the speed to expect."""
+    """Recommend models for this machine, with the memory and the speed to expect.
+
+    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
+    models too; --plain, a pipe, --json and the options that ask for one answer print a list.
+    """
+    from localllm.cli import other_builds, seeing
     from localllm.cli import recommend_view as view
+    from localllm.cli.planning import check_wish, wish
+    from localllm.device.named import with_memory
     from localllm.errors import UsageError
-    from localllm.library.catalog import load_catalog
+    from localllm.library.catalog import age_days, load_catalog, user_folder
     from localllm.planner import recommend as planner
-    from localllm.planner.types import Workload
+    from localllm.settings import Settings
 
     if purpose not in _PURPOSES:
         raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
-    if file is not None and not plot:
-        raise UsageError(f"{file!r} is only read with --plot", hint="localllm recommend --plot roofline.svg")
-    workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
+    if link is not None:
+        from localllm.cli import recommend_cluster
+
+        workload = _workload(purpose, context, parallel, min_speed)
+        view.out(recommend_cluster.told(device, link, model, workload, as_json=as_json))
+        return
+    if compare:
+        _compare(names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json)
+        return
+    asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram, vram_headroom,
+                parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
+    if not any(asks_one) and _on_a_terminal():
+        import gc
+
+        from localllm.cli.recommend_screen import open_screen
+
+        gc.enable()  # a screen stays open
+        open_screen(_purpose(purpose), context, device or "", memory or 0.0, offline=offline)
+        return
+    file = _picture(names, plot=plot)
+    if at and model is None:
+        raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
+    workload = _workload(purpose, context, parallel, min_speed)
     catalog = load_catalog()
-    machine = _device(device, memory, bandwidth)
-    overrides = _overrides(machine, catalog)
+    if model is not None and at:
+        _reaching(model, catalog, workload, at, as_json=as_json)
+        return
+    machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
+    placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
+    overrides = replace(overrides_for(machine, catalog), wish=placed, sees=sees)
     if check:
         view.out(view.check(machine, catalog, as_json=as_json))
         return
     if model is not None:
-        one = find_model(model, catalog)
-        plans = planner.variants_of(machine, one, workload, overrides=overrides)
+        one, quant = find_model(model, catalog)
+        one = next(iter(seeing.that_see([one])), one) if sees else one
+        plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
         best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
         if best is not None:
             plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
             plans = [best if p is plain else p for p in plans]
-        _show_model(one, plans, best, machine, workload, explain=explain, as_json=as_json)
+        installed = _installed(plans, machine, catalog)
+        _show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
         return
-    answer = planner.recommend(machine, catalog.models, workload, overrides=overrides, limit=0 if everything else 8)
+    models = seeing.that_see(catalog.models) if sees else catalog.models
+    answer = planner.recommend(machine, models, workload, overrides=overrides, limit=0 if everything else 8)
     if plot:
         _plot(machine, list(answer.plans), file)
         return
     if what_if:
-        others = [_device(name, None, None) for name in what_if]
+        others = [device_named(name, None, None) for name in what_if]
         answers = [
             answer,
-            *(planner.recommend(d, catalog.models, workload, overrides=_overrides(d, catalog)) for d in others),
+            *(
+                planner.recommend(d, models, workload, overrides=replace(overrides_for(d, catalog), sees=sees))
+                for d in others
+            ),
         ]
         view.out(view.comparison([machine, *others], answers, as_json=as_json))
         return
     if as_json:
         view.out([view.json_text(answer, machine)])
         return
-    view.out(view.table(answer, machine, everything=everything))
     if explain and answer.plans:
         from localllm.planner.explain import explain as lines
 
-        view.out(["", *lines(answer.plans[0], machine)])
+        view.out([*lines(answer.plans[0], machine, columns=view.width()), ""])
+    view.out(
+        view.table(
+            answer,
+            machine,
+            everything=everything,
+            installed=_installed(answer.plans, machine, catalog),
+            listings_days=age_days(user_folder()),
+        )
+    )
+    view.out(other_builds.note(machine, answer.plans))
+
+
+def _on_a_terminal() -> bool:
+    """Whether a person is at both ends of a terminal that can show a screen."""
+    import os
+    import sys
+
+    return os.environ.get("TERM") != "dumb" and all(s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Workload:
+    from localllm.planner.types import Workload
+
+    return Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
+
+
+def _picture(names: list[str] | None, *, plot: bool) -> str | None:
+    """The one FILE of --plot. Raises UsageError for names that no option reads."""
+    from localllm.errors import UsageError
+
+    if names and not plot:
+        hint = "localllm recommend --plot roofline.svg, or --compare NAME NAME"
+        raise UsageError(f"{names[0]!r} is only read with --plot or --compare", hint=hint)
+    if names and len(names) > 1:
+        raise UsageError(f"--plot writes one picture, not {len(names)}")
+    return names[0] if names else None
+
+
+def _compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
+    """Named machines side by side, for one purpose."""
+    from localllm.cli import recommend_view as view
+    from localllm.errors import UsageError
+    from localllm.library.catalog import load_catalog
+    from localllm.planner import recommend as planner
+
+    if len(names) < 2:
+        raise UsageError(
+            "--compare needs two machines or more", hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"'
+        )
+    catalog = load_catalog()
+    machines = [device_named(name, None, None) for name in names]
+    limit = 0 if everything else 8
+    answers = [
+        planner.recommend(d, catalog.models, workload, overrides=overrides_for(d, catalog), limit=limit)
+        for d in machines
+    ]
+    view.out(view.comparison(machines, answers, as_json=as_json))
+
+
+def _reaching(reference: str, catalog: Catalog, workload: Workload, tok_s: float, *, as_json: bool) -> None:
+    """The machines of the table that run one model at a speed."""
+    from dataclasses import replace
+
+    from localllm.cli import recommend_view as view
+    from localllm.device.named import everything
+    from localllm.library.names import same_quant
+    from localllm.planner import backwards
+    from localllm.planner.plan import Overrides
+
+    model, quant = find_model(reference, catalog)
+    if quant:
+        model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
+    # Both engines: the question is about machines one does not have, not about this installation.
+    reach = backwards.reaching(everything(), model, workload, tok_s, overrides=Overrides())
+    view.out(view.reach(model, tok_s, reach, as_json=as_json))
 
 
 def _purpose(name: str) -> Purpose:
     from typing import cast
 
-    return cast("Purpose", name)
+    # Agents are what coding plans are made for: their prompts, their cached prefixes, their evidence.
+    return cast("Purpose", "coding" if name == "agents" else name)
 
 
-def _device(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
-    from localllm.device.detect import detect
-    from localllm.device.named import overridden, resolve
+def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
+    """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
+    from localllm.library import store
+    from localllm.library.resolve import matching
 
-    if name is not None:
-        return resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
-    # The first time on an unknown machine its bandwidth is measured (a second), then remembered.
-    return overridden(detect(measure=True), memory_gb=memory, bandwidth_gbps=bandwidth)
-
-
-def _overrides(device: Device, catalog: Catalog) -> Overrides:
-    from localllm.cli import measurements
-    from localllm.planner.plan import Overrides
-
-    engines = registered_backends()
-    if device.simulated:
-        return Overrides(backends=engines)
-    measured = measurements.for_planner(measurements.load(), device.name, catalog.by_id)
-    return Overrides(measured=measured, backends=engines)
-
-
-def registered_backends() -> tuple[str, ...]:
-    """Names of the engines this installation has: what it can't run it does not recommend, on any machine."""
-    from importlib.metadata import entry_points
-
-    return tuple(sorted({entry.name for entry in entry_points(group="localllm.backends")})) or ("llamacpp",)
-
-
-def find_model(reference: str, catalog: Catalog) -> Model:
-    """A catalog id, or the header of a GGUF file on this disk. Raises ModelNotFoundError, ModelFileError."""
-    from localllm.errors import ModelNotFoundError
-    from localllm.library.catalog import read_model
-
-    path = Path(reference).expanduser()
-    if path.suffix == ".gguf" and path.exists():
-        return read_model(path)
-    found = catalog.get(reference.partition(":")[0])
-    if found is None:
-        near = catalog.suggest(reference)
-        hint = f"did you mean {', '.join(near)}?" if near else "see `localllm models list`"
-        raise ModelNotFoundError(f"the catalog has no model {reference!r}", hint=hint)
-    return found
+    there = [] if device.simulated else store.scan()
+    named = {(p.model.id, p.variant.quant) for p in plans} if there else set()
+    return frozenset((i, quant) for i, quant in named if matching(f"{i}:{quant}", there, catalog=catalog))
 
 
 def _show_model(
@@ -163,6 +269,7 @@ def _show_model(
     best: Plan | None,
     device: Device,
     workload: Workload,
+    installed: frozenset[tuple[str, str]],
     *,
     explain: bool,
     as_json: bool,
@@ -178,13 +285,13 @@ def _show_model(
     if as_json:
         view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
         return
-    view.out(view.model_table(model, plans, device))
-    if best is not None:
-        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
     if explain:
         from localllm.planner.explain import explain as lines
 
-        view.out(["", *lines(best or plans[0], device)])
+        view.out([*lines(best or plans[0], device, columns=view.width()), ""])
+    view.out(view.model_table(model, plans, device, installed=installed))
+    if best is not None:
+        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
 
 
 def _plot(device: Device, plans: list[Plan], file: str | None) -> None:

@@ -1,24 +1,30 @@
-"""How `recommend` looks: tables that fit 80 columns, memory bars, JSON. Plain text; nothing here decides anything."""
+"""How `recommend` looks: tables as wide as the terminal, memory bars, JSON. Plain text; nothing here decides anything."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm.planner.why import gb, rate
+from localllm.planner.waiting import span
+from localllm.planner.why import gb, mb, rate
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
+    from localllm.planner.backwards import Reach
     from localllm.planner.types import Plan, Range, Recommendation
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model
 
-WIDTH = 80
-GIB = 1 << 30
+# Narrower than this tables can't be read anyway; wider than this sentences can't.
+_NARROWEST, _WIDEST = 60, 160
 _BAR = 10
+# What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar its place.
+_ROW_COLUMNS = 43
+_LEAST_NAME = 20
 _BIGGER_SHOWN = 4
 
 
@@ -32,6 +38,15 @@ def out(lines: Iterable[str]) -> None:
         except UnicodeEncodeError:
             line = line.translate(plain).encode(encoding, "replace").decode(encoding)
         print(line)
+
+
+def width() -> int:
+    """Columns to fill: the terminal's, or 80 where there is none (COLUMNS says otherwise)."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+
+
+def _wrapped(text: str, first: str = "", further: str = "") -> list[str]:
+    return textwrap.wrap(text, width(), initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
 
 
 def bar(share: float, width: int = _BAR) -> str:
@@ -48,15 +63,8 @@ def _speed(value: Range) -> str:
     return f"{rate(value.low)}–{rate(value.high)}"
 
 
-def seconds(value: float) -> str:
-    """0.4 s, 12 s, 3.1 min."""
-    if value < 9.95:
-        return f"{value:.1f} s"
-    return f"{value:.0f} s" if value < 120 else f"{value / 60:.1f} min"
-
-
 def heading(device: Device, what: str) -> list[str]:
-    """Two lines: what is shown, and what the machine offers with how that is known."""
+    """What is shown, and what the machine offers with how that is known."""
     known = device.bandwidth_gbps
     bandwidth = f"{known.value:,.0f} GB/s ({known.basis})" if known else "bandwidth unknown"
     memory = device.memory
@@ -64,25 +72,53 @@ def heading(device: Device, what: str) -> list[str]:
     if memory.available_bytes < memory.limit_bytes:
         free = f", {gb(memory.available_bytes)} free now"
     return [
-        _clip(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", WIDTH),
-        _clip(f"{gb(memory.limit_bytes)} usable of {gb(memory.total_bytes)}{free}; {bandwidth}", WIDTH),
+        *_wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
+        *_wrapped(
+            f"{gb(memory.limit_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}", further="  "
+        ),
     ]
 
 
-_HEAD = f"    {'model':25} {'quant':10} {'memory':>8} {'of usable':10} {'tok/s':>9} {'1st':>6}"
+Installed = frozenset[tuple[str, str]]
+_NOTHING: Installed = frozenset()
 
 
-def _row(number: str, plan: Plan) -> str:
-    quant = plan.variant.quant + ("*" if plan.backend == "mlx" else "")
-    share = plan.memory.total_bytes / max(1, plan.memory.limit_bytes)
-    return (
-        f"{number:>3} {_clip(plan.model.name, 25):25} {_clip(quant, 10):10} {gb(plan.memory.total_bytes):>8} "
-        f"{bar(share):10} {_speed(plan.decode_tok_s):>9} {seconds(plan.ttft_s.value):>6}"
-    ).rstrip()
+def _marked(plan: Plan, installed: Installed) -> str:
+    """The quant with what the footnotes explain: ~ constructed, * MLX, + on this disk."""
+    here = (plan.model.id, plan.variant.quant) in installed
+    made = "~" if plan.variant.is_estimate and not here else ""
+    return f"{made}{plan.variant.quant}{'*' if plan.backend == 'mlx' else ''}{'+' if here else ''}"
 
 
-def table(answer: Recommendation, device: Device, *, everything: bool = False) -> list[str]:
-    """The picks with their reasons, then what does not fit; with `everything` every model and its reason."""
+def _rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, list[str]]:
+    """The head and a row for each plan; narrow terminals lose the bar, wide ones show names whole."""
+    room = width() - _ROW_COLUMNS
+    with_bar = room - _BAR - 1 >= _LEAST_NAME
+    name = min(max([_LEAST_NAME, *(len(p.model.name) for p in plans)]), room - (_BAR + 1 if with_bar else 0))
+    usable = f"{'of usable':{_BAR}} " if with_bar else ""
+    head = f"    {'model':{name}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'1st':>6}"
+    rows = []
+    for number, plan in enumerate(plans, 1):
+        filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
+        rows.append(
+            f"{number:>3} {_clip(plan.model.name, name):{name}} {_clip(_marked(plan, installed), 12):12} "
+            f"{gb(plan.memory.total_bytes):>8} {filled}{_speed(plan.decode_tok_s):>9} {span(plan.ttft_s.value):>6}"
+        )
+    return head, rows
+
+
+def table(
+    answer: Recommendation,
+    device: Device,
+    *,
+    everything: bool = False,
+    installed: Installed = _NOTHING,
+    listings_days: int = 0,
+) -> list[str]:
+    """The picks with their reasons, then what does not fit; with `everything` every model and its reason. `installed`:
+    ids and quants of models that are on this disk. `listings_days`: the age of the catalog's listings."""
+    from localllm.cli.seeing import image_facts
+    from localllm.library.catalog import OLD_DAYS
     from localllm.planner import needs
 
     need = needs.need_of(answer.workload)
@@ -90,23 +126,32 @@ def table(answer: Recommendation, device: Device, *, everything: bool = False) -
     if not answer.plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
     else:
-        lines += ["", _HEAD]
-        for i, plan in enumerate(answer.plans, 1):
-            lines.append(_row(str(i), plan))
+        head, rows = _rows(answer.plans, installed)
+        lines += ["", head]
+        for row, plan in zip(rows, answer.plans, strict=True):
+            lines.append(row)
             reason = f"{plan.settings.n_ctx // 1024}k {plan.settings.kv_type} context; {plan.why}"
-            lines += textwrap.wrap(reason, WIDTH - 4, initial_indent="    ", subsequent_indent="    ")
+            lines += _wrapped(reason, "    ", "    ")
+            if plan.memory.projector_bytes:
+                gb = plan.memory.projector_bytes / 1e9
+                lines += _wrapped(f"images: {gb:.1f} GB for the projector; {image_facts(plan.model)}", "    ", "    ")
         lines += [
             "",
-            *_footnotes(answer.plans, device, need.prompt_tokens),
+            *_footnotes(answer.plans, device, need.prompt_tokens, installed),
             *further(answer.plans[0], "about the first:"),
         ]
+    if listings_days > OLD_DAYS:
+        lines += _wrapped(
+            f"the catalog's listings are {listings_days} days old; read them anew: localllm catalog update",
+            further="  ",
+        )
     hidden = [r for r in answer.rejected if everything or r.kind in ("memory", "speed", "context")]
     if hidden:
         lines += ["", "Not offered:"]
         shown = hidden if everything else hidden[:_BIGGER_SHOWN]
         for r in shown:
             text = f"{r.model.name}: {r.reason}"
-            lines += textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+            lines += _wrapped(text, "  ", "    ")
         if len(hidden) > len(shown):
             lines.append(f"  … and {len(hidden) - len(shown)} more (--all)")
     return lines
@@ -116,44 +161,59 @@ def further(plan: Plan, title: str) -> list[str]:
     """The plan's further reasons under a title: how far its context goes, the other engine, drafting."""
     lines = [title] if plan.reasons else []
     for reason in plan.reasons:
-        lines += textwrap.wrap(reason, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+        lines += _wrapped(reason, "  ", "    ")
     return lines
 
 
-def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int) -> list[str]:
+def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed) -> list[str]:
     bases = list(dict.fromkeys(p.decode_tok_s.basis for p in plans))
-    notes = [f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}"]
-    if any(p.backend == "mlx" for p in plans):
-        notes.append("* runs on MLX; the others on llama.cpp")
-    notes += textwrap.wrap("speeds from " + "; ".join(bases[:3]), WIDTH, subsequent_indent="  ")
+    notes = [
+        *_wrapped(f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}", further="  "),
+        *_marks(plans, installed),
+        *_wrapped("speeds from " + "; ".join(bases[:3]), further="  "),
+    ]
     if not device.simulated:
         reference = f"{plans[0].model.id}:{plans[0].variant.quant}"
         notes += ["run the first:", f"  localllm pull {reference}", f"  localllm chat -m {reference}"]
     return notes
 
 
-def model_table(model: Model, plans: Sequence[Plan], device: Device) -> list[str]:
+def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
+    """What the signs beside the quants mean, of those that are there."""
+    meanings = (
+        ("~", "no listing shows this file: its name and size are what they would be"),
+        ("*", "runs on MLX; the others on llama.cpp"),
+        ("+", "installed"),
+    )
+    used = "".join(_marked(p, installed) for p in plans)
+    return [line for sign, text in meanings if sign in used for line in _wrapped(f"{sign} {text}", further="  ")]
+
+
+def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = _NOTHING) -> list[str]:
     """Every variant of one model, whether it fits, and how memory grows with context."""
-    lines = heading(device, f"{model.name}: every variant")
-    lines += ["", f"  {'quant':12} {'file':>8} {'memory':>9} {'of usable':10} {'fits':5} {'tok/s':>9} {'longest':>8}"]
+    lines = heading(device, f"{model.name}: every variant" if len(plans) > 1 else model.name)
+    with_bar = width() >= 80
+    usable = f"{'of usable':{_BAR}} " if with_bar else ""
+    lines += ["", f"  {'quant':12} {'file':>8} {'memory':>9} {usable}{'fits':5} {'tok/s':>9} {'longest':>8}"]
     for plan in plans:
-        quant = plan.variant.quant + ("*" if plan.backend == "mlx" else "")
-        share = plan.memory.total_bytes / max(1, plan.memory.limit_bytes)
+        filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
         longest = f"{plan.max_ctx // 1024}k" if plan.max_ctx >= 1024 else "none"
         lines.append(
-            f"  {_clip(quant, 12):12} {gb(plan.variant.file_bytes):>8} {gb(plan.memory.total_bytes):>9} "
-            f"{bar(share):10} {plan.fits:5} {_speed(plan.decode_tok_s) if plan.fits != 'no' else '–':>9} {longest:>8}"
+            f"  {_clip(_marked(plan, installed), 12):12} {gb(plan.variant.file_bytes):>8} "
+            f"{gb(plan.memory.total_bytes):>9} {filled}{plan.fits:5} "
+            f"{_speed(plan.decode_tok_s) if plan.fits != 'no' else '–':>9} {longest:>8}"
         )
     first = plans[0]
     lines += [
         "",
-        f"memory at {first.settings.n_ctx:,} tokens of context; each further 1,024 tokens cost:",
-        *(f"  {kind:9} {cost / 2**20:8.2f} MiB" for kind, cost in _slopes(model)),
-        "longest: the context that still fits; tok/s: 80 % range, context nearly empty",
-        *textwrap.wrap("speeds from " + first.decode_tok_s.basis, WIDTH, subsequent_indent="  "),
+        *_wrapped(
+            f"memory at {first.settings.n_ctx:,} tokens of context; each further 1,024 tokens cost:", further="  "
+        ),
+        *(f"  {kind:9} {mb(cost):>11}" for kind, cost in _slopes(model)),
+        *_wrapped("longest: the context that still fits; tok/s: 80 % range, context nearly empty", further="  "),
+        *_wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
+        *_marks(plans, installed),
     ]
-    if any(p.backend == "mlx" for p in plans):
-        lines.append("* runs on MLX; the others on llama.cpp")
     return lines
 
 
@@ -182,17 +242,51 @@ def comparison(devices: Sequence[Device], answers: Sequence[Recommendation], *, 
         return [json.dumps({"machines": both}, indent=2, ensure_ascii=False)]
     lines: list[str] = []
     for device, answer in zip(devices, answers, strict=True):
-        lines += [*heading(device, "Best"), _HEAD]
-        lines += [_row(str(i), plan) for i, plan in enumerate(answer.plans[:4], 1)]
-        lines.append("")
+        head, rows = _rows(answer.plans[:4], _NOTHING)
+        lines += [*heading(device, "Best"), head, *rows, ""]
     speeds: dict[str, list[str]] = {}
     for i, answer in enumerate(answers):
         for plan in answer.plans:
             speeds.setdefault(plan.model.name, ["–"] * len(answers))[i] = rate(plan.decode_tok_s.value)
     shared = [(name, row) for name, row in speeds.items() if sum(cell != "–" for cell in row) > 1]
     if shared:
-        lines.append("tok/s of what both run: " + " / ".join(_clip(d.name, 20) for d in devices))
+        lines += _wrapped("tok/s of what more than one runs: " + " / ".join(d.name for d in devices), further="  ")
         lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in shared]
+    return lines
+
+
+_REACH_SHOWN = 24
+
+
+def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[str]:
+    """The machines that run a model at a speed, slowest memory first, and the one that nearly does."""
+    if as_json:
+        machines = [
+            {"device": d.name, "quant": p.variant.quant, "backend": p.backend, "fits": p.fits,
+             "decode_tok_s": round(p.decode_tok_s.value, 1), "memory_bytes": p.memory.total_bytes}
+            for d, p in found.found
+        ]  # fmt: skip
+        return [json.dumps({"model": model.id, "at_tok_s": tok_s, "machines": machines}, indent=2, ensure_ascii=False)]
+    lines = _wrapped(
+        f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size", further="  "
+    )
+    if not found.found:
+        lines.append("  no machine of the table reaches that")
+    else:
+        name = min(max(len(d.name) for d, _ in found.found), width() - 42)
+        lines.append(f"  {'machine':{name}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}")
+        for device, plan in found.found[:_REACH_SHOWN]:
+            gbps = device.bandwidth_gbps.value if device.bandwidth_gbps else 0.0
+            lines.append(
+                f"  {_clip(device.name, name):{name}} {gbps:>6,.0f} {_clip(_marked(plan, _NOTHING), 12):12} "
+                f"{gb(plan.memory.total_bytes):>9} {_speed(plan.decode_tok_s):>9}"
+            )
+        if len(found.found) > _REACH_SHOWN:
+            lines.append(f"  … and {len(found.found) - _REACH_SHOWN} with faster memory (--json lists all)")
+    if found.nearest is not None:
+        device, plan = found.nearest
+        text = f"the fastest that holds it and does not: {device.name}, {rate(plan.decode_tok_s.value)} tok/s"
+        lines += _wrapped(f"{text} ({plan.variant.quant})", further="  ")
     return lines
 
 
@@ -221,11 +315,14 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     if not results:
         return [f"nothing has been measured on {device.name} yet: run `localllm bench`"]
     lines = [f"Predicted beside measured on {device.name}", ""]
-    lines.append(f"  {'model':28} {'quant':8} {'memory':>17} {'decode tok/s':>21}")
+    name = min(max(len(x.name) for x in results), width() - 51)
+    lines.append(f"  {'model':{name}} {'quant':8} {'memory':>17} {'decode tok/s':>21}")
     for x in results:
-        lines.append(f"  {_clip(x.name, 28):28} {_clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}")
+        lines.append(
+            f"  {_clip(x.name, name):{name}} {_clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}"
+        )
         for cause in x.causes:
-            lines += textwrap.wrap(cause, WIDTH - 6, initial_indent="      ", subsequent_indent="      ")
+            lines += _wrapped(cause, "      ", "      ")
     return lines
 
 

@@ -68,7 +68,11 @@ async def fim_prompt(
     """
     fim = engine.info.fim_tokens
     if not {"pre", "suf", "mid"} <= set(fim):
-        raise UnsupportedError("this model has no fill-in-the-middle tokens: it can't honour a suffix", param="suffix")
+        raise UnsupportedError(
+            "this model has no fill-in-the-middle tokens: it can't honour a suffix",
+            hint="name one that has: `localllm recommend --for autocomplete` lists some",
+            param="suffix",
+        )
     window = engine.info.n_ctx - min(answer_tokens or 256, engine.info.n_ctx // 2)
     before = await engine.tokenize(prefix, special=False)
     after = await engine.tokenize(suffix, special=False)

@@ -1,4 +1,4 @@
-"""Conversations on disk: one SQLite file, safe from any thread, that loses nothing when a program dies mid-answer."""
+"""Conversations on disk: trees of turns in one SQLite file, safe from any thread, that lose nothing when a program dies."""
 
 from __future__ import annotations
 
@@ -8,37 +8,15 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from localllm import paths
+from localllm.conversation import history_schema, history_search
 from localllm.errors import LocalLLMError, NotFoundError
-
-_SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS conversations (
-    id TEXT PRIMARY KEY,
-    title TEXT NOT NULL,
-    model TEXT NOT NULL,
-    created_s REAL NOT NULL,
-    updated_s REAL NOT NULL
-);
-CREATE TABLE IF NOT EXISTS messages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    conversation_id TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
-    role TEXT NOT NULL,
-    content TEXT NOT NULL,
-    reasoning TEXT,
-    meta TEXT NOT NULL DEFAULT '{}',
-    complete INTEGER NOT NULL DEFAULT 1,
-    created_s REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS messages_of ON messages(conversation_id, id);
-CREATE INDEX IF NOT EXISTS by_age ON conversations(updated_s DESC);
-"""
 
 
 class HistoryError(LocalLLMError):
@@ -48,9 +26,17 @@ class HistoryError(LocalLLMError):
     default_hint = "check the free disk space and the permissions of the data directory"
 
 
+class TurnGoneError(HistoryError):
+    """The turn that another was to follow has been removed, by another window."""
+
+    code = "turn_gone"
+    default_hint = "open the conversation again"
+
+
 @dataclass(frozen=True, slots=True)
 class ConversationSummary:
-    """One line of the list of conversations. Times are Unix seconds."""
+    """One line of the list of conversations. Times are Unix seconds; `n_messages` are those of all branches; `titled`
+    says who made the title: 0 nobody (it is the beginning of the first question), 1 a model, 2 a person."""
 
     id: str
     title: str
@@ -58,11 +44,15 @@ class ConversationSummary:
     created_s: float
     updated_s: float
     n_messages: int
+    titled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One message. `complete` is False while its answer is (or was, if the program died) still streaming."""
+    """One message. `complete` is False while its answer is (or was, if the program died) still streaming.
+
+    `parent_id` is the turn it follows, 0 for none; a system prompt's says where it was set.
+    """
 
     id: int
     role: str
@@ -71,6 +61,7 @@ class StoredMessage:
     meta: dict[str, Any] = field(default_factory=dict)
     complete: bool = True
     created_s: float = 0.0
+    parent_id: int = 0
 
 
 def default_path() -> Path:
@@ -96,16 +87,15 @@ class History:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA foreign_keys=ON")
             version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-            if version > _SCHEMA_VERSION:
+            if version > history_schema.VERSION:
                 self._db.close()
                 raise HistoryError(
                     f"the conversations were written by a newer release (schema {version}, this one reads "
-                    f"{_SCHEMA_VERSION})",
+                    f"{history_schema.VERSION})",
                     hint="upgrade localllm, or move conversations.db away to start a new one",
                 )
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
-        except (OSError, sqlite3.Error) as e:
+            history_schema.prepare(self._db)
+        except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:  # the last three: an old row unreadable
             if hasattr(self, "_db"):
                 self._db.close()
             raise HistoryError(f"the conversations can't be opened: {e}") from e
@@ -115,7 +105,7 @@ class History:
         conv_id = secrets.token_hex(8)
         now = time.time()
         with self._write() as db:
-            db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", (conv_id, title, model, now, now))
+            db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)", (conv_id, title, model, now, now))
         return conv_id
 
     def append(
@@ -127,17 +117,48 @@ class History:
         reasoning: str | None = None,
         meta: dict[str, Any] | None = None,
         complete: bool = True,
+        parent: int | None = None,
     ) -> int:
-        """Add a message and return its id. An answer about to stream starts `complete=False`; see `update_partial`."""
+        """Add a message and return its id. An answer about to stream starts `complete=False`; see `update_partial`.
+
+        `parent` is the turn it follows (0: none; None: the head). The conversation's head is the new turn then; a system
+        prompt leaves it. Raises TurnGoneError where there is no such turn any more.
+        """
         now = time.time()
         with self._write() as db:
             self._touch(db, conv_id, now)
+            if parent is None:
+                parent = int(db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0])
+            elif parent and not self._has(db, conv_id, parent):
+                raise TurnGoneError("the turn before this one was removed in another window")
             cursor = db.execute(
-                "INSERT INTO messages (conversation_id, role, content, reasoning, meta, complete, created_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (conv_id, role, content, reasoning, json.dumps(meta or {}), int(complete), now),
+                "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (conv_id, parent, role, content, reasoning, json.dumps(meta or {}), int(complete), now),
             )
-            return int(cursor.lastrowid or 0)
+            n = int(cursor.lastrowid or 0)
+            if role != "system":
+                db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (n, conv_id))
+            return n
+
+    def add(self, conv_id: str, turns: Sequence[StoredMessage]) -> dict[int, int]:
+        """Add turns of another conversation, parents before what follows them, all or none; returns the new id of each
+        old one. The last one is the head then."""
+        places = {0: 0}
+        with self._write() as db:
+            self._touch(db, conv_id, time.time())
+            head = 0
+            for t in turns:
+                parent = places.get(t.parent_id, 0)
+                cursor = db.execute(
+                    "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (conv_id, parent, t.role, t.content, t.reasoning, json.dumps(t.meta), int(t.complete), t.created_s),
+                )
+                places[t.id] = int(cursor.lastrowid or 0)
+                head = head if t.role == "system" else places[t.id]
+            db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (head, conv_id))
+        return places
 
     def update_partial(
         self,
@@ -160,17 +181,46 @@ class History:
             )
             self._touch(db, row[0], time.time())
 
-    def messages(self, conv_id: str) -> list[StoredMessage]:
-        """All messages in order."""
+    def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
+        """Every message of all branches by age, and the id of the head (0: nothing was said yet)."""
         with self._read() as db:
-            if db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone() is None:
+            row = db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()
+            if row is None:
                 raise NotFoundError(f"no conversation {conv_id!r} in the history")
             rows = db.execute(
-                "SELECT id, role, content, reasoning, meta, complete, created_s FROM messages"
+                "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM messages"
                 " WHERE conversation_id = ? ORDER BY id",
                 (conv_id,),
             ).fetchall()
-        return [StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6]) for r in rows]
+        return [StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7]) for r in rows], row[0]
+
+    def messages(self, conv_id: str) -> list[StoredMessage]:
+        """The branch that ends at the head, in order, with the system prompts that were set along it."""
+        everything, head = self.tree(conv_id)
+        by_id = {m.id: m for m in everything}
+        along = {0}
+        while head in by_id and head not in along:
+            along.add(head)
+            head = by_id[head].parent_id
+        return [m for m in everything if (m.parent_id in along if m.role == "system" else m.id in along)]
+
+    def versions(self, conv_id: str, parent: int, role: str) -> list[int]:
+        """The ids of the turns that follow `parent`, oldest first: the versions of one turn."""
+        with self._read() as db:
+            rows = db.execute(
+                "SELECT id FROM messages WHERE conversation_id = ? AND parent_id = ? AND role = ? ORDER BY created_s, id",
+                (conv_id, parent, role),
+            ).fetchall()
+        return [row[0] for row in rows]
+
+    def set_head(self, conv_id: str, message_id: int) -> None:
+        """Show the branch that ends at `message_id` (0: nothing) from now on; the order of the list does not change."""
+        with self._write() as db:
+            if message_id and not self._has(db, conv_id, message_id):
+                raise TurnGoneError("this turn was removed in another window")
+            done = db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id))
+            if done.rowcount == 0:
+                raise NotFoundError(f"no conversation {conv_id!r} in the history")
 
     def get(self, conv_id: str) -> ConversationSummary:
         """One conversation's line of the list."""
@@ -180,34 +230,50 @@ class History:
             raise NotFoundError(f"no conversation {conv_id!r} in the history")
         return ConversationSummary(*row)
 
-    def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
-        """The newest first; `query` keeps those whose title or messages contain it, whatever the case (ASCII)."""
-        sql, args = _SUMMARY, []
-        if query:
-            pattern = "%" + query.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-            sql += (
-                " WHERE c.title LIKE ? ESCAPE '\\' OR EXISTS (SELECT 1 FROM messages m"
-                " WHERE m.conversation_id = c.id AND m.content LIKE ? ESCAPE '\\')"
-            )
-            args = [pattern, pattern]
+    def holds(self, conv_id: str) -> bool:
+        """Whether there is such a conversation."""
         with self._read() as db:
-            rows = db.execute(sql + " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?", (*args, limit)).fetchall()
+            return db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone() is not None
+
+    def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
+        """The newest first; `query` keeps those whose title or turns contain all its words, whatever the case."""
+        with self._read() as db:
+            if query is None or not query.split():
+                rows = db.execute(_SUMMARY + _NEWEST, (limit,)).fetchall()
+            else:
+                ids = history_search.conversations(db, query)
+                marks = ",".join("?" * len(ids))
+                rows = db.execute(f"{_SUMMARY} WHERE c.id IN ({marks}){_NEWEST}", (*ids, limit)).fetchall()
         return [ConversationSummary(*row) for row in rows]
 
-    def rename(self, conv_id: str, title: str) -> None:
-        """Change the title; the order of the list does not change."""
+    def search(self, query: str, limit: int = 200) -> Sequence[history_search.Hit]:
+        """The turns that contain all words of `query`, whatever the case, newest first."""
+        with self._read() as db:
+            return history_search.turns(db, query, limit)
+
+    def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
+        """Change the title, made by a model (1) or a person (2); the order of the list does not change."""
         with self._write() as db:
-            if db.execute("UPDATE conversations SET title = ? WHERE id = ?", (title, conv_id)).rowcount == 0:
+            changed = db.execute(
+                "UPDATE conversations SET title = ?, titled = ? WHERE id = ?", (title, titled, conv_id)
+            )
+            if changed.rowcount == 0:
                 raise NotFoundError(f"no conversation {conv_id!r} in the history")
 
-    def truncate(self, conv_id: str, before_message_id: int) -> int:
-        """Remove `before_message_id` and everything after it (edit and ask again); returns how many went."""
+    def remove(self, message_id: int) -> int:
+        """Remove one turn and all that follows it on any branch; returns how many went. A head that goes with them
+        becomes what the turn followed."""
         with self._write() as db:
-            self._touch(db, conv_id, time.time())
-            gone = db.execute(
-                "DELETE FROM messages WHERE conversation_id = ? AND id >= ?", (conv_id, before_message_id)
-            )
-            return gone.rowcount
+            row = db.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
+            if row is None:
+                raise NotFoundError(f"no message {message_id} in the history")
+            conv_id, parent = row
+            gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
+            db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
+            head = db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0]
+            if head in gone:
+                db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (parent, conv_id))
+            return len(gone)
 
     def delete(self, conv_id: str) -> None:
         """Remove a conversation and its messages."""
@@ -225,6 +291,11 @@ class History:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @staticmethod
+    def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
+        found = db.execute("SELECT 1 FROM messages WHERE id = ? AND conversation_id = ?", (message_id, conv_id))
+        return found.fetchone() is not None
 
     @staticmethod
     def _touch(db: sqlite3.Connection, conv_id: str, now: float) -> None:
@@ -256,5 +327,12 @@ class History:
 
 _SUMMARY = (
     "SELECT c.id, c.title, c.model, c.created_s, c.updated_s,"
-    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id) FROM conversations c"
+    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'), c.titled"
+    " FROM conversations c"
+)
+_NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
+# UNION without ALL: a row that names itself, or a circle, ends it.
+_BELOW = (
+    "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m JOIN below b ON m.parent_id = b.id"
+    " WHERE m.conversation_id = ? AND m.role <> 'system') SELECT id FROM below"
 )

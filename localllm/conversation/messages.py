@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.conversation import documents
+from localllm.conversation import images as pictures
+from localllm.conversation.documents import AttachedPdf
+from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError, UnsupportedError
 
 ROLES = ("system", "user", "assistant", "tool")
 # `developer` is OpenAI's newer name of `system`; `function` the older one of `tool`.
 _ALIASES = {"developer": "system", "function": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 _BINARY_PARTS = {
     "image_url": "images",
     "image": "images",
@@ -19,25 +25,50 @@ _BINARY_PARTS = {
     "input_audio": "audio",
     "file": "files",
     "input_file": "files",
+    "document": "documents",
     "video_url": "video",
 }
 
+_ONE_OF = {"images": "image", "files": "file", "documents": "document"}
 
-def normalise(messages: Any) -> list[dict[str, Any]]:
+
+@dataclass
+class Found:
+    """What flattening a content takes out of it, marks in its place."""
+
+    images: list[AttachedImage] = field(default_factory=list)
+    pdfs: list[AttachedPdf] = field(default_factory=list)
+
+
+def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str, Any]]:
     """Check and flatten a `messages` array: known roles, text content, tool calls with parsed arguments.
 
-    Each result has `role` and `content` (a str), and where sent `name`, `reasoning_content`, `tool_calls`
-    (`[{"id", "type": "function", "function": {"name", "arguments": dict}}]`), `tool_call_id`. Raises RequestError
-    naming the offending element, UnsupportedError for images, audio and files.
+    Each result has `role` and `content` (a str), and where sent `name`, `reasoning_content`, `tool_calls` (`[{"id",
+    "type": "function", "function": {"name", "arguments": dict}}]`), `tool_call_id`, `images` (AttachedImage for each
+    mark in its content, see images.py), `pdfs` (AttachedPdf, likewise). Files of text are text. Audio and other files can't
+    be read here: in the user's newest message they are refused (UnsupportedError), for the answer would be about them.
+    Anywhere else, a tool's result included, a note to the model stands for them, so that a conversation that once held
+    one goes on; `omitted` gets their names for the client. Raises RequestError naming the offending element.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError("messages must be an array", param="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
-    return [_one(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    left_out: list[str] = []
+    plain = [_one(m, f"messages[{i}]", None if _is_question(messages, i) else left_out) for i, m in enumerate(messages)]
+    if omitted is not None:
+        omitted += (f"messages.{kind}" for kind in dict.fromkeys(left_out))
+    return plain
 
 
-def _one(message: Any, where: str) -> dict[str, Any]:
+def _is_question(messages: Sequence[Any], i: int) -> bool:
+    """Whether this is what the user asks now. Behind a tool's result it is the client that speaks: many send a tool's
+    images in a message of the user's role."""
+    roles = [m.get("role") if isinstance(m, Mapping) else None for m in messages[max(0, i - 1) : i + 1]]
+    return i == len(messages) - 1 and roles[-1] == "user" and roles[0] not in ("tool", "function")
+
+
+def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and a content", param=where)
     sent = message.get("role")
@@ -45,7 +76,18 @@ def _one(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         known = ", ".join(("system", "developer", "user", "assistant", "tool"))
         raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
-    plain: dict[str, Any] = {"role": role, "content": flatten(message.get("content"), f"{where}.content")}
+    parts, thoughts = _apart(message.get("content"))
+    found = Found()
+    content, images = flatten(parts, f"{where}.content", omitted, found), found.images
+    if message.get("images"):  # Ollama's spelling
+        sent = message["images"] if isinstance(message["images"], list) else [message["images"]]
+        images += [pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None) for i, f in enumerate(sent)]
+        content = "\n".join(filter(None, (content, *(image.mark for image in images[-len(sent) :]))))
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if images:
+        plain["images"] = images
+    if found.pdfs:
+        plain["pdfs"] = found.pdfs
     if isinstance(message.get("name"), str):
         plain["name"] = message["name"]
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
@@ -53,8 +95,9 @@ def _one(message: Any, where: str) -> dict[str, Any]:
     if role == "tool" and isinstance(message.get("tool_name"), str):
         plain["name"] = message["tool_name"]
     if role == "assistant":
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-        if isinstance(reasoning, str):
+        named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
+        reasoning = named or "\n".join(map(_thought, thoughts))
+        if reasoning and isinstance(reasoning, str):
             plain["reasoning_content"] = reasoning
         calls = _tool_calls(message, where)
         if calls:
@@ -62,8 +105,31 @@ def _one(message: Any, where: str) -> dict[str, Any]:
     return plain
 
 
-def flatten(content: Any, where: str = "content") -> str:
-    """Text of a content: a string, null, or an array of text parts. Raises UnsupportedError for anything else."""
+def _apart(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
+    """A content without its parts of reasoning, and those."""
+    if not isinstance(content, list):
+        return content, []
+    thoughts = [p for p in content if isinstance(p, Mapping) and p.get("type") in _THOUGHT_PARTS]
+    return [p for p in content if p not in thoughts] if thoughts else content, thoughts
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    """The text of a part of reasoning, which is a text or (Mistral's spelling) parts of text."""
+    said = part.get("thinking", part.get("text"))
+    if isinstance(said, list):
+        return "\n".join(str(p.get("text", "")) for p in said if isinstance(p, Mapping))
+    return said if isinstance(said, str) else ""
+
+
+def flatten(
+    content: Any,
+    where: str = "content",
+    omitted: list[str] | None = None,
+    found: Found | None = None,
+) -> str:
+    """Text of a content: a string, null, or an array of parts. `found` gets its images and PDFs, for which marks stand. Of the
+    parts that can't be read here `omitted` gets the kinds, and a note stands for them; without it they are refused.
+    Raises UnsupportedError."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -86,11 +152,40 @@ def flatten(content: Any, where: str = "content") -> str:
             if not isinstance(text, str):
                 raise RequestError(f"{spot}.text must be a string", param=spot)
             texts.append(text)
+        elif kind in pictures.KINDS and found is not None:
+            found.images.append(pictures.attached(part, spot, asked=omitted is None))
+            texts.append(found.images[-1].mark)
+        elif _BINARY_PARTS.get(kind) in ("files", "documents") and found is not None:
+            texts.append(_file(part, kind, spot, omitted, found))
         elif kind in _BINARY_PARTS:
-            raise UnsupportedError(f"{spot}: this model reads text only, not {_BINARY_PARTS[kind]}", param=spot)
+            texts.append(_without(_BINARY_PARTS[kind], spot, omitted))
         else:
             raise UnsupportedError(f"{spot}.type {_short(kind)} is not supported", param=spot)
     return "\n".join(texts)
+
+
+def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Found) -> str:
+    """The text that stands for a file; raises UnsupportedError for one that is asked about and can't be read."""
+    plural = _BINARY_PARTS[kind]
+    file = documents.attached(part, where, plural, asked=omitted is None)
+    if isinstance(file, str):
+        return file
+    if isinstance(file, AttachedPdf):
+        found.pdfs.append(file)
+        return file.mark
+    if omitted is None:
+        raise UnsupportedError(f"{where}: {file.problem}", param=where)
+    omitted.append(plural)
+    return f"[{_ONE_OF[plural]} omitted: {file.problem}]"
+
+
+def _without(kind: str, where: str, omitted: list[str] | None) -> str:
+    """What the model is told in the place of a part that can't be read; raises UnsupportedError where it can't do
+    without."""
+    if omitted is None:
+        raise UnsupportedError(f"{where}: this model reads text only, not {kind}", param=where)
+    omitted.append(kind)
+    return f"[{_ONE_OF.get(kind, kind)} omitted: this server does not read {kind} yet]"
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -124,9 +124,12 @@ class ReplyParser:
         """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop text, so a call or a
         marker that is half there is no more than that."""
         out: list[Delta] = []
-        if self._reader is not None:
-            self._take(self._reader.close(cut), out)
-            self._reader = None
+        while self._reader is not None:
+            reader, self._reader = self._reader, None
+            self._take(reader.close(cut), out)
+            if reader.rest:
+                self._fresh = True
+                self._read(reader.rest, out)
         if self._doubt is not None:
             self._decide(self._doubt, cut, out)
         held, self._held = self._held, ""

@@ -63,7 +63,8 @@ class ThoughtCall:
         if self._reader is not None:
             late = self._reader.close(cut)
             self.deltas += late
-            return not cut and _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in late)
+            last = not (self._reader.rest or "").strip()
+            return not cut and last and _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in late)
         return not self._behind or cut
 
     def _read(self, text: str) -> bool:

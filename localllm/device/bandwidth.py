@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,8 @@ def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, s
     a float sum is bound by its additions). Each thread owns a slice, as one thread can't fill the bus; the first sweep
     touches the pages and is not counted.
     """
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: not what every start needs
+
     import numpy as np
 
     threads = threads or len(_affinity())

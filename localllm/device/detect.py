@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm import paths
-from localllm.device import bandwidth
+from localllm.device import bandwidth, ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
 from localllm.device.probes import read
@@ -14,7 +14,21 @@ from localllm.device.types import Device, Figure
 
 
 def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
-    """This machine as a Device, in well under 300 ms.
+    """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
+    that build has no use for the GPU, the Device is the processor, with a finding that says so."""
+    readings = read(slow=measure)
+    found = from_readings(readings, measure=measure, remeasure=remeasure)
+    if found.accelerator == "metal":
+        return found
+    build = in_use.build_here()
+    processor = found
+    if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
+        processor = from_readings(in_use.without_gpus(readings), measure=measure, remeasure=remeasure)
+    return in_use.as_used(found, processor, build)
+
+
+def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
+    """This machine as a Device, whatever is installed on it, in well under 300 ms.
 
     With `measure`, memory bandwidth that neither the table, nor the system, nor an earlier measurement gives is
     measured first (about a second) and kept in the cache; `remeasure` measures in any case. Raises

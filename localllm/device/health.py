@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from localllm.device import ggml
 from localllm.device.types import Device
 
 GIB = 1 << 30
@@ -66,6 +67,7 @@ class HealthFacts:
     """What was read. None (or an absent key) = could not be read here."""
 
     build: BuildFacts | None = None
+    llama_cpp: ggml.Build | None = None
     mlx_version: str | None = None
     disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
     open_files: int | None = None
@@ -91,30 +93,25 @@ def judge(device: Device, facts: HealthFacts) -> list[Check]:
     """Every check, in the order a user would fix them."""
     checks = [_found(device)]
     checks += [Check("device", f.level, f.message, f.fix) for f in device.findings if f.level != "info"]
-    checks += _build(device, facts)
+    of_files = _build(device, facts)
+    checks += of_files
+    # What the build's files show already need not be said again by its devices.
+    known = any(check.status == "error" for check in of_files) and not (facts.llama_cpp and facts.llama_cpp.failure)
+    checks += [check for check in _ggml(device, facts.llama_cpp) if check.status != "error" or not known]
     checks += _gpu_share(device)
     checks += [_memory(device), _swap(facts), _pressure(facts), _power(device, facts), _disk(facts), _files(facts)]
     return [*checks, _workers(facts)]
 
 
 def _found(device: Device) -> Check:
-    usable = f"{device.memory.limit_bytes / GIB:.1f} GiB usable"
+    usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable"
     if device.bandwidth_gbps is None:
         return Check("device", "warning", f"{device.name}: {usable}, bandwidth unknown", "localllm device --measure")
     figure = device.bandwidth_gbps
     return Check("device", "ok", f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})")
 
 
-_INSTALL = (
-    'CMAKE_ARGS="{args}" pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python'
-)
-_CMAKE = {
-    "cuda": "-DGGML_CUDA=on",
-    "rocm": "-DGGML_HIP=on",
-    "metal": "-DGGML_METAL=on",
-    "vulkan": "-DGGML_VULKAN=on",
-    "sycl": "-DGGML_SYCL=on",
-}
+_SETUP = "localllm setup"
 
 
 def _build(device: Device, facts: HealthFacts) -> list[Check]:
@@ -138,9 +135,25 @@ def _build(device: Device, facts: HealthFacts) -> list[Check]:
         return [Check(name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)")]
     if wanted == "metal" and facts.mlx_version:
         message = f"{said}: this Mac's GPU is used by MLX {facts.mlx_version} only, GGUF files run on the CPU"
-        return [Check(name, "warning", message, _INSTALL.format(args=_CMAKE["metal"]))]
+        return [Check(name, "warning", message, "localllm setup --backend metal")]
     message = f"{said}, but this machine has {wanted}: its GPU would sit idle"
-    return [Check(name, "error", message, _INSTALL.format(args=_CMAKE.get(wanted, "")))]
+    return [Check(name, "error", message, _SETUP)]
+
+
+def _ggml(device: Device, build: ggml.Build | None) -> list[Check]:
+    """What the build itself says it computes on, and where that is not what the system shows."""
+    name = "llama.cpp device"
+    if build is None:
+        return [Check(name, "not checked", "the installed llama.cpp was not asked for its devices")]
+    seen = [Check(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}") for d in build.devices]
+    found = [Check(name, f.level, f.message, f.fix) for f in ggml.differences(device, build) if f.level != "info"]
+    return [*seen, *found]
+
+
+def _memory_of(device: ggml.GgmlDevice) -> str:
+    if device.accelerator == "cpu":  # ggml says that all of it is free
+        return f"{device.memory_total_bytes / GIB:.1f} GiB"
+    return f"{device.memory_free_bytes / GIB:.1f} of {device.memory_total_bytes / GIB:.1f} GiB free"
 
 
 def _cuda_code(device: Device, build: BuildFacts, said: str) -> Check:
@@ -156,9 +169,7 @@ def _cuda_code(device: Device, build: BuildFacts, said: str) -> Check:
     if any(a // 10 == major and a % 10 <= minor for a in architectures):
         return Check(name, "ok", f"{said} ({listed})")
     message = f"{said} for {listed}, but this GPU is sm_{major}{minor}: it would be slow to start or fail"
-    return Check(
-        name, "error", message, _INSTALL.format(args=f"-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES={major}{minor}")
-    )
+    return Check(name, "error", message, _SETUP)
 
 
 def _gpu_share(device: Device) -> list[Check]:

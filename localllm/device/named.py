@@ -1,4 +1,4 @@
-"""Any machine by name, the way people type it: "M4 Max 128GB", "dgx spark", "rtx5090", "2x rtx 3090"."""
+"""Any machine by name, the way people type it: "M4 Max 128GB", "dgx spark", "rtx5090", "2x rtx 3090", "rtx 3060 + 64GB RAM"."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cache
 
 from localllm.device import table, usable
 from localllm.device.errors import DeviceNotFoundError
+from localllm.device.machines.common import Card, one_machine
 from localllm.device.table import Row
 from localllm.device.types import Device, Figure, Finding, Memory
 from localllm.errors import UsageError
@@ -89,10 +90,19 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
     """A simulated Device for a name as people type it; `memory_gb` (GiB as sold) and `bandwidth_gbps` override.
 
     Raises DeviceNotFoundError with the nearest names for an unknown one (unless both overrides describe it anyway), and
-    UsageError for overrides that are not positive.
+    UsageError for overrides that are not positive. What stands behind a plus is another card, or the memory of the
+    computer they are in.
     """
     _check_overrides(memory_gb, bandwidth_gbps)
-    typed = _read(name)
+    parts, host = typed_parts(name)
+    if len(parts) > 1:
+        return _with_host(_together([resolve(part) for part in parts]), host)
+    if host is not None and parts:
+        one = resolve(parts[0], memory_gb=memory_gb, bandwidth_gbps=bandwidth_gbps)
+        if one.kind != "discrete" and memory_gb is None:  # its one memory is what was meant
+            return resolve(parts[0], memory_gb=host.size_gb, bandwidth_gbps=bandwidth_gbps)
+        return _with_host(one, host)
+    typed = _read(parts[0] if parts else name)
     if typed.memory_gb is not None and not 0 < typed.memory_gb < 1e6:
         raise UsageError(f"{name!r} asks for {typed.memory_gb:g} GB of memory")
     found, typed = _find(typed)
@@ -107,10 +117,7 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
 def _read(name: str) -> _Typed:
     text = name.lower().strip()
     text = re.sub(r"\((?:tm|r|c)\)|™|®|\bup to\b", " ", text)
-    count = 1
-    several = re.match(r"([2-9]|1[0-6])\s*[x×*]\s*(?=[a-z])", text)
-    if several:
-        count, text = int(several.group(1)), text[several.end() :]
+    count, text = _counted(text)
     memory = None
     sized = re.search(r"\b([0-9]{1,4}(?:\.[0-9]+)?)\s*(gb|gib|g)\b", text)
     if sized:
@@ -120,6 +127,21 @@ def _read(name: str) -> _Typed:
     if cored:
         cores, text = int(cored.group(1)), text[: cored.start()] + " " + text[cored.end() :]
     return _Typed(_words(text), memory, cores, count)
+
+
+_COUNTS = {"dual": 2, "triple": 3, "quad": 4}
+
+
+def _counted(text: str) -> tuple[int, str]:
+    """How many of what: "2x rtx 3090", "dual rtx 3090", "rtx 3090 x2"."""
+    before = re.match(r"(?:([2-9]|1[0-6])\s*[x×*]\s*|(dual|triple|quad)[\s-]+)(?=[a-z])(?!channel)", text)
+    if before:
+        count = int(before.group(1)) if before.group(1) else _COUNTS[before.group(2)]
+        return count, text[before.end() :]
+    behind = re.search(r"\s[x×*]\s*([2-9]|1[0-6])\s*$", text)
+    if behind:
+        return int(behind.group(1)), text[: behind.start()]
+    return 1, text
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -301,6 +323,106 @@ def _described(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
     )
 
 
+# --- several cards, and the computer around them ---------------------------------------------------------------------
+
+_KIND_OF_RAM = r"(?:(ddr[2-5])(?:[\s-]*([0-9]{4,5}))?|(?:system\s+)?(?:ram|memory))(?:\s+ram)?"
+_RAM = re.compile(rf"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gb|gib|g)?\s*(?:of\s+)?{_KIND_OF_RAM}\s*", re.I)
+# A plus between words; or anything that says "and", where a size of memory follows (not the plus of "Max+ 395").
+_JOINED = re.compile(
+    r"\s+\+\s+|(?:\s*\+|\s(?:and|with|&))\s*(?=[0-9.]+\s*g[bi]*\s*(?:of\s+)?(?:ddr|system|ram|memory))", re.I
+)
+# Two channels of the memory most such computers have, where nothing else was said: JEDEC's DDR4-3200 and DDR5-4800.
+_USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800}
+_USUAL_RAM = "ddr4"
+_BYTES_PER_TRANSFER = 16  # two channels of 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Ram:
+    """System memory as typed: GiB, and its rate in GB/s with how that is known."""
+
+    size_gb: float
+    bandwidth: Figure
+
+
+def typed_parts(name: str) -> tuple[list[str], _Ram | None]:
+    """The machines or cards that a name joins with a plus, and the system memory it states, if any."""
+    cards, ram = [], None
+    for part in _JOINED.split(name.strip()):
+        match = _RAM.fullmatch(part)
+        if match is not None:
+            ram = _ram(float(match.group(1)), (match.group(2) or "").lower(), match.group(3) or "")
+        elif part.strip():
+            cards.append(part.strip())
+    return cards, ram
+
+
+def _ram(size_gb: float, kind: str, rate: str) -> _Ram:
+    if not 0 < size_gb < 1e6:
+        raise UsageError(f"{size_gb:g} GB of system memory is no size")
+    megatransfers = int(rate) if rate else _USUAL_RATES.get(kind or _USUAL_RAM, _USUAL_RATES[_USUAL_RAM])
+    source = f"two channels of {(kind or _USUAL_RAM).upper()}-{megatransfers}"
+    figure = Figure(megatransfers * _BYTES_PER_TRANSFER / 1000, "given" if rate else "assumed", source)
+    return _Ram(size_gb, figure)
+
+
+def _together(devices: list[Device]) -> Device:
+    """Cards of one or several kinds in one computer. Raises UsageError where one is a machine of its own."""
+    kinds = {device.accelerator for device in devices}
+    whole = next((device for device in devices if device.kind != "discrete"), None)
+    if whole is not None:
+        raise UsageError(f"{whole.name} is a whole machine: a plan runs on one of them")
+    if len(kinds) > 1:
+        raise UsageError(f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine runs on all of them")
+    cards = [card for device in devices for card in _cards_of(device)]
+    base = replace(devices[0], findings=tuple(finding for device in devices for finding in device.findings))
+    return replace(one_machine(cards, devices[0].accelerator, None, None, base), simulated=True)
+
+
+def _cards_of(device: Device) -> list[Card]:
+    memory, n = device.memory, device.n_gpus
+    one = replace(
+        memory,
+        total_bytes=memory.total_bytes // n,
+        limit_bytes=memory.limit_bytes // n,
+        available_bytes=memory.available_bytes // n,
+    )
+    row = next((row for row in table.rows() if row.name == device.match), None)
+    name = re.sub(r"^[0-9]+ × ", "", device.name)
+    return [Card(name, one, device.bandwidth_gbps, row, device.compute_capability, device.compute_units)] * n
+
+
+def _with_host(device: Device, ram: _Ram | None) -> Device:
+    """`device` in a computer with that memory. Raises UsageError where it is its memory already."""
+    if ram is None:
+        return device
+    if device.kind != "discrete":
+        raise UsageError(f"{device.name} has one memory: say its size, such as {device.name.split(' ')[0]} 64GB")
+    size = int(ram.size_gb * GIB)
+    host = replace(usable.shared_pool(size, size, "what was said, less 5 %"), basis="given")
+    known = device.host_bandwidth_gbps
+    return replace(device, host=host, host_bandwidth_gbps=known if known and not device.simulated else ram.bandwidth)
+
+
+def with_memory(device: Device, *, ram_gb: float | None = None, vram_headroom_gb: float = 0.0) -> Device:
+    """`device` beside so much system memory (GiB as sold), and with so much of its own (GB) left to others. Raises UsageError."""
+    if ram_gb is not None:
+        device = replace(_with_host(device, _ram(ram_gb, "", "")), simulated=True)
+    if vram_headroom_gb > 0:
+        keep = int(vram_headroom_gb * 1e9)
+        memory = device.memory
+        if keep >= memory.limit_bytes:
+            raise UsageError(
+                f"--vram-headroom {vram_headroom_gb:g} leaves nothing of {memory.limit_bytes / 1e9:.1f} GB"
+            )
+        # Of several cards each keeps its part.
+        limit = memory.limit_bytes - keep
+        cards = tuple(limit * b // memory.limit_bytes for b in device.cards_bytes)
+        smaller = replace(memory, limit_bytes=limit, available_bytes=min(memory.available_bytes, limit))
+        device = replace(device, memory=smaller, cards_bytes=cards)
+    return device
+
+
 def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
     """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged without either."""
     _check_overrides(memory_gb, bandwidth_gbps)
@@ -317,6 +439,15 @@ def _check_overrides(memory_gb: float | None, bandwidth_gbps: float | None) -> N
     for option, value in (("--memory", memory_gb), ("--bandwidth", bandwidth_gbps)):
         if value is not None and not 0 < value < 1e6:
             raise UsageError(f"{option} must be a positive number, not {value:g}")
+
+
+def everything() -> list[Device]:
+    """Every machine of the table, once for each memory size it is sold with."""
+    return [
+        _simulate(row, size, 1, [], given_memory=False, bandwidth_gbps=None)
+        for row in table.rows()
+        for size in sorted(row.memory_gb)
+    ]
 
 
 def nearest(name: str, count: int = 3) -> list[str]:

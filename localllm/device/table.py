@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from localllm.device.types import Accelerator, Basis, DeviceKind, Figure
@@ -54,11 +54,25 @@ class Row:
         return Figure(self.bandwidth_gbps, self.bandwidth_basis, self.source)
 
 
+_HEAD = "[[device]]\n"
+
+
 @cache
 def rows() -> tuple[Row, ...]:
     """Every row of the table, in file order."""
-    text = files("localllm.device").joinpath("devices.toml").read_text(encoding="utf-8")
-    return tuple(_row(entry) for entry in tomllib.loads(text)["device"])
+    return tuple(_row(entry) for entry in tomllib.loads(_text())["device"])
+
+
+@cache
+def _with_cpu() -> tuple[Row, ...]:
+    """The rows that name processors, in file order: a tenth of the table, and of the time to read it."""
+    wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
+    return tuple(_row(entry) for entry in tomllib.loads("".join(_HEAD + part for part in wanted))["device"])
+
+
+@cache
+def _text() -> str:
+    return Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
 
 
 def _row(entry: dict[str, Any]) -> Row:
@@ -151,7 +165,7 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
 def by_cpu(cpu: str) -> Row | None:
     """The row of a processor whose graphics share its memory, by a part of the CPU's name (any case)."""
     wanted = " ".join(cpu.lower().split())
-    found = [(len(part), row) for row in rows() for part in row.cpu if _cpu_part(part, wanted)]
+    found = [(len(part), row) for row in _with_cpu() for part in row.cpu if _cpu_part(part, wanted)]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 

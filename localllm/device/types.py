@@ -49,7 +49,8 @@ class Device:
 
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
     same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision. `match` is the devices.toml row.
-    `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's.
+    `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's, and `cards_bytes` what each
+    of them may hold (empty: the same).
     """
 
     name: str
@@ -71,4 +72,5 @@ class Device:
     match: str = ""
     simulated: bool = False
     n_gpus: int = 1
+    cards_bytes: tuple[int, ...] = ()
     findings: tuple[Finding, ...] = ()

@@ -7,18 +7,17 @@ When the context is full the youngest one is parked: it waits again, and what it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
+from localllm.engine.matching import Matching
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Prefill
 from localllm.engine.misses import miss_reason, recomputed
-from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.scheduler import admission_order
+from localllm.engine.prefix_cache import Block, as_tokens
+from localllm.engine.scheduler import Waiting, admission_order
 from localllm.engine.sequence_pool import NOWHERE, PrefixSource
 from localllm_backends.contract import Backend, NoCellsError
 
@@ -30,35 +29,66 @@ _WORTH_WAITING_TOKENS = 16
 
 @dataclass
 class Admission:
-    """Moves jobs from waiting to running, and back when there is no room."""
+    """Moves jobs from waiting to running, and back when there is no room. `awaits_disk`: somebody could go on if only
+    something were read that is being read."""
 
     backend: Backend
     jobs: Jobs
     memory: MemoryPolicy
+    awaits_disk: bool = False
     _parked_at_step: int = -1
+    _in_vain: set[str] = field(default_factory=set)
 
     def admit(self) -> None:
-        """Let in who fits, least work first."""
+        """Let in who fits: the tenant that has had least first, and of its requests the one with least work."""
+        self.awaits_disk = False
+        if self.jobs.shares.shared:
+            self.jobs.shares.remain(j.tenant for jobs in (self.jobs.waiting, self.jobs.running) for j in jobs.values())
+            self._in_vain &= self.jobs.waiting.keys()
         if not self.jobs.waiting:
             return
         if self.jobs.running and self.jobs.metrics.steps == self._parked_at_step:
             # Those that one was parked for go on first: joining them again at once would end in parking again.
             return
         most = self.memory.may_run()
-        while self.jobs.waiting and len(self.jobs.running) < most:
-            now = self.jobs.clock()
-            sources = {job.id: self._source(job, self.jobs.running.values()) for job in self.jobs.waiting.values()}
+        while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
+            now, had = self.jobs.clock(), self.jobs.had
+            ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
+            sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
             order = admission_order(
-                [(j.id, len(j.tokens) - sources[j.id].length, now - j.submitted_s) for j in self.jobs.waiting.values()]
+                [Waiting(j.id, len(j.tokens) - sources[j.id].length, now - j.arrived_s, had(j)) for j in ready]
             )
-            if not any(self._try_admit(self.jobs.waiting[key], sources[key], now) for key in order):
+            room = len(self.jobs.running) < most
+            if room and order and self._try_admit(self.jobs.waiting[order[0]], sources[order[0]], now):
+                continue
+            if order and self.jobs.shares.shared and self._make_way(self.jobs.waiting[order[0]], most, now):
+                continue
+            if not (room and any(self._try_admit(self.jobs.waiting[key], sources[key], now) for key in order[1:])):
                 return
+
+    def _make_way(self, job: Job, most: int, now: float) -> bool:
+        """Have the tenant that has most requests running give a place to `job`, whose tenant is next: its youngest wait
+        again (what they have read stays in the cache). True if the job was let in."""
+        source = self._source(job, self.jobs.running.values())
+        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._at_hand(job, source.state)
+        if waits or job.id in self._in_vain:
+            return False
+        running = self.jobs.running
+        while (gives := self.jobs.shares.makes_way(job.tenant, (j.tenant for j in running.values()))) is not None:
+            self.jobs.park(max((j for j in running.values() if j.tenant == gives), key=lambda j: j.arrived_s))
+            if len(running) < most and self._try_admit(job, self._source(job, running.values()), now):
+                return True
+        # Nobody is parked for it again: it waits for room like others.
+        self._in_vain.add(job.id)
+        return False
 
     def _try_admit(self, job: Job, source: PrefixSource, now: float) -> bool:
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
-        tokens = as_tokens(job.tokens)
+        if not self._at_hand(job, source.state):
+            return False
+        tokens = _matching(job).tokens
         left = job.max_tokens - job.n_generated
         reserve = min(left, _ANSWER_RESERVE_TOKENS)
         need = self.jobs.pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
@@ -70,12 +100,16 @@ class Admission:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
             source = self._source(job, ())
+        elif not self._at_hand(job, source.state):
+            # Making room took it out of memory.
+            return False
         try:
             taken = self.jobs.pool.take(source, tokens)
         except NoCellsError:
             return False
         job.sequence, job.n_kv, job.restoring, job.known = taken.sequence, taken.held, taken.rest, source.known
-        job.state = "restoring"
+        self._at_hand(job, None)
+        job.state, job.matching = "restoring", None
         del self.jobs.waiting[job.id]
         self.jobs.running[job.id] = job
         if not job.admissions:
@@ -83,14 +117,29 @@ class Admission:
         job.admitted_s = now
         return True
 
+    def _at_hand(self, job: Job, state: Block | None) -> bool:
+        """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""
+        kv = self.jobs.pool.kv
+        if job.reading is not None and job.reading is not state:
+            kv.release(job.reading)
+            job.reading = None
+        if state is None or kv.ready(state):
+            return True
+        if job.reading is None:
+            kv.want(state, due=True)
+            job.reading = state
+        self.awaits_disk = True
+        return False
+
     def _source(self, job: Job, live: Iterable[Job]) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
         if not job.shares:
             return NOWHERE
-        return self.jobs.pool.lookup(as_tokens(job.tokens), [j for j in live if j.shares])
+        return self.jobs.pool.lookup(_matching(job), [j for j in live if j.shares])
 
     def restore(self) -> None:
-        """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it."""
+        """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it. What is
+        still being read is not waited for."""
         streams = self.jobs.decoding
         imported = False
         for job in self.jobs.running.values():
@@ -99,9 +148,13 @@ class Admission:
             while job.gap is None and job.restoring is not None and not job.restoring.done:
                 if streams and imported:
                     break
-                job.restoring.step()
+                if job.restoring.awaits:
+                    self.awaits_disk = True
+                    break
+                if not job.restoring.done and job.gap is None:
+                    job.restoring.step()
+                    imported = True
                 job.n_kv = job.restoring.held
-                imported = True
             if job.restoring is None or job.restoring.done:
                 self._begin(job)
 
@@ -118,24 +171,26 @@ class Admission:
             if job.shares:
                 job.known = max(job.known, self.jobs.seen.known(line[:-1]))
             job.cached = taken
-            again = recomputed(job.known, taken, missed, whole=self.jobs.pool.cache.whole)
+            again = recomputed(job.known, taken, missed, whole=self.jobs.pool.kv.has_points)
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed(reason, n_tokens)
-            job.miss = miss_reason(job, again, self.backend.is_control)
+            job.miss = miss_reason(job, again, lambda token: token >= 0 and self.backend.is_control(token))
             self.jobs.metrics.cached_tokens += taken
         job.restoring, job.state = None, "running"
         job.admissions += 1
-        if self.jobs.pool.cache.whole and job.shares:
-            job.checkpoints = checkpoints(job, self.backend.is_control)
+        job.checkpoints = self.jobs.pool.checkpoints(job)
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
     def relieve(self) -> None:
-        """The context is full: drop residents, then park the youngest request; alone, a request has reached its end."""
-        pool, running = self.jobs.pool, self.jobs.running
-        if pool.residents and pool.make_room(self.backend.info.n_batch, live=len(running)):
+        """The context is full: drop a resident, or park the youngest request; alone, a request has reached its end.
+
+        Something goes each time, however many cells the backend believes to be free: llama.cpp may find none for a
+        sliding window, whose cells are not used again while two sequences hold them."""
+        running = self.jobs.running
+        if self.jobs.pool.drop_one():
             return
         if len(running) > 1:
-            self.jobs.park(max(running.values(), key=lambda j: j.submitted_s))
+            self.jobs.park(max(running.values(), key=lambda j: j.arrived_s))
             self._parked_at_step = self.jobs.metrics.steps
             return
         for job in list(running.values()):
@@ -144,24 +199,17 @@ class Admission:
 
 def prefix_in_progress(job: Job, source: PrefixSource, running: Iterable[Job]) -> bool:
     """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
-    prompt = job.tokens
     for other in running:
         if not other.prefilling or not (job.shares and other.shares):
             continue
-        ahead = min(len(other.tokens), len(prompt) - 1)
-        shared = 0
-        if other.tokens[:ahead] == prompt[:ahead]:
-            shared = ahead
-        elif ahead > source.length:
-            a, b = np.asarray(other.tokens[:ahead]), np.asarray(prompt[:ahead])
-            shared = int(np.argmax(a != b))
+        shared = min(_matching(job).shared(other), len(job.tokens) - 1)
         if other.n_kv < shared and shared - source.length >= _WORTH_WAITING_TOKENS:
             return True
     return False
 
 
-def checkpoints(job: Job, is_control: Callable[[int], bool]) -> list[int]:
-    """Where to store the state of a model that can't go back: before the last two turns of the prompt."""
-    control = [i for i in range(job.n_prompt - 1, -1, -1) if is_control(job.tokens[i])]
-    same = [i for i in control if job.tokens[i] == job.tokens[control[0]]][:2] if control else []
-    return sorted(i for i in same if i > job.n_kv)
+def _matching(job: Job) -> Matching:
+    """What its prompt was compared with while it has been waiting."""
+    if job.matching is None:
+        job.matching = Matching(job.tokens)
+    return job.matching

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from localllm.engine.image_steps import ImageSteps
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
 from localllm.engine.messages import FinishReason, Text, TokenLogprob
+from localllm.engine.pictures import Placed
 from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.sampling import Row, best_ids, log_softmax
+from localllm.engine.ranking import Row
 from localllm.engine.scheduler import Grant
-from localllm_backends.contract import Backend, Chunk, StepResult
+from localllm_backends.contract import Backend, Chunk, Draw, DrawingResult, ImagePart, StepResult
 
 
 @dataclass
@@ -19,6 +21,7 @@ class Advance:
 
     backend: Backend
     jobs: Jobs
+    images: ImageSteps | None = None
 
     def __post_init__(self) -> None:
         self._eog = frozenset(self.backend.info.eog_tokens)
@@ -29,9 +32,25 @@ class Advance:
         assert job.sequence is not None
         if grant.prefill:
             tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
-            return Chunk(job.sequence, tokens, 1 if job.n_kv + grant.n_tokens == len(job.tokens) else 0)
+            last = job.n_kv + grant.n_tokens == len(job.tokens)
+            placed = job.image
+            if placed is not None:
+                return Chunk(job.sequence, tokens, int(last), image=self._image_part(job, placed))
+            return Chunk(job.sequence, tokens, int(last), self._draw(job) if last else None)
         job.draft = job.draft[: grant.n_tokens - 1]
-        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens)
+        draw = None if job.draft else self._draw(job)
+        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, draw)
+
+    def _image_part(self, job: Job, placed: Placed) -> ImagePart:
+        assert self.images is not None
+        assert self.images.chosen is not None
+        return ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
+
+    def _draw(self, job: Job) -> Draw | None:
+        """How the backend may draw the job's next token, where it can and nobody wants to see its logits."""
+        if not self.backend.capabilities.draws or job.request.generation.logprobs is not None:
+            return None
+        return job.sampler.drawable(len(job.tokens))
 
     def advance(self, grants: list[Grant], result: StepResult) -> int:
         """Every granted job by one step; returns how many had their first token."""
@@ -44,6 +63,7 @@ class Advance:
                 self._after_chunk(job)
                 continue
             first += job.first_token_s is None
+            job.decode_steps += job.first_token_s is not None
             self._accept(job, result, i)
         return first
 
@@ -61,21 +81,24 @@ class Advance:
         job.draft, job.draft_from = [], None
         greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
-        rows = None if greedy else result.logits(index)
+        drawn = None if greedy or draft else self._drawn(job, result, index)
+        best = best if drawn is None else [drawn]
+        rows = None if greedy or drawn is not None else result.logits(index)
         accepted = 0
         before = len(job.tokens)
         said: list[Text] = []
         finish: FinishReason | None = None
         for i in range(len(draft) + 1):
-            if rows is None:
+            row = None if rows is None else rows[i]
+            if row is None:
                 token = best[i]
             elif drawn_from is not None and i < len(draft):
-                token, _ = job.sampler.verify(rows[i], job.tokens, draft[i], drawn_from[i])
+                token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
             else:
-                token = job.sampler.choose(rows[i], job.tokens)
+                token = job.sampler.choose(row, job.tokens)
             right = i < len(draft) and token == draft[i]
             accepted += right
-            finish = self._emit(job, token, None if rows is None else rows[i], said)
+            finish = self._emit(job, token, row, said)
             if finish is not None or not right:
                 break
         self.jobs.events += said if len(said) < 2 else [_joined(said)]
@@ -90,6 +113,15 @@ class Advance:
             self.backend.truncate(job.sequence, job.n_kv)
         if finish is not None:
             self.jobs.finish(job, finish)
+
+    def _drawn(self, job: Job, result: StepResult, index: int) -> int | None:
+        """The token that the backend drew for the job; None where it did not."""
+        if self._draw(job) is None or not isinstance(result, DrawingResult):
+            return None
+        token = result.drawn(index)
+        if token is not None:
+            job.sampler.uniform()  # which drew it
+        return token
 
     def _emit(self, job: Job, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
         """Append one chosen token, and its text to `said`; the reason if it ends the request."""
@@ -118,15 +150,11 @@ class Advance:
         return None
 
     def _logprobs(self, job: Job, token: int, row: Row) -> tuple[TokenLogprob, ...]:
-        values = log_softmax(row)
-
         def text(t: int) -> str:
             return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
 
-        n = job.request.generation.logprobs or 0
-        top: list[int] = best_ids(row, n).tolist() if n else []
-        alternatives = tuple((text(t), t, float(values[t])) for t in top)
-        return (TokenLogprob(text(token), token, float(values[token]), alternatives),)
+        own, best = job.sampler.log_probabilities(row, token, job.request.generation.logprobs or 0)
+        return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
 
 
 def _joined(said: list[Text]) -> Text:

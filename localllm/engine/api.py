@@ -32,8 +32,10 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text` under the model's vocabulary."""
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of `text` under the model's vocabulary; marks in it stand for `images` (base64), whose are below zero."""
         ...
 
     async def detokenize(self, tokens: list[int]) -> str:

@@ -18,11 +18,26 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from localllm.errors import BackendError, DoesNotFitError, LocalLLMError, ModelFileError
+from localllm.errors import (
+    BackendError,
+    DoesNotFitError,
+    LocalLLMError,
+    ModelFileError,
+    OtherMachineGoneError,
+    RequestError,
+)
 from localllm_backends.contract import BackendFailure, OutOfMemoryError
+from localllm_backends.other_machines import OtherMachineError
 
 Message = dict[str, Any]
+# How long a process may take to end once nobody speaks to it any more: it may have gigabytes to write.
+_LAST_S = 120.0
 Loaded = TypeVar("Loaded")
+# What stops a model from being loaded; all else is the fault of its files.
+_AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
+    OutOfMemoryError: DoesNotFitError,
+    OtherMachineError: OtherMachineGoneError,
+}
 
 
 class ChildPipe:
@@ -36,8 +51,11 @@ class ChildPipe:
     @classmethod
     def of_this_process(cls) -> ChildPipe:
         """The pipe on standard input and output, which nothing else may use from now on."""
-        # Ctrl-C in the terminal reaches the whole process group; the parent decides when we stop.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the whole process group. The parent
+        # decides when we stop: the end of our input says so, which comes too if the parent is killed.
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
         # Native code prints to stdout at times, and Python can't exit while a thread reads its own stdin: the protocol has
         # descriptors of its own.
         pipe = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
@@ -53,7 +71,7 @@ class ChildPipe:
         try:
             return load(json.loads(line))
         except (LocalLLMError, BackendFailure) as e:
-            error = _named(e, DoesNotFitError if isinstance(e, OutOfMemoryError) else ModelFileError)
+            error = _named(e, _AT_LOADING.get(type(e), ModelFileError))
             self.say({"fatal": _words(error)})
             sys.exit(error.exit_code)
 
@@ -71,9 +89,23 @@ class ChildPipe:
             if self.gone:
                 return
 
+    def leave_soon(self) -> None:
+        """The input has ended: the process has some time left to finish, then it ends whatever it is at. Without a parent
+        nobody else would end one that hangs."""
+        timer = threading.Timer(_LAST_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
     def answer(self, question: Message, value: Any) -> None:
         """Answer a message that has a number."""
         self.say({"re": question["n"], "value": value})
+
+    def reply(self, question: Message, find: Callable[[], Any]) -> None:
+        """Answer a message that has a number with what `find` finds, or with the error it ends in."""
+        try:
+            self.answer(question, find())
+        except Exception as e:
+            self.say({"re": question["n"], "error": _words(_named(e, RequestError))})
 
     def say(self, message: Message) -> None:
         """Write `message`."""

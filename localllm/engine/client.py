@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -14,28 +13,22 @@ from typing import Any
 from localllm.engine.memory_guard import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
 from localllm.engine.pipe import JsonProcess
-from localllm.engine.process_engine import ProcessEngine
+from localllm.engine.process_engine import ProcessEngine, worker_environment
+from localllm.engine.watchdog import HANG_S, Pulse
 from localllm_backends.contract import LoadSpec, MemoryReport
-
-# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on an idle machine,
-# ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
-# alone (0.93 of a bare loop through HTTP) and 42 tok/s beside one busy process, where the default falls to 8; with 300
-# it is 50, but 0.88 through HTTP; sleeping at once costs 60 % alone.
-# Every thread that allocates gets a heap of its own, and every sliced prefill is a thread: over 1,500 mixed requests the worker grew
-# by 10 %, with two heaps for all by 0.2 % (mallopt(3), M_ARENA_MAX).
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON;
-    `draft_path` is a smaller model of the same vocabulary that drafts for it."""
+    `draft_path` is a smaller model of the same vocabulary that drafts for it. `hang_s`: see watchdog.py (0: unwatched)."""
 
     spec: LoadSpec
     backend: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
     draft_path: str | None = None
     log_path: Path | None = None
+    hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
         """See check_before_load."""
@@ -50,8 +43,9 @@ class WorkerOptions:
 class WorkerClient(ProcessEngine):
     """One worker process with one loaded model (implements localllm.engine.api.Engine)."""
 
-    def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
+    def __init__(self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()) -> None:
         super().__init__(process, ready)
+        self._workers = workers
         self.memory = MemoryReport(**ready["memory"])
         self._streams: dict[str, Callable[[Event], None]] = {}
         self.died: asyncio.Event = asyncio.Event()
@@ -74,11 +68,11 @@ class WorkerClient(ProcessEngine):
                 "draft_path": options.draft_path,
             },
             loads=Path(options.spec.path).name,
-            environment={**_WORKER_ENVIRONMENT, **os.environ},
+            environment=worker_environment(),
             log_path=options.log_path,
             on_progress=progress,
         )
-        return cls(process, ready)
+        return cls(process, ready, options.spec.placement.workers)
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
@@ -127,6 +121,15 @@ class WorkerClient(ProcessEngine):
             if self._streams.pop(request.id, None) is not None:
                 self._process.send({"op": "cancel", "id": request.id})
 
+    @property
+    def awaited(self) -> bool:
+        """True while a request runs or a question is unanswered."""
+        return bool(self._streams) or super().awaited
+
+    async def pulse(self) -> Pulse:
+        """What the worker's reader says of the thread that computes."""
+        return Pulse(**await self._process.ask({"op": "pulse"}))
+
     async def snapshot(self) -> dict[str, Any]:
         """The engine's metrics and this worker's memory."""
         values: dict[str, Any] = await self._process.ask({"op": "snapshot"})
@@ -151,4 +154,8 @@ class WorkerClient(ProcessEngine):
 
     def _death(self, request_id: str) -> Failure:
         death = self._process.death()
-        return Failure(request_id, death.code, death.message, death.hint)
+        if not self._workers:
+            return Failure(request_id, death.code, death.message, death.hint)
+        # llama.cpp ends the process that loses a machine it computes on.
+        there = f"parts of the model are on {', '.join(self._workers)}: is `localllm worker` still running there?"
+        return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")

@@ -17,45 +17,67 @@ from pathlib import Path
 
 from localllm.engine.admission import Admission
 from localllm.engine.advancing import Advance
-from localllm.engine.disk_tier import DiskTier
+from localllm.engine.compiling import Compiler, MakeConstraint
+from localllm.engine.disk_tier import FREE_BYTES, NO_DISK, DiskTier
+from localllm.engine.fairness import Shares
+from localllm.engine.image_steps import ImageSteps
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
+from localllm.engine.kv_evidence import KvEvidence
+from localllm.engine.kv_store import KvStore
+from localllm.engine.lone_step import LoneStep
 from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.metrics import Metrics
-from localllm.engine.prefix_cache import PrefixCache
-from localllm.engine.sampling import Bounds, Constraint, Sampler
-from localllm.engine.scheduler import LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
+from localllm.engine.pace import of_this_process
+from localllm.engine.pictures import Placed
+from localllm.engine.sampling import Bounds, Sampler
+from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
 from localllm.engine.sequence_pool import SequencePool
+from localllm.engine.sight import Encoder
 from localllm.engine.sliced_prefill import prefill_policy
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
 from localllm.engine.thought_limit import ThoughtLimit
-from localllm_backends.contract import Backend, BackendFailure, NoCellsError, StepResult
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    InterruptedStepError,
+    NoCellsError,
+    SeeingBackend,
+    StepResult,
+)
 
-MakeConstraint = Callable[[tuple[str, str]], Constraint]
+# With nothing to do but to wait for a grammar, or for the disk, a new request is looked for this often.
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`queue_limit` requests may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
-    under `disk_dir` (None: none). `draft`: off, ngram, or auto (every drafter at hand). `headroom_bytes` of the system's
-    memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes` of it are what loading takes
-    (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more than that to read are read in slices
-    while others decode, where the backend can (0: never)."""
+    """`queue_limit` requests of a tenant may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
+    under `disk_dir` (None: none). Of that disk `disk_free_bytes` are left to others, `disk_daily_bytes` may be written in a
+    day (0: no limit), and people know what is there by `model_name`. `draft`: off, ngram, or auto (every drafter at hand).
+    `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes`
+    of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
+    than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
+    what KV types cost in precision is kept once it is measured (None: it isn't)."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
     disk_dir: str | None = None
     disk_bytes: int = 8 * 10**9
+    disk_free_bytes: int = FREE_BYTES
+    disk_daily_bytes: int = 0
+    model_name: str = ""
     draft: str = "off"
     headroom_bytes: int | None = None
     planned_bytes: int = 0
     sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
+    kv_evidence_dir: str | None = None
 
 
 @dataclass
@@ -70,31 +92,52 @@ class Engine:
     available: Available | None = None
 
     def __post_init__(self) -> None:
-        cache = PrefixCache(whole=not self.backend.capabilities.segments, capacity_bytes=self.settings.cache_bytes)
-        self._disk = self._open_disk(cache)
-        self.pool = SequencePool(self.backend, cache, self._disk)
+        self._disk = self._make_disk()
+        self.pool = SequencePool(self.backend, KvStore(self.backend, self.settings.cache_bytes, self._disk))
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
         self.speculator = Speculator(self.backend, self.settings.draft, model, self.clock)
         self._sizer = ChunkSizer(self.backend.info.n_batch)
-        self.pool.prefill_tok_s = lambda: self._sizer.prefill_tok_s
+        self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
-        self._prefill = prefill_policy(self.backend, self.settings.sliced_prefill_tokens, self.metrics, self.clock)
-        self.jobs = Jobs(self.pool, self.speculator, self._prefill, self.metrics, self.clock)
+        self._worked_s = self.clock()
+        self._lone = LoneStep(self.backend)
+        shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
+        self._prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
+        self.jobs = Jobs(self.pool, self.speculator, self._prefill, self.metrics, self.clock, shares=shares)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
+        self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
+        self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
-        self._advance = Advance(self.backend, self.jobs)
+        self._advance = Advance(self.backend, self.jobs, self._images)
+        self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
+        self.pace = of_this_process()
 
-    def _open_disk(self, cache: PrefixCache) -> DiskTier | None:
-        if self.settings.disk_dir is None or self.settings.disk_bytes <= 0:
+    def _make_images(self) -> ImageSteps | None:
+        if not (self.backend.capabilities.sees and isinstance(self.backend, SeeingBackend)):
             return None
-        info = self.backend.info
-        kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-{'whole' if cache.whole else 'parts'}"
+        kept = self.settings.disk_dir
+        folder = Path(kept) / "images" if kept is not None and self.settings.disk_bytes > 0 else None
+        return ImageSteps(Encoder(self.backend, folder), self.backend.capabilities.whole_images)
+
+    def _make_disk(self) -> DiskTier | None:
+        wanted = self.settings
+        if wanted.disk_dir is None or wanted.disk_bytes <= 0:
+            return None
+        info, able = self.backend.info, self.backend.capabilities
+        shape = "states" if able.states else "parts" if able.segments else "whole"
+        kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
         # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
-        identity = f"{kind}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
-        disk = DiskTier(Path(self.settings.disk_dir) / identity, identity, self.settings.disk_bytes)
-        disk.open(cache)
+        identity = f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
+        disk = DiskTier(
+            Path(wanted.disk_dir) / identity,
+            identity,
+            wanted.disk_bytes,
+            wanted.disk_free_bytes,
+            wanted.disk_daily_bytes,
+            wanted.model_name,
+        )
         disk.sweep(kind)
         return disk
 
@@ -111,8 +154,9 @@ class Engine:
         """True while any request is waiting or running."""
         return bool(self.jobs)
 
-    def submit(self, request: Request, prompt: list[int]) -> list[Event]:
-        """Take a request whose prompt is tokenised. Returns its first event: Queued, or the Failure that ends it."""
+    def submit(self, request: Request, prompt: list[int], images: tuple[Placed, ...] = ()) -> list[Event]:
+        """Take a request whose prompt is tokenised, with its images. Returns its first event: Queued, or the Failure that ends it. One with
+        a grammar has its first event from a step, once that is compiled."""
         info = self.backend.info
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
@@ -120,34 +164,51 @@ class Engine:
         room = info.n_ctx - len(prompt)
         if room < 1:
             said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
-            return [Failure(request.id, "context_length_exceeded", said)]
+            return [Failure(request.id, "context_length_exceeded", said, counts=(len(prompt), info.n_ctx))]
         if generation.max_tokens is not None and generation.max_tokens > room:
             said = (
                 f"the prompt has {len(prompt)} tokens and max_tokens asks for {generation.max_tokens} more; "
                 f"the served context is {info.n_ctx}"
             )
             return [Failure(request.id, "context_length_exceeded", said)]
-        if len(self.jobs.waiting) >= self.settings.queue_limit:
-            return [Failure(request.id, "server_busy", f"{len(self.jobs.waiting)} requests are waiting already")]
-        constraint = None
-        if request.grammar is not None:
-            if self.settings.make_constraint is None:
-                return [
-                    Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")
-                ]
-            try:
-                constraint = self.settings.make_constraint(request.grammar)
-            except Exception as e:
-                return [Failure(request.id, "unsupported_parameter", f"the constraint can't be enforced: {e}")]
-        job = self._job(request, prompt, constraint, room)
+        if self._images is not None and (said := self._images.unreadable(images, info.n_batch)):
+            return [Failure(request.id, "invalid_request", said)]
+        before = sum(job.tenant == generation.tenant for job in self.jobs.waiting.values())
+        if before >= self.settings.queue_limit:
+            return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
+        if request.grammar is not None and self._compiler is None:
+            return [Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")]
+        job = self._job(request, prompt, room)
+        job.images = images
         self.jobs.waiting[job.id] = job
-        self.metrics.requests += 1
-        return [Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))]
+        self.jobs.shares.arrive(job.tenant)
+        self.metrics.requests += not request.goes_on  # a further part of an answer is no further request
+        if request.grammar is not None and self._compiler is not None:
+            job.compilation = self._compiler.start(request.grammar, request.begun)
+            return []
+        return [self._queued(job)]
 
-    def _job(self, request: Request, prompt: list[int], constraint: Constraint | None, room: int) -> Job:
+    def _queued(self, job: Job) -> Queued:
+        return Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))
+
+    def _take_compiled(self) -> None:
+        """Those whose grammar is compiled join the queue; one that can't be enforced ends its request."""
+        for job in [j for j in self.jobs.waiting.values() if j.compilation is not None and j.compilation.done]:
+            compilation, job.compilation = job.compilation, None
+            assert compilation is not None
+            if compilation.constraint is None:
+                self.jobs.fail(job, Failure(job.id, "unsupported_parameter", compilation.error))
+                continue
+            job.sampler.constraint = compilation.constraint
+            self.jobs.events.append(self._queued(job))
+
+    def _job(self, request: Request, prompt: list[int], room: int) -> Job:
         """The request as the engine works on it; `room` tokens fit behind its prompt."""
         generation, backend = request.generation, self.backend
-        spell = partial(backend.token_bytes, special=True)
+
+        def spell(token: int) -> bytes:
+            return backend.token_bytes(token, special=True) if token >= 0 else b""
+
         thought = None
         if request.thinking is not None:
             thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
@@ -162,7 +223,7 @@ class Engine:
             tokens=list(prompt),
             n_prompt=len(prompt),
             max_tokens=room if generation.max_tokens is None else generation.max_tokens,
-            sampler=Sampler(generation.sampling, constraint, bounds),
+            sampler=Sampler(generation.sampling, bounds=bounds),
             text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
             submitted_s=self.clock(),
             predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
@@ -172,11 +233,17 @@ class Engine:
     def cancel(self, request_id: str) -> list[Event]:
         """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""
         job = self.jobs.find(request_id)
+        self._lone.left(request_id)
         if job is None:
             return []
         self.metrics.cancelled += 1
         self.jobs.finish(job, "cancelled")
         return self.jobs.drain()
+
+    def interrupt(self, request_id: str) -> None:
+        """Its cancel is on the way: a step that reads this request's prompt and nothing else need not come to its end. From
+        any thread, and followed by `cancel`."""
+        self._lone.leave(request_id)
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
@@ -184,6 +251,8 @@ class Engine:
         """Admit, plan, run one sweep, advance. Returns what happened, or `tell`s it before the housekeeping that can be
         done while somebody else reads it, and returns the rest."""
         self._wake(busy=True)
+        self._worked_s = self.clock()
+        self._take_compiled()
         self._admission.admit()
         self._admission.restore()
         self._slice()
@@ -191,18 +260,30 @@ class Engine:
         grants = self._plan()
         if grants and not self._sweep(grants, tell):
             return self.jobs.drain()
+        if self._compiler is not None and self.jobs.compiling_alone:
+            self._compiler.wait(_LOOK_S)
+        if not grants and self._images is not None and self._images.waiting:
+            self._images.encoder.wait(_LOOK_S)
+        if not grants and self._admission.awaits_disk and not self._prefill.busy:
+            self.pool.kv.wait_for_reading(_LOOK_S)
         self.jobs.expire()
-        self.pool.tick(busy=self.has_work)
+        self.pool.tick(busy=self.has_work, live=len(self.jobs.running))
         self.speculator.tick(busy=True)
         return self.jobs.drain()
 
     def _sweep(self, grants: list[Grant], tell: Callable[[list[Event]], None] | None) -> bool:
         """One sweep over the weights, and what comes of it; False if it could not be made."""
         started, generated = self.clock(), self.metrics.generated_tokens
+        for grant in grants:
+            self.jobs.shares.charge(self.jobs.running[grant.key].tenant, grant.n_tokens)
         result = self._run(grants)
         if result is None:
             return False
-        first = self._advance.advance(grants, result)
+        try:
+            first = self._advance.advance(grants, result)
+        except BackendFailure as e:  # what the step computed can't be read
+            self._lose_running(e)
+            return False
         self._last_step_s = self.clock() - started
         if tell is not None:
             tell(self.jobs.drain())
@@ -211,22 +292,32 @@ class Engine:
 
     def _run(self, grants: list[Grant]) -> StepResult | None:
         try:
-            return self.backend.step([self._advance.chunk(g) for g in grants])
+            with self._lone.running(grants):
+                return self.backend.step([self._advance.chunk(g) for g in grants])
+        except InterruptedStepError:
+            pass
         except NoCellsError:
             self._admission.relieve()
         except BackendFailure as e:
-            # Everything in the step is lost, and says so.
-            for job in list(self.jobs.running.values()):
-                sequence = self.jobs.fail(job, Failure(job.id, "backend_error", str(e)))
-                if sequence is not None:
-                    self.backend.drop(sequence)
+            self._lose_running(e)
         return None
+
+    def _lose_running(self, error: BackendFailure) -> None:
+        """Everything in the step is lost, and says so."""
+        for job in list(self.jobs.running.values()):
+            sequence = self.jobs.fail(job, Failure(job.id, "backend_error", str(error)))
+            if sequence is not None:
+                self.backend.drop(sequence)
 
     def idle(self) -> bool:
         """Housekeeping between requests; True while there is more of it that needs no waiting."""
         self._wake(busy=False)
         # One thing at a time, so that a new request waits for no more than that.
-        return self.pool.tick(busy=False) or self.speculator.tick(busy=False)
+        if self.pool.tick(busy=False) or self.speculator.tick(busy=False):
+            return True
+        # After somebody was answered: a model that is only loaded, or tried, is not worth the heat.
+        rested_s = self.clock() - self._worked_s
+        return self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes)
 
     @property
     def awaits_disk(self) -> bool:
@@ -241,6 +332,11 @@ class Engine:
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
         self._prefill.close()
+        self._kv_evidence.close()
+        if self._compiler is not None:
+            self._compiler.close()
+        if self._images is not None:
+            self._images.encoder.close()
         self.pool.finish()
         if self._disk is not None:
             self._disk.close()
@@ -251,23 +347,37 @@ class Engine:
 
     def _plan(self) -> list[Grant]:
         now = self.clock()
+        ready = [j for j in self.jobs.running.values() if j.steppable and not self._prefill.keeps_out(j)]
+        info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
+        lone = self._sizer.lone(ALONE_STEP_S if only and self._lone.can_end else LONE_STEP_S)
+        if self._images is not None:
+            most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)
+            image = self._images.plan(ready, most)
+            for job, said in self._images.failed:
+                sequence = self.jobs.fail(job, Failure(job.id, "invalid_request", said))
+                if sequence is not None:
+                    self.backend.drop(sequence)
+            if image is not None:
+                return [image]
+            ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
         wants = [
             Want(
                 key=job.id,
                 prefill=job.until_checkpoint if job.prefilling else 0,
                 decode=0 if job.prefilling else 1 + len(job.draft),
-                waited_s=now - job.submitted_s,
+                waited_s=now - job.arrived_s,
+                had=self.jobs.had(job),
             )
-            for job in self.jobs.running.values()
-            if job.steppable and not self._prefill.keeps_out(job)
+            for job in ready
         ]
-        info = self.backend.info
-        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, self._sizer.lone))
+        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, lone))
 
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
+        before = self.metrics.prefilled_tokens
         now = self._prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.spare_bytes)
         if now is not None:
+            self.jobs.shares.charge(now[0].tenant, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*now)
 
     def _slice_s(self) -> float:
@@ -286,37 +396,44 @@ class Engine:
             # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
             # has left the caches, and they take half as long again.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
+            self._pace(grants, seconds)
         self.metrics.step(
             decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs
         )
 
+    def _pace(self, grants: list[Grant], seconds: float) -> None:
+        """One request's plain steps say how fast this start is."""
+        job = self.jobs.running.get(grants[0].key) if len(grants) == 1 and not grants[0].prefill else None
+        if job is not None and job.sampler.constraint is None:
+            self.pace.observe(len(job.tokens), seconds)
+
     def snapshot(self) -> dict[str, float | int | str]:
         """The metrics now, as plain values."""
         self._memory.mind()
-        cache = self.pool.cache
+        kv = self.pool.kv
         return {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
             **self.guard.snapshot(),
+            **self._kv_evidence.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
             "residents": self.pool.residents,
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
-            "cache_bytes": cache.held_bytes,
-            "cache_capacity_bytes": cache.capacity_bytes,
-            "cache_evicted_tokens": cache.evicted_tokens,
+            "cache_bytes": kv.budget.held_bytes,
+            "cache_capacity_bytes": kv.budget.capacity_bytes,
+            "cache_evicted_tokens": kv.cache.evicted_tokens,
             "restored_tokens": self.pool.restored_tokens,
-            "lost_blocks": self.pool.lost_blocks,
+            "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
-            "disk_written_bytes": self._disk.written_bytes if self._disk else 0,
-            "disk_read_blocks": self._disk.read_blocks if self._disk else 0,
-            "disk_bad_blocks": self._disk.bad_blocks if self._disk else 0,
+            **(self._disk.snapshot() if self._disk else NO_DISK),
+            **(self._images.encoder.snapshot() if self._images else {}),
         }
 
     def check_integrity(self) -> None:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
-        self.pool.cache.check_integrity()
+        self.pool.kv.check_integrity()
         self.backend.check_integrity()
         held = sum(1 for j in self.jobs.running.values() if j.sequence is not None)
         assert held == len(self.jobs.running), "a running request without a sequence"

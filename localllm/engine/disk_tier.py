@@ -2,28 +2,39 @@
 
 One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
 counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes, in the
-pauses between requests if there are any; the engine never waits for it. What it did becomes true for the engine when the
-engine reads its `news`, so that a block changes on one thread only.
+pauses between requests if there are any, and another reads (read_ahead.py); the engine never waits for either. What the
+writer did becomes true for the engine when the engine reads its `news`, so that a block changes on one thread only.
 
-The directory is bounded: least recently used files go first. Recency is that of the engine's cache while it runs, and is
-kept in the files' time stamps (the ends of a line a little older than its beginning, so that they go before it).
+The directory is bounded, and smaller where the disk is nearly full: least recently used files go first. Recency is that of
+the engine's cache while it runs, and is kept in the files' time stamps (the ends of a line a little older than its
+beginning, so that they go before it).
+
+What is written in a day is bounded as well, for disks wear (write_budget.py). A block that is not written because of that is
+held back: in memory only, until it is used again. So is, once much of the day's bytes is gone, a short block that was not
+used since it was made: computing it again costs little, and most such prompts never come again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import shutil
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from localllm.engine import kv_file
-from localllm.engine.prefix_cache import PrefixCache, Tokens
+from localllm.engine.cache_budget import Tokens
+from localllm.engine.cache_folder import put_label
+from localllm.engine.prefix_cache import PrefixCache
+from localllm.engine.read_ahead import ReadAhead
+from localllm.engine.write_budget import WriteBudget
 
 # Hashing and writing takes a core from whoever computes (45 MB: 5 % of a warm turn on two cores). So it waits until
 # nothing is computed and for this long nothing new has come, but no longer than its patience, nor with much in hand.
@@ -31,16 +42,39 @@ _PAUSE_S = 0.05
 _PATIENCE_S = 3.0
 _MAX_WAITING_BYTES = 128 * 2**20
 _FIRST_GUESS_BYTES_S = 5e8
+# A cache never takes the last of a disk that others write to.
+FREE_BYTES = 2 * 10**9
+# A block of so many tokens at most is computed again in a moment.
+_SHORT_TOKENS = 256
+# A file that takes longer than this to read is not waited for, nor is another as long as it does.
+_STUCK_S = 10.0
+# Reading takes as long as it was measured to, unless the read under way has taken longer than this already.
+_LATE_S = 0.05
 # Coarser than any current file system's time stamps (NTFS: 100 ns).
 _STEP_NS = 1000
 
-News = Literal["written", "failed", "removed"]
+News = Literal["written", "failed", "removed", "held back"]
+
+
+# What an engine without a disk says of it.
+NO_DISK = dict.fromkeys(
+    (
+        "disk_written_bytes",
+        "disk_written_today_bytes",
+        "disk_daily_limit_bytes",
+        "disk_budget_used_up",
+        "disk_held_back_blocks",
+        "disk_read_blocks",
+        "disk_bad_blocks",
+    ),
+    0,
+)
 
 
 @dataclass(slots=True, eq=False)
 class DiskBlock:
     """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file. The engine's thread alone changes it."""
+    file; `state`: it is a state, not KV; `again`: it was used since it was made. The engine's thread alone changes it."""
 
     start: int
     stop: int
@@ -50,6 +84,13 @@ class DiskBlock:
     written: bool = False
     pending: bool = False
     size_bytes: int = 0
+    state: bool = False
+    again: bool = False
+
+    @property
+    def depth(self) -> int:
+        """How far down its line it is of use: of two used together the deeper one goes first."""
+        return self.stop if self.state else self.start
 
     @property
     def held_bytes(self) -> int:
@@ -57,8 +98,10 @@ class DiskBlock:
         return len(self.data) if self.data is not None else 0
 
     def read(self) -> bytes | memoryview | None:
-        """The exported bytes, from memory or the checked file; None when the file is gone or damaged."""
-        return self.data if self.data is not None else self.tier.load(self)
+        """The exported bytes, from memory, the reader or the checked file; None when the file is gone or damaged."""
+        if self.data is not None:
+            return self.data
+        return self.tier.reads.get(self) if self.tier.reads.ready(self) else self.tier.load(self)
 
     def demote(self) -> bool:
         """Keep only the file; False while there is none (any more)."""
@@ -78,16 +121,26 @@ class DiskBlock:
     def discard(self) -> None:
         """No line has it any more: if it waits to be written, it does so no longer."""
         self.data = None
+        self.tier.let_go(self)
+
+    @property
+    def fleeting(self) -> bool:
+        """It may never be wanted again, and if it is, little is lost."""
+        return not self.again and self.stop - self.start <= _SHORT_TOKENS
 
 
 @dataclass
 class DiskTier:
     """The directory of one model's prefixes. `identity` names all that gives the bytes their meaning: weights, tokenizer,
-    KV types, and what wrote them."""
+    KV types, and what wrote them; `model` is whose they are, for people. `free_bytes` of the disk are left to others;
+    `daily_bytes` may be written in a day, by all models together (0: no limit)."""
 
     directory: Path
     identity: str
     capacity_bytes: int
+    free_bytes: int = FREE_BYTES
+    daily_bytes: int = 0
+    model: str = ""
     read_bytes_s: float = _FIRST_GUESS_BYTES_S
     written_bytes: int = 0
     read_blocks: int = 0
@@ -106,19 +159,28 @@ class DiskTier:
     _stamps_ns: dict[Path, int] = field(default_factory=dict)
     _stale: set[Path] = field(default_factory=set)
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
+    _held_back: dict[Path, tuple[DiskBlock, Tokens]] = field(default_factory=dict)
 
-    def open(self, cache: PrefixCache) -> int:
-        """Enter the directory's blocks into `cache` (without their data) and start the writer; returns their number."""
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def __post_init__(self) -> None:
+        self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
+        self.read_file: Callable[[Path], bytes] = Path.read_bytes
+        self.reads: ReadAhead[DiskBlock] = ReadAhead(self.load)
+
+    def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
+        """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
+        returns their number."""
+        put_label(self.directory, self.model)
         found: list[tuple[int, Tokens, DiskBlock]] = []
         for path in self.directory.glob("*.kv"):
             entry = kv_file.read_index(path, self.identity)
-            if entry is None:
+            if entry is None or (entry.state and states is None):
                 # A damaged file would keep its name from being written again.
                 path.unlink(missing_ok=True)
                 continue
-            block = DiskBlock(entry.start, entry.stop, path, self, written=True, size_bytes=entry.n_data)
-            stamp_ns = entry.stamp_ns + block.start * _STEP_NS
+            block = DiskBlock(
+                entry.start, entry.stop, path, self, None, True, size_bytes=entry.n_data, state=entry.state
+            )
+            stamp_ns = entry.stamp_ns + block.depth * _STEP_NS
             found.append((stamp_ns, entry.tokens, block))
             self._blocks[path], self._stamps_ns[path] = block, stamp_ns
         for leftover in self.directory.glob("*.part"):
@@ -126,8 +188,12 @@ class DiskTier:
         # The oldest first, so that the cache knows their order; of a line, what begins first.
         found.sort(key=lambda e: (e[0], e[2].start, e[2].stop))
         stamps = dict(self._stamps_ns)
-        entered = sum(cache.insert(tokens, block) for _, tokens, block in found)
+        entered = 0
+        for _, tokens, block in found:
+            tree = states if block.state and states is not None else cache
+            entered += tree.insert(tokens, block)
         self._stamps_ns, self._stale = stamps, set()
+        self.budget.written_bytes()
         self._start()
         return entered
 
@@ -137,10 +203,10 @@ class DiskTier:
             if path != self.directory and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def make_block(self, tokens: Tokens, data: bytes, start: int, stop: int) -> DiskBlock:
-        """A block for `cache.insert`; `keep` has it written."""
-        path = self.directory / f"{kv_file.name(self.identity, tokens, start)}.kv"
-        return DiskBlock(start, stop, path, self, data, pending=True, size_bytes=len(data))
+    def make_block(self, tokens: Tokens, data: bytes, start: int, *, state: bool = False) -> DiskBlock:
+        """A block for `cache.insert`, which ends where the line does; `keep` has it written."""
+        path = self.directory / f"{kv_file.name(self.identity, tokens, start, state=state)}.kv"
+        return DiskBlock(start, len(tokens), path, self, data, pending=True, size_bytes=len(data), state=state)
 
     def keep(self, block: DiskBlock, tokens: Tokens) -> None:
         """Have a block of the cache written."""
@@ -149,7 +215,7 @@ class DiskTier:
             self._pending_bytes += block.held_bytes
         self._jobs.put((block, tokens.copy(), time.monotonic()))
 
-    def news(self, cache: PrefixCache) -> None:
+    def news(self, trees: Sequence[PrefixCache]) -> None:
         """Make true what the writer did since: blocks that are written can be demoted, ones that were removed and are in
         memory no more are forgotten."""
         self._told.clear()
@@ -157,9 +223,13 @@ class DiskTier:
             block, what = self._news.popleft()
             block.pending = block.pending and what == "removed"
             block.written = what == "written"
-            cache.changes += 1
+            trees[0].budget.changes += 1
+            if what == "held back" and block.data is None:
+                # It was evicted meanwhile.
+                self.let_go(block)
             if what == "removed" and block.data is None:
-                cache.forget(block)
+                for tree in trees:
+                    tree.forget(block)
             if not block.written and not block.pending and self._blocks.get(block.path) is block:
                 del self._blocks[block.path]
                 with self._lock:
@@ -171,23 +241,60 @@ class DiskTier:
         return bool(self._news) or self._told.wait(seconds)
 
     def used(self, block: DiskBlock) -> None:
-        """A block was used now."""
+        """A block was used now. One that was held back is worth writing after all, on a day that has bytes left."""
+        held_back, tokens = self._held_back.get(block.path, (None, None))
+        block.again = block.again or held_back is block or self._blocks.get(block.path) is block
+        # While it is pending, what the writer decided is not known here yet.
+        if held_back is block and tokens is not None and not block.pending and not self.budget.used_up:
+            self.let_go(block)
+            block.pending = True
+            self.keep(block, tokens)
         stamp_ns = time.time_ns()
         with self._lock:
             self._stamps_ns[block.path] = stamp_ns
             self._stale.add(block.path)
 
+    def let_go(self, block: DiskBlock) -> None:
+        """A block is no longer held in memory: if it was held back, nothing is left of it."""
+        held_back, _ = self._held_back.get(block.path, (None, None))
+        if held_back is block:
+            del self._held_back[block.path]
+
+    def snapshot(self) -> dict[str, int]:
+        """Its counters, as NO_DISK names them. What others wrote today is as new as our last write: the engine's thread, which
+        asks, reads no files."""
+        today_bytes, used_up = self.budget.known()
+        return {
+            "disk_written_bytes": self.written_bytes,
+            "disk_written_today_bytes": today_bytes,
+            "disk_daily_limit_bytes": self.daily_bytes,
+            "disk_budget_used_up": int(used_up),
+            "disk_held_back_blocks": len(self._held_back),
+            "disk_read_blocks": self.read_blocks,
+            "disk_bad_blocks": self.bad_blocks,
+        }
+
     def worth_reading(self, block: object, n_tokens: int, prefill_tok_s: float | None) -> bool:
         """True when the file is read faster than the `n_tokens` wanted of it are computed, both as measured here."""
-        if not isinstance(block, DiskBlock) or block.data is not None or not prefill_tok_s:
+        if not isinstance(block, DiskBlock) or block.data is not None or self.reads.ready(block):
             return True
-        return block.size_bytes / self.read_bytes_s < n_tokens / prefill_tok_s
+        under_way_s = self.reads.under_way_s
+        if under_way_s > _STUCK_S or not prefill_tok_s:
+            return under_way_s <= _STUCK_S
+        # What has taken so long already is expected to take as long again.
+        late_s = under_way_s if under_way_s > _LATE_S else 0.0
+        return max(block.size_bytes / self.read_bytes_s, late_s) < n_tokens / prefill_tok_s
+
+    @property
+    def pace(self) -> tuple[float, int]:
+        """How fast it reads: bytes/s as measured, and how often the time doubled since which the read under way is late."""
+        return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / _LATE_S)[1])
 
     def load(self, block: DiskBlock) -> memoryview | None:
         """The data of a block that is only on disk; the file is checked whole, and removed if it is not right."""
         started = time.monotonic()
         try:
-            raw = block.path.read_bytes()
+            raw = self.read_file(block.path)
         except OSError:
             self.bad_blocks += 1
             return None
@@ -216,11 +323,15 @@ class DiskTier:
 
     def flush(self) -> None:
         """Wait until everything queued so far is written."""
-        self.close()
+        self._finish_writing()
         self._start()
 
     def close(self) -> None:
-        """Write what is queued, then stop the thread."""
+        """Write what is queued, then stop the threads."""
+        self.reads.close()
+        self._finish_writing()
+
+    def _finish_writing(self) -> None:
         if self._thread is not None:
             self._closing = True
             self._jobs.put(None)
@@ -241,23 +352,33 @@ class DiskTier:
         while (job := self._jobs.get()) is not None:
             block, tokens, queued_s = job
             self._wait_for_a_pause(queued_s + _PATIENCE_S)
-            data = block.data
-            what: News = "failed"
-            try:
-                # Without data it was evicted meanwhile: nobody waits for it.
-                if data is not None:
-                    if not block.path.exists():
-                        self._write(tokens, block, data)
-                    what = "written"
-            except OSError:
-                # A full or read-only disk costs us the block, nothing more.
-                block.path.with_suffix(".part").unlink(missing_ok=True)
+            what = self._put(block, tokens)
+            self.budget.written_bytes()
             with self._lock:
                 self._pending_bytes -= block.size_bytes
             self._tell(block, what)
             if self._jobs.empty():
                 self._stamp()
         self._stamp()
+
+    def _put(self, block: DiskBlock, tokens: Tokens) -> News:
+        data = block.data
+        if data is None:
+            # It was evicted meanwhile: nobody waits for it.
+            return "failed"
+        if block.path.exists():
+            return "written"
+        if self.budget.used_up or (block.fleeting and not self.budget.easy):
+            self._held_back[block.path] = block, tokens
+            return "held back"
+        try:
+            self._write(tokens, block, data)
+        except OSError:
+            # A full or read-only disk costs us the block, nothing more.
+            with contextlib.suppress(OSError):
+                block.path.with_suffix(".part").unlink(missing_ok=True)
+            return "failed"
+        return "written"
 
     def _tell(self, block: DiskBlock, what: News) -> None:
         self._news.append((block, what))
@@ -271,8 +392,12 @@ class DiskTier:
                 return
 
     def _write(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview) -> None:
-        pieces = kv_file.pieces(self.identity, tokens, block.start, data)
-        self._make_room(sum(len(p) for p in pieces))
+        pieces = kv_file.pieces(self.identity, tokens, block.start, data, state=block.state)
+        # Somebody may have cleared the folder.
+        put_label(self.directory, self.model)
+        size_bytes = sum(len(p) for p in pieces)
+        self._make_room(size_bytes)
+        self.budget.count(self.directory, size_bytes)
         part = block.path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as f:
@@ -292,7 +417,7 @@ class DiskTier:
 
     def _depth_ns(self, path: Path) -> int:
         block = self._blocks.get(path)
-        return block.start * _STEP_NS if block is not None else 0
+        return block.depth * _STEP_NS if block is not None else 0
 
     def _make_room(self, need_bytes: int) -> None:
         """Remove the least recently used files (of every model) until `need_bytes` fit."""
@@ -306,10 +431,11 @@ class DiskTier:
                 own = stat.st_mtime_ns if stamp_ns is None else stamp_ns - self._depth_ns(path)
                 files.append((own, stat.st_size, path))
         total = sum(size for _, size, _ in files)
-        if need_bytes > self.capacity_bytes:
-            raise OSError("larger than the whole tier")
+        capacity_bytes = min(self.capacity_bytes, total + shutil.disk_usage(self.directory).free - self.free_bytes)
+        if need_bytes > capacity_bytes:
+            raise OSError("larger than the whole tier, or than what the disk has to spare")
         for _, size, path in sorted(files):
-            if total + need_bytes <= self.capacity_bytes:
+            if total + need_bytes <= capacity_bytes:
                 return
             path.unlink(missing_ok=True)
             total -= size

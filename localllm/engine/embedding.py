@@ -1,5 +1,5 @@
-"""Embedding models in a process of their own, one each: texts in, vectors out. Both sides of its pipe: `pipe.py` and
-`child_pipe.py` say how they talk, the questions here are embed | tokenize | detokenize.
+"""Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores out. Both sides of its
+pipe: `pipe.py` and `child_pipe.py` say how they talk, the questions here are embed | rank | tokenize | detokenize.
 
 The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat these models as they
 treat all.
@@ -19,17 +19,20 @@ from localllm.engine.child_pipe import ChildPipe, Message
 from localllm.engine.memory_guard import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.pipe import JsonProcess
-from localllm.engine.process_engine import ProcessEngine
+from localllm.engine.process_engine import ProcessEngine, worker_environment
+from localllm.engine.watchdog import HANG_S
 from localllm_backends.contract import LoadError, ModelInfo
 
+# What the host keeps to itself.
+_NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")
 _NO_TEXT = "an embedding model generates no text"
-_NO_TEXT_HINT = "send it to /v1/embeddings, or name a chat model"
+_NO_TEXT_HINT = "send it to /v1/embeddings (a reranker: /v1/rerank), or name a chat model"
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
     """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the backend deems sane.
-    The last two are for the memory guard."""
+    `planned_bytes` and `headroom_bytes` are for the memory guard, `hang_s` is for the watchdog (0: unwatched)."""
 
     path: str
     backend: str = "auto"
@@ -39,6 +42,7 @@ class EmbeddingOptions:
     log_path: Path | None = None
     planned_bytes: int = 0
     headroom_bytes: int | None = None
+    hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
         """See check_before_load."""
@@ -63,8 +67,19 @@ class Embeds(Protocol):
         ...
 
 
+@runtime_checkable
+class Ranks(Protocol):
+    """The engines that score texts."""
+
+    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
+        """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
+
+        A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
+        ...
+
+
 class EmbeddingEngine(ProcessEngine):
-    """One embedding worker (implements localllm.engine.api.Engine, and Embeds)."""
+    """One embedding worker (implements localllm.engine.api.Engine, Embeds and Ranks)."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         super().__init__(process, ready)
@@ -76,8 +91,9 @@ class EmbeddingEngine(ProcessEngine):
         """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
         process, ready = await JsonProcess.start(
             (sys.executable, "-m", "localllm.engine.embedding"),
-            {k: v for k, v in asdict(options).items() if k not in ("log_path", "planned_bytes", "headroom_bytes")},
+            {k: v for k, v in asdict(options).items() if k not in _NOT_SENT},
             loads=Path(options.path).name,
+            environment=worker_environment(),
             log_path=options.log_path,
         )
         return cls(process, ready)
@@ -88,6 +104,14 @@ class EmbeddingEngine(ProcessEngine):
         self.finished += 1
         self._tokens += value["tokens"]
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
+
+    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
+        """See Ranks."""
+        order = {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
+        value = await self._process.ask(order)
+        self.finished += 1
+        self._tokens += value["tokens"]
+        return value["scores"], value["tokens"]
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Refuse: there is no text to be had."""
@@ -137,11 +161,15 @@ def _answer(embedder: Any, message: Message) -> Any:
         case "detokenize":
             _check_tokens(embedder, message["tokens"])
             return embedder.detokenize(message["tokens"])
+        case "rank":
+            return _rank(embedder, message["query"], message["documents"], message["truncate"])
         case _:
             return _embed(embedder, message["inputs"], message["truncate"])
 
 
 def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict[str, Any]:
+    if embedder.pooling == "rank":
+        raise errors.UnsupportedError("this model ranks; it makes no embeddings", hint="name an embedding model")
     limit = embedder.info.n_ctx
     rows: list[list[int]] = []
     for i, sent in enumerate(inputs):
@@ -162,6 +190,25 @@ def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict
         "vectors": [base64.b64encode(v.astype("<f4").tobytes()).decode() for v in vectors],
         "tokens": sum(len(r) for r in rows),
     }
+
+
+def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> dict[str, Any]:
+    if embedder.pooling != "rank":
+        raise errors.UnsupportedError("this model makes embeddings; it does not rank", hint="name a reranker")
+    limit = embedder.info.n_ctx
+    rows: list[list[int]] = []
+    for i, document in enumerate(documents):
+        tokens = embedder.tokenize_pair(query, document)
+        if len(tokens) > limit:
+            if not truncate:
+                raise errors.ContextLengthError(
+                    f"document {i} and the query have {len(tokens)} tokens and the model takes {limit}",
+                    hint="split the document",
+                )
+            tokens = [*tokens[: limit - 1], tokens[-1]]
+        rows.append(tokens)
+    scores = embedder.embed(rows)
+    return {"scores": [float(row[0]) for row in scores], "tokens": sum(len(r) for r in rows)}
 
 
 def _check_tokens(embedder: Any, tokens: list[int]) -> None:

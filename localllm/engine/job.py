@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from localllm.engine.compiling import Compilation
 from localllm.engine.coupling import Distribution
 from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling import Sampler
+from localllm.engine.scheduler import arrival
 from localllm.engine.text import TextStream
 
 if TYPE_CHECKING:
+    from localllm.engine.matching import Matching
+    from localllm.engine.pictures import Placed
+    from localllm.engine.prefix_cache import Block
     from localllm.engine.restoring import Restoring
 
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
@@ -24,9 +30,12 @@ class Job:
     """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
 
     `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
-    are plain guesses). `predicted` is the output its client expects, as tokens. While its `state` is "restoring",
-    its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known` is how far its
-    prompt followed any known line. `admissions` counts how often it went on to running: a parked job does so again."""
+    are plain guesses). `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers what
+    its prompt was compared with, and while its grammar is compiled (`compilation`), or a state that it needs is being read
+    from disk (`reading`), it can't be admitted. While its `state`
+    is "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known`
+    is how far its prompt followed any known line. `admissions` counts how often it went on to running: a parked job does
+    so again. `images` are those of its prompt, in order. `number` is its own in this process."""
 
     request: Request
     tokens: list[int]
@@ -41,6 +50,9 @@ class Job:
     draft_from: list[Distribution] | None = None
     predicted: list[int] = field(default_factory=list)
     loop_guard: LoopGuard | None = None
+    compilation: Compilation | None = None
+    matching: Matching | None = None
+    reading: Block | None = None
     state: State = "waiting"
     restoring: Restoring | None = None
     known: int = 0
@@ -53,12 +65,25 @@ class Job:
     prefill_s: float = 0.0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    decode_steps: int = 0
     admissions: int = 0
+    images: tuple[Placed, ...] = ()
+    number: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def id(self) -> str:
         """The request's id."""
         return self.request.id
+
+    @property
+    def arrived_s(self) -> float:
+        """When it came, as far as its place among others is concerned."""
+        return arrival(self.submitted_s, self.request.generation.priority)
+
+    @property
+    def tenant(self) -> str:
+        """Who asks."""
+        return self.request.generation.tenant
 
     @property
     def shares(self) -> bool:
@@ -105,8 +130,14 @@ class Job:
     @property
     def until_checkpoint(self) -> int:
         """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached part be imported."""
-        ahead = [c - self.n_kv for c in (*self.checkpoints, self.gap or 0) if c > self.n_kv]
+        borders = [i.start for i in self.images]
+        ahead = [c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv]
         return min([self.pending, *ahead])
+
+    @property
+    def image(self) -> Placed | None:
+        """The image whose tokens come next in its prompt, or None where text does."""
+        return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
 
     def leave(self) -> None:
         """It is out of the context, for good or parked: an import that is under way ends."""
@@ -133,6 +164,7 @@ class Job:
             prefill_s=self.prefill_s,
             decode_s=now_s - first if first is not None else 0.0,
             ttft_s=first - self.submitted_s if first is not None else 0.0,
+            decode_steps=self.decode_steps,
         )
 
 

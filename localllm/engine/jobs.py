@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from localllm.engine.cache_budget import Tokens
+from localllm.engine.fairness import Shares
 from localllm.engine.job import Job
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.metrics import Metrics
+from localllm.engine.pictures import edge
 from localllm.engine.prefix_cache import as_tokens
 from localllm.engine.seen import SeenLines
 from localllm.engine.sequence_pool import SequencePool
 from localllm.engine.sliced_prefill import PrefillPolicy
 from localllm.engine.speculation.speculator import Speculator
+from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
+# Of a job's sampling; its seed and biases are its client's business.
+_TOLD = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+         "frequency_penalty", "dry_multiplier", "xtc_probability", "xtc_threshold")  # fmt: skip
 
 
 @dataclass
 class Jobs:
-    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet."""
+    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet. `shares`: who of those
+    that ask has had how much."""
 
     pool: SequencePool
     speculator: Speculator
@@ -27,6 +36,7 @@ class Jobs:
     metrics: Metrics
     clock: Callable[[], float]
     seen: SeenLines = field(default_factory=SeenLines)
+    shares: Shares = field(default_factory=Shares)
     waiting: dict[str, Job] = field(default_factory=dict)
     running: dict[str, Job] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -45,6 +55,32 @@ class Jobs:
         """True while somebody's answer is being written."""
         return any(not job.prefilling for job in self.running.values())
 
+    @property
+    def compiling_alone(self) -> bool:
+        """True while there is nothing to do but to wait for somebody's grammar."""
+        return not self.running and any(job.compilation is not None for job in self.waiting.values())
+
+    def had(self, job: Job) -> int | None:
+        """What its tenant has had (see Shares.had)."""
+        return self.shares.had(job.tenant)
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
+        that wait."""
+        return [
+            {
+                "number": job.number,
+                "state": "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode",
+                "prompt_tokens": job.n_prompt,
+                "processed_tokens": min(job.n_kv, job.n_prompt),
+                "cached_tokens": job.cached,
+                "generated_tokens": job.n_generated,
+                "max_tokens": job.max_tokens,
+                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _TOLD},
+            }
+            for job in (*self.running.values(), *self.waiting.values())
+        ]
+
     def drain(self) -> list[Event]:
         """What happened since the last call."""
         events, self.events = self.events, []
@@ -57,6 +93,9 @@ class Jobs:
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
         self.prefill.forget(job)
+        if job.reading is not None:
+            self.pool.kv.release(job.reading)
+            job.reading = None
         job.leave()
         sequence, job.sequence = job.sequence, None
         return sequence
@@ -76,16 +115,27 @@ class Jobs:
         sequence = self.detach(job)
         if sequence is None:
             return
-        held = as_tokens(job.tokens[: job.n_kv])
+        held = self._whole(job, sequence)
         if job.shares:
             self.seen.add(held)
         self.pool.release(sequence, held, keep=job.shares)
+
+    def _whole(self, job: Job, sequence: int) -> Tokens:
+        """What `sequence`, which was the job's, holds, without half an image at its end."""
+        n = edge(job.tokens, job.n_kv)
+        if n < job.n_kv:
+            try:
+                self.pool.cut(sequence, n)
+            except CannotRewindError:
+                n = 0
+                self.pool.cut(sequence, n)
+        return as_tokens(job.tokens[:n])
 
     def park(self, job: Job) -> None:
         """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
         sequence = self.detach(job)
         assert sequence is not None
-        held = as_tokens(job.tokens[: job.n_kv])
+        held = self._whole(job, sequence)
         if job.shares:
             self.pool.park(sequence, held)
         else:

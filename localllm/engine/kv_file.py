@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from localllm.engine.prefix_cache import Tokens, as_tokens
+from localllm.engine.cache_budget import Tokens
+from localllm.engine.prefix_cache import as_tokens
 
 _MAGIC = b"localllm-kv-3\n"
 _LENGTHS = struct.Struct("<IQQ")
@@ -27,12 +28,14 @@ _MAX_HEADER_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a file holds: KV of the last tokens of the line `tokens`, from `start` on, in `n_data` bytes."""
+    """What a file holds: KV of the last tokens of the line `tokens`, from `start` on, in `n_data` bytes, or the `state` behind
+    the line."""
 
     tokens: Tokens
     start: int
     n_data: int
     stamp_ns: int
+    state: bool
 
     @property
     def stop(self) -> int:
@@ -40,17 +43,19 @@ class Entry:
         return len(self.tokens)
 
 
-def name(identity: str, tokens: Tokens, start: int) -> str:
+def name(identity: str, tokens: Tokens, start: int, *, state: bool = False) -> str:
     """The name of the block's file, without its suffix."""
-    digest = hashlib.blake2b(identity.encode(), digest_size=20)
+    digest = hashlib.blake2b(identity.encode(), digest_size=20, person=b"state" if state else b"")
     digest.update(struct.pack("<I", start))
     digest.update(tokens.tobytes())
     return digest.hexdigest()
 
 
-def pieces(identity: str, tokens: Tokens, start: int, data: bytes | memoryview) -> list[bytes | memoryview]:
+def pieces(
+    identity: str, tokens: Tokens, start: int, data: bytes | memoryview, *, state: bool = False
+) -> list[bytes | memoryview]:
     """The file's content, in order."""
-    header = json.dumps({"identity": identity, "start": start, "stop": len(tokens)}).encode()
+    header = json.dumps({"identity": identity, "start": start, "stop": len(tokens), "state": state}).encode()
     line = tokens.tobytes()
     content = [_MAGIC, _LENGTHS.pack(len(header), len(line), len(data)), header, line, data]
     digest = hashlib.sha256()
@@ -80,9 +85,10 @@ def read_index(path: Path, identity: str) -> Entry | None:
     start, stop = header.get("start"), header.get("stop")
     if not isinstance(start, int) or stop != len(tokens) or not 0 <= start < len(tokens):
         return None
-    if path.stem != name(identity, tokens, start):
+    state = header.get("state", False)
+    if not isinstance(state, bool) or path.stem != name(identity, tokens, start, state=state):
         return None
-    return Entry(tokens, start, n_data, stat.st_mtime_ns)
+    return Entry(tokens, start, n_data, stat.st_mtime_ns, state)
 
 
 def checked(raw: bytes, identity: str) -> memoryview | None:

@@ -4,7 +4,7 @@ Three marks on what is available, the headroom being what the system keeps (`hea
 
     available ≥ headroom     none     load what fits above the headroom; the prefix cache may grow
     below it                 shrink   the prefix cache stops growing and gives back what is missing, oldest first
-    below half of it         hold     besides, nobody joins the running batch
+    below half of it         hold     besides, nobody joins the running batch where that takes memory
 
 A level is left a quarter of the headroom above the mark that started it, so that giving back does not flap.
 """

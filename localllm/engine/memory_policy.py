@@ -1,4 +1,5 @@
-"""What the engine does about memory: the prefix cache shrinks first, then nobody joins the running batch."""
+"""What the engine does about memory: the prefix cache shrinks first, then, where a request's KV takes more of it, nobody
+joins the running batch."""
 
 from __future__ import annotations
 
@@ -26,21 +27,21 @@ class MemoryPolicy:
 
     def mind(self, *, give_back_all: bool = False) -> None:
         """Look at what is available now and then; under pressure the prefix cache shrinks and stops growing."""
-        guard, cache = self.guard, self.jobs.pool.cache
+        guard, budget = self.guard, self.jobs.pool.kv.budget
         if not guard.look(self.jobs.clock(), force=give_back_all):
             return
-        if guard.pressure != "none" and cache.shrink(cache.held_bytes if give_back_all else guard.missing_bytes):
+        if guard.pressure != "none" and budget.shrink(budget.held_bytes if give_back_all else guard.missing_bytes):
             return_to_system()
             guard.look(self.jobs.clock(), force=True)
         most = self.cache_bytes
-        cache.resize(most if guard.pressure == "none" else min(most, cache.held_bytes))
+        budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
 
     def may_run(self) -> int:
-        """How many requests may run together now. When memory is nearly gone nobody joins others; a request alone is
-        served if its KV is there already, or can be had for all that we can give back."""
-        if self.guard.pressure != "hold":
+        """How many requests may run together now. Where KV grows and memory is nearly gone nobody joins others, and a
+        request alone is served if its KV can be had for all that we can give back."""
+        if self.guard.pressure != "hold" or self._kv_at_load:
             return self.backend.info.n_seq_max
-        if self.jobs.running or self._kv_at_load:
+        if self.jobs.running:
             return 1
         self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
         self.mind(give_back_all=True)

@@ -60,7 +60,9 @@ class Generation:
     reported at all). `cache_prompt` False neither uses nor fills the prefix cache. `prediction` is text the client
     expects in the answer, which drafting tries first. Before `min_tokens` neither the model's own end nor a token
     of `stop_token_ids` may come. `thinking_tokens`: the longest reasoning (None: no limit). `loops`: what
-    counts as a loop and ends the answer (None: nothing).
+    counts as a loop and ends the answer (None: nothing). `priority`: above 0 it is served before others, below 0 after
+    them, as far as that starves nobody (scheduler.arrival). `tenant` is who asks, by the name of a key: what there is
+    is shared evenly between tenants (engine/fairness.py).
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -75,6 +77,8 @@ class Generation:
     stop_token_ids: tuple[int, ...] = ()
     thinking_tokens: int | None = None
     loops: LoopLimits | None = None
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,11 @@ class Request:
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
     `add_bos` puts the BOS token before a text, where the model wants one. `render_control` also writes control tokens
     into the text, for replies whose structure they mark. `draft`: auto, ngram or off.
+    `begun` is the answer's beginning where the prompt ends in it: the grammar goes on behind it, where it allows that.
     `goes_on` says that the end of the prompt is the beginning of the answer, which the model has just written: an
     answer with reasoning or tool calls may be made in parts, one after the other and under one id. `thinking` is how
-    the generation's limit on its reasoning is kept in this model's words.
+    the generation's limit on its reasoning is kept in this model's words. `images`: the files in base64, each by the
+    mark that stands for it in a prompt of text.
     """
 
     id: str
@@ -110,6 +116,8 @@ class Request:
     draft: str = "auto"
     goes_on: bool = False
     thinking: ThinkingLimit | None = None
+    begun: str = ""
+    images: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +134,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the first token."""
+    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the first token.
+    `decode_steps`: sweeps over the weights that decoded for it after the first token."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     ttft_s: float = 0.0
+    decode_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +199,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a request that did not: `code` names a leaf of localllm.errors."""
+    """The end of a request that did not: `code` names a leaf of localllm.errors. `counts`: the tokens of a prompt that
+    does not fit, and of the window."""
 
     kind: ClassVar[str] = "failure"
     id: str
     code: str
     message: str
     hint: str = ""
+    counts: tuple[int, int] | None = None
 
 
 Event: TypeAlias = Queued | Prefill | Text | Finish | Failure
@@ -263,5 +275,7 @@ def event_from_json(data: dict[str, Any]) -> Event:
     if kind == "finish":
         values["usage"] = Usage(**values["usage"])
         values["timings"] = Timings(**values["timings"])
+    elif kind == "failure" and values.get("counts"):
+        values["counts"] = tuple(values["counts"])
     event: Event = _EVENTS[kind](**values)
     return event

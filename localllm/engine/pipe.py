@@ -18,8 +18,8 @@ from typing import Any, cast
 from localllm import errors
 
 Hear = Callable[[dict[str, Any]], None]
-# A process that was told to close and hasn't ended after this long is killed.
-_STOP_GRACE_S = 3.0
+# A process that was told to close and hasn't ended after this long is killed. It may have half a gigabyte to write.
+_STOP_GRACE_S = 10.0
 # What json.loads calls in the end; the way there is longer than a short message.
 _decode = json.JSONDecoder().raw_decode
 
@@ -37,6 +37,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._closing = False
+        self._hangs = ""
         self._pieces: list[bytes] = []
         self._open = {"output", "process"}
         self._process: asyncio.SubprocessTransport | None = None
@@ -138,10 +139,22 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._replies[number] = asyncio.get_running_loop().create_future()
         return await self._replies[number]
 
+    @property
+    def awaited(self) -> bool:
+        """True while a question is unanswered and somebody still waits for it."""
+        return any(not reply.done() for reply in self._replies.values())
+
+    def condemn(self, why: str) -> None:
+        """End it because it hangs: `why` is what those who wait are told."""
+        self._hangs = why
+        self.kill()
+
     def death(self) -> errors.WorkerDiedError:
         """Why it answers no more, for everybody who waits for it."""
         if self._closing:
             return errors.WorkerDiedError("the model was unloaded")
+        if self._hangs:
+            return errors.WorkerDiedError(f"the engine's process hung and was ended: {self._hangs}")
         return errors.WorkerDiedError(f"the engine's process ended in mid-request ({said(self.returncode)})")
 
     async def close(self) -> None:

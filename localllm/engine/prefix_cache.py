@@ -13,10 +13,7 @@ Laws, checked by `check_integrity` and by random histories in the tests:
 * `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
 * A line is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
   and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
-* Memory is taken from the blocks unused the longest. One that has a copy on disk is demoted (it loses its memory, never
-  its place), wherever it stands in the tree. One that is about to have a copy is waited for. Only one without a copy is
-  evicted.
-* What is locked is neither demoted nor evicted, and nothing is evicted for what was used longer ago than it.
+* What is locked is neither demoted nor evicted. Who makes room for what: cache_budget.py.
 """
 
 from __future__ import annotations
@@ -24,14 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
-# Room for a block: there now, there once what is being written is written, or not to be had.
-Room = Literal["now", "later", "never"]
+from localllm.engine.cache_budget import Age, Budget, Tokens
 
 
 class Block(Protocol):
@@ -181,18 +175,19 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class PrefixCache:
-    """The tree. Pure: no backend, no clock (recency is counted in `uses`). `changes` grows with everything that may
-    make room, so that who was refused knows when to ask again."""
+    """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
+    unless it shares a `budget`."""
 
-    def __init__(self, *, whole: bool, capacity_bytes: int) -> None:
+    def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: Budget | None = None) -> None:
         self.whole = whole
-        self.capacity_bytes = capacity_bytes
+        self.budget = budget if budget is not None else Budget(capacity_bytes)
+        # States are of use with the KV of their line only, which another tree has.
+        self._beside_kv = bool(self.budget.shelves)
+        self.budget.shelves.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
-        self.uses = 0
         self._users: dict[int, tuple[Block, list[Node]]] = {}
         self.held_bytes = 0
         self.evicted_tokens = 0
-        self.changes = 0
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -218,12 +213,24 @@ class PrefixCache:
     def match(self, tokens: Seq[int] | Tokens) -> Match:
         """What can be restored of `tokens`, which counts as a use of it."""
         found = self.peek(tokens)
-        self.uses += 1
+        self.budget.uses += 1
         node = found.node
         if node is not None and not _uses(node, found.known):
             node = node.parent
-        self._use(node, self.uses)
+        self._use(node, self.budget.uses)
         return found
+
+    def thin(self, line: Tokens, apart: int, newest: int) -> None:
+        """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `apart` to one
+        before them, not among the `newest`, and not where lines part. Those go before anything else."""
+        nodes = [n for n, shared in self._along(line) if n.block is not None and shared == len(n.tokens)]
+        before = 0
+        for i, node in enumerate(nodes):
+            if i >= len(nodes) - newest or node.stop - before >= apart or len(node.children) > 1:
+                self._use_node(node, self.budget.uses)
+                before = node.stop
+            else:
+                node.last_used = 0
 
     def lock(self, match: Match) -> None:
         """Keep the nodes of `match` until `unlock`."""
@@ -238,7 +245,7 @@ class PrefixCache:
         if match.node is not None:
             # Its block may have turned out to be lost while it was held.
             self._prune(match.node)
-        self.changes += 1
+        self.budget.changes += 1
 
     def covered(self, tokens: Seq[int] | Tokens) -> int:
         """How many leading tokens could be restored without a gap."""
@@ -263,54 +270,23 @@ class PrefixCache:
         that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
         line = as_tokens(tokens)
         assert block.stop == len(line), "a block must end where its line ends"
-        if not self._wanted(line, block) or self.make_room(block.held_bytes, line=line, used=used) != "now":
+        if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "now":
             return False
         if used is None:
-            self.uses += 1
+            self.budget.uses += 1
         if not self.whole:
             self._walk(line[: block.start])
         end = self._walk(line)
         for node in [end] if self.whole else self._path(end):
             if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
                 self._set_block(node, block)
-        self._use(end, self.uses if used is None else used)
-        self.changes += 1
+        self._use(end, self.budget.uses if used is None else used)
+        self.budget.changes += 1
         return True
-
-    def make_room(
-        self, need_bytes: int, *, line: Tokens | None = None, used: int | None = None, force: bool = False
-    ) -> Room:
-        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the way of `line`, or that
-        is more recent than `used` (None: now). `force`: what is being written is not waited for."""
-        missing = self.held_bytes + need_bytes - self.capacity_bytes
-        if missing <= 0:
-            return "now"
-        if need_bytes > self.capacity_bytes:
-            return "never"
-        along = self._along(line) if line is not None else ()
-        keep = {id(node) for node, shared in along if _uses(node, node.start + shared)}
-        until = self.uses if used is None else used
-        missing -= self._free(missing, keep, until, pending=False)
-        waits = any(block.pending and block.held_bytes for block, _ in self._users.values())
-        if missing > 0 and force and waits:
-            missing -= self._free(missing, keep, until, pending=True)
-            waits = False
-        return "now" if missing <= 0 else "later" if waits else "never"
-
-    def shrink(self, n_bytes: int) -> int:
-        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
-        freed = self._free(n_bytes, set(), self.uses, pending=False)
-        return freed + (self._free(n_bytes - freed, set(), self.uses, pending=True) if freed < n_bytes else 0)
-
-    def resize(self, capacity_bytes: int) -> None:
-        """Hold no more than so many bytes from now on; what is held already stays until there is need for room."""
-        if capacity_bytes != self.capacity_bytes:
-            self.capacity_bytes = capacity_bytes
-            self.changes += 1
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
         """Hold in memory what was read from disk, if there is room: it was used just now."""
-        if id(block) in self._users and not block.held_bytes and self.make_room(len(data)) == "now":
+        if id(block) in self._users and not block.held_bytes and self.budget.make_room(len(data)) == "now":
             block.promote(data)
             self.held_bytes += block.held_bytes
 
@@ -326,6 +302,7 @@ class PrefixCache:
         for node in list(nodes):
             self._set_block(node, None)
             self._prune(node)
+        self.budget.changes += 1
 
     def check_integrity(self) -> None:
         """The laws in the module docstring; AssertionError where one is broken."""
@@ -348,31 +325,48 @@ class PrefixCache:
         assert users == {key: len(nodes) for key, (_, nodes) in self._users.items()}, "users disagree with the tree"
         assert self.held_bytes == sum(b.held_bytes for b, _ in self._users.values()), "held_bytes is wrong"
 
-    # --- room ----------------------------------------------------------------------------------------------------
+    # --- room (cache_budget.Shelf) -----------------------------------------------------------------------------------
 
-    def _free(self, n_bytes: int, keep: set[int], until: int, *, pending: bool) -> int:
-        """Free up to `n_bytes` from the blocks unused the longest, ends first; `pending` ones only if told to, and none
-        evicted that was used after `until` or is to be kept. Returns the bytes freed."""
-        order = []
+    def ages(self) -> Iterator[tuple[Age, int]]:
+        """Every block that holds memory and is not locked. Of those used together the ends go before the beginnings; of
+        snapshots that hold everything the shorter before the longer."""
         for block, nodes in self._users.values():
             if block.held_bytes and not any(n.locks for n in nodes):
-                depth = block.stop if self.whole else -block.start
-                order.append((_middle(block, nodes).last_used, depth, id(block)))
-        before = self.held_bytes
-        for last_used, _, key in sorted(order):
-            if before - self.held_bytes >= n_bytes:
-                break
-            block, nodes = self._users[key]
-            held = block.held_bytes
-            if block.demote():
-                self.held_bytes -= held
-                self.changes += 1
-            elif last_used <= until and (pending or not block.pending) and id(_middle(block, nodes)) not in keep:
-                self.evicted_tokens += sum(len(n.tokens) for n in nodes)
-                for node in list(nodes):
-                    self.remove(node)
-                self.changes += 1
-        return before - self.held_bytes
+                depth = -block.start if not self.whole else -block.stop if self._beside_kv else block.stop
+                yield (_middle(block, nodes).last_used, depth), id(block)
+
+    def protected(self, line: Tokens) -> set[int]:
+        """The blocks that `line` goes through; of snapshots the longest."""
+        along = [(n, shared) for n, shared in self._along(line) if n.block is not None]
+        if self.whole:
+            return {id(n.block) for n, shared in [(n, k) for n, k in along if k == len(n.tokens)][-1:]}
+        return {id(n.block) for n, shared in along if _uses(n, n.start + shared)}
+
+    def demote(self, block: int) -> int:
+        """Let a block keep only its copy; returns the bytes freed, 0 where it has none."""
+        found, _ = self._users[block]
+        held = found.held_bytes
+        if not found.demote():
+            return 0
+        self.held_bytes -= held
+        return held
+
+    def losable(self, block: int, *, pending: bool) -> int:
+        """The bytes that evicting a block frees; 0 for one that is about to have a copy, unless told `pending`."""
+        found, _ = self._users[block]
+        return found.held_bytes if pending or not found.pending else 0
+
+    def evict(self, block: int) -> None:
+        """Forget a block."""
+        _, nodes = self._users[block]
+        self.evicted_tokens += sum(len(n.tokens) for n in nodes)
+        for node in list(nodes):
+            self.remove(node)
+
+    @property
+    def waits(self) -> bool:
+        """True while a block in memory is about to have a copy."""
+        return any(block.pending and block.held_bytes for block, _ in self._users.values())
 
     # --- the tree ------------------------------------------------------------------------------------------------
 
@@ -392,9 +386,12 @@ class PrefixCache:
     def _use(self, node: Node | None, used: int) -> None:
         """A line up to `node` was used: all of it, or of whole blocks just that one."""
         for step in self._path(node)[-1:] if self.whole else self._path(node):
-            step.last_used = max(step.last_used, used)
-            if step.block is not None and _uses(step, step.stop):
-                step.block.used()
+            self._use_node(step, used)
+
+    def _use_node(self, node: Node, used: int) -> None:
+        node.last_used = max(node.last_used, used)
+        if node.block is not None and _uses(node, node.stop):
+            node.block.used()
 
     def _wanted(self, line: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.engine import row_bounds, row_exactly
 from localllm.engine.coupling import Distribution, couple
-from localllm.engine.dry import TokenBytes, penalise_repetitions
+from localllm.engine.dry import Recent, TokenBytes, penalty, repetitions
+from localllm.engine.logits import UNCHANGED, Changes, Facts, Logits
 from localllm.engine.messages import Sampling
+from localllm.engine.penalties import Tallies, Tally, counted, penalised
+from localllm.engine.ranking import HEAD, Row, best_ids, by_rank
 from localllm.engine.thought_limit import ThoughtLimit
-
-Row = NDArray[np.float32]
-
-# How many candidates are put in order before a filter is asked whether it wants more.
-_HEAD = 512
+from localllm.engine.top_choices import Excluded
+from localllm_backends.contract import MOST_DRAWN, Draw
 
 
 class Constraint(Protocol):
@@ -52,56 +53,97 @@ class Constraint(Protocol):
         ...
 
 
-def penalise(logits: Row, sampling: Sampling, history: Seq[int]) -> Row:
-    """Logits after logit_bias and the repeat, presence and frequency penalties over the last `repeat_last_n` tokens.
+class MaskingConstraint(Constraint, Protocol):
+    """A Constraint that can say what it allows without a row being changed."""
 
-    Returns `logits` itself when nothing applies. repeat_penalty divides positive logits and multiplies negative ones
-    (llama.cpp, after CTRL: arXiv 1909.05858); presence and frequency subtract as OpenAI documents them.
-    """
-    penalties = sampling.repeat_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
-    if not sampling.logit_bias and not penalties:
-        return logits
-    out = logits.astype(np.float32, copy=True)
-    for token, bias in sampling.logit_bias.items():
-        if 0 <= token < len(out):
-            out[token] = -np.inf if bias <= -100 else out[token] + bias
-    if penalties:
-        last = history if sampling.repeat_last_n < 0 else history[max(0, len(history) - sampling.repeat_last_n) :]
-        for token, count in Counter(last).items():
-            value = out[token]
-            value = value / sampling.repeat_penalty if value > 0 else value * sampling.repeat_penalty
-            out[token] = value - sampling.presence_penalty - count * sampling.frequency_penalty
-    return out
+    def allowed(self) -> NDArray[np.uint8]:
+        """One bit for each token, the lowest bit of a byte first; tokens without one are forbidden."""
+        ...
+
+    def masked(self, logits: Row) -> Row:
+        """What `apply` would leave of `logits`, as another row."""
+        ...
 
 
-def distribution(logits: Row, sampling: Sampling) -> Distribution:
+# With more tokens allowed than this the whole row is looked at.
+_FEW_ALLOWED = 8192
+
+
+def distribution(given: Row | Logits, sampling: Sampling) -> Distribution:
     """The distribution a token is drawn from, after every filter and the temperature (> 0).
 
-    logits: float32 [n_vocab], already penalised and constrained; -inf is never drawn. Equal logits give an equal
+    given: float32 [n_vocab], penalised and constrained; -inf is never drawn. Equal logits give an equal
     distribution, order included, whatever else the row holds: a seed then draws the same token.
     """
-    excludes = sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
-    cuts = sampling.top_p < 1.0 or sampling.min_p > 0.0
-    if 0 < sampling.top_k < len(logits):
-        ids, ranked = best_ids(logits, sampling.top_k), sampling.top_k
-    else:
-        # Nothing further than 40 nats below the best survives a filter over a float32 softmax.
-        least = logits.max() - 40.0 if cuts or sampling.typical_p < 1.0 else -np.inf
-        ids = np.flatnonzero(logits > least)
-        ids, ranked = _head_first(logits, ids) if sampling.typical_p >= 1.0 else (_by_rank(logits, ids), len(ids))
+    logits = given if isinstance(given, Logits) else Logits(given)
+    if 0 < sampling.top_k < len(logits) and not math.isfinite(logits.peaks.greatest):
+        logits = Logits(logits.whole())
+    ids = _left(logits, sampling)
     if not len(ids):
-        return Distribution(np.array([logits.argmax()]), np.ones(1))
-    values = logits[ids].astype(np.float64)
+        return Distribution(np.array([logits.whole().argmax()]), np.ones(1))
+    values = logits.at(ids).astype(np.float64)
+    if not np.isfinite(values[0]):  # what is infinite was found by its place only
+        values = logits.whole()[ids].astype(np.float64)
+    return _without_top_choices(ids, values, sampling) if _excludes(sampling) else _drawn(ids, values, sampling)
+
+
+def _excludes(sampling: Sampling) -> bool:
+    return sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= 0.5
+
+
+def _cuts(sampling: Sampling) -> bool:
+    return sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _left(logits: Logits, sampling: Sampling) -> NDArray[np.int64]:
+    """What top_k, typical_p, top_p and min_p leave, best first; without any of the last three only the head of it is."""
+    if 0 < sampling.top_k < len(logits):
+        ids = logits.top(sampling.top_k)
+        return _left_of(logits.at(ids), ids, len(ids), sampling)
+    if sampling.typical_p < 1.0:
+        found = row_bounds.typical(logits, sampling.typical_p)
+        if found is not None:
+            return _left_of(logits.at(found), found, len(found), replace(sampling, typical_p=1.0))
+    elif _cuts(sampling):
+        found = row_bounds.cut(logits, sampling)
+        found = row_exactly.cut_sorted(logits, sampling) if found is None else found
+        if found is not None:
+            return found
+    row = logits.whole()
+    # Nothing further than 40 nats below the best survives a filter over a float32 softmax.
+    least = row.max() - 40.0 if _cuts(sampling) or sampling.typical_p < 1.0 else -np.inf
+    ids = np.flatnonzero(row > least)
+    if sampling.typical_p < 1.0:
+        ids = by_rank(row, ids)
+        return _left_of(row[ids], ids, len(ids), sampling)
+    ids, ranked = _head_first(row, ids)
+    left = _left_of(row[ids], ids, ranked, sampling)
+    if ranked < len(left) and _cuts(sampling):
+        ids = by_rank(row, np.sort(ids))
+        left = _left_of(row[ids], ids, len(ids), sampling)
+    return left
+
+
+def _left_of(logits: Row, ids: NDArray[np.int64], ranked: int, sampling: Sampling) -> NDArray[np.int64]:
+    """What typical_p, top_p and min_p leave of `ids`, which have `logits` and the first `ranked` of which are in order."""
+    if not len(ids):
+        return ids
+    values = logits.astype(np.float64)
     if sampling.typical_p < 1.0:
         ids, values = _typical(ids, values, sampling.typical_p)
-    if cuts:
-        keep = _survivors(values, sampling)
-        if keep > ranked:
-            ids = _by_rank(logits, np.sort(ids))
-            values = logits[ids].astype(np.float64)
-            keep = _survivors(values, sampling)
-        ids, values = ids[:keep], values[:keep]
-    return _without_top_choices(ids, values, sampling) if excludes else _drawn(ids, values, sampling)
+    return ids[: _survivors(values, sampling)] if _cuts(sampling) else ids
+
+
+def _drawn_token(logits: Logits, sampling: Sampling, uniform: float) -> int:
+    """The token at `uniform` of `distribution(logits, sampling)`, which need not be made whole for it."""
+    token = None
+    if not (sampling.typical_p < 1.0 or 0 < sampling.top_k < len(logits) or _cuts(sampling)):
+        chance = min(1.0, sampling.xtc_probability) if _excludes(sampling) else 0.0
+        excluded = Excluded(chance, sampling.xtc_threshold)
+        token = row_bounds.pick(logits, sampling.temperature, uniform, excluded)
+        if token is None:
+            token = row_exactly.pick_exactly(logits, sampling.temperature, uniform, excluded)
+    return distribution(logits, sampling).draw(uniform) if token is None else token
 
 
 def _drawn(ids: NDArray[np.int64], values: NDArray[np.float64], sampling: Sampling) -> Distribution:
@@ -126,41 +168,12 @@ def _without_top_choices(ids: NDArray[np.int64], values: NDArray[np.float64], sa
     return Distribution(ids, (1.0 - p) * whole.probs + p * _softmax(rest))
 
 
-def best_ids(logits: Row, k: int) -> NDArray[np.int64]:
-    """Ids of the `k` (> 0) greatest logits above -inf, greatest first and the lower id first among equals."""
-    width = len(logits) // (4 * k)
-    least = -np.inf
-    if width >= 4:
-        # k pieces of the row peak at `least` or above, so the k greatest do too, and seldom much else: a comparison
-        # with it costs a tenth of a partition, which moreover needs milliseconds for a row that is mostly -inf.
-        pieces = len(logits) // width
-        peaks = logits[: pieces * width].reshape(pieces, width).max(axis=1)
-        least = np.partition(peaks, pieces - k)[pieces - k]
-    ids = np.flatnonzero(logits >= least if least > -np.inf else logits > -np.inf)
-    if len(ids) > 4 * _HEAD and len(ids) > k:
-        found = logits[ids]
-        ids = ids[found >= np.partition(found, len(ids) - k)[len(ids) - k]]
-    return _by_rank(logits, ids)[:k]
-
-
-def _by_rank(logits: Row, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`ids` (ascending) by logit, greatest first; among equals the lower id."""
-    if len(ids) <= 4 * _HEAD:
-        return ids[np.argsort(-logits[ids], kind="stable")]
-    # One integer holds both, half as long to sort: an IEEE float's bits count upwards for positive numbers (whose sign
-    # bit is 0) and downwards for negative ones, and here the greatest must come first. Adding 0 makes -0 one with 0.
-    bits = (logits[ids] + np.float32(0)).view(np.uint32)
-    rank = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF)).astype(np.uint64) << np.uint64(32)
-    order = np.sort(rank | ids.astype(np.uint64)) & np.uint64(0xFFFFFFFF)
-    return order.astype(np.int64)
-
-
 def _head_first(logits: Row, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """`ids` (ascending) with the best of them in front, ranked, and how many those are; the rest stay as they are:
     filters rarely look further, and sorting a whole vocabulary takes as long as a small model's step."""
-    if len(ids) <= 4 * _HEAD:
-        return _by_rank(logits, ids), len(ids)
-    head = best_ids(logits, _HEAD)
+    if len(ids) <= 4 * HEAD:
+        return by_rank(logits, ids), len(ids)
+    head = best_ids(logits, HEAD)
     rest = np.ones(len(logits), dtype=bool)
     rest[head] = False
     return np.concatenate([head, ids[rest[ids]]]), len(head)
@@ -175,14 +188,6 @@ def _survivors(values: NDArray[np.float64], sampling: Sampling) -> int:
     if sampling.min_p > 0.0:
         keep = min(keep, int(np.count_nonzero(probs >= sampling.min_p * probs[0])))
     return max(1, keep)
-
-
-def log_softmax(logits: Row) -> NDArray[np.float64]:
-    """Natural-log probabilities of the whole row (float64 [n_vocab])."""
-    values = logits.astype(np.float64)
-    values -= values.max()
-    result: NDArray[np.float64] = values - math.log(float(np.exp(values).sum()))
-    return result
 
 
 def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -203,13 +208,6 @@ def _typical(
     return ids[chosen], values[chosen]
 
 
-def _without_ends(row: Row, ends: Seq[int]) -> Row:
-    """`row` without the tokens that end an answer; as it is where nothing else may follow."""
-    out = row.copy()
-    out[list(ends)] = -np.inf
-    return out if np.isfinite(out).any() else row
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What one request's place in its text says about the next token: none of `ends` comes before `open_until` tokens
@@ -221,6 +219,19 @@ class Bounds:
     text: TokenBytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What is kept of the tokens of one growing line."""
+
+    tallies: Tallies
+    recent: Recent
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> _Past:
+        """Nothing yet."""
+        return cls(Tallies(sampling.repeat_last_n), Recent())
+
+
 class Sampler:
     """Chooses the tokens of one request. The same seed gives the same choices for the same logits."""
 
@@ -230,6 +241,10 @@ class Sampler:
         self._bounds = bounds if bounds is not None else Bounds()
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.PCG64(seed & (2**63 - 1)))
+        # What was taken from the stream and told to a backend, but not used yet.
+        self._uniforms: list[float] = []
+        self._past = _Past.of(sampling)
+        self._facts: Facts | None = None
 
     @property
     def greedy(self) -> bool:
@@ -245,34 +260,129 @@ class Sampler:
         forces = bounds.thought is not None and bounds.thought.may_force(length, ahead)
         return self.greedy and length >= bounds.open_until and not forces
 
+    def drawable(self, length: int) -> Draw | None:
+        """How a backend may draw the token behind `length` tokens, and begin with the next; None where that takes a look here
+        (a grammar, penalties and the like)."""
+        s, bounds = self.sampling, self._bounds
+        plain = not (counted(s) or s.logit_bias or s.dry_multiplier or s.typical_p < 1.0 or _excludes(s))
+        forces = bounds.thought is not None and bounds.thought.may_force(length)
+        if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MOST_DRAWN:
+            return None
+        if length < bounds.open_until:
+            return None
+        while len(self._uniforms) < 2:
+            self._uniforms.append(float(self._random.random()))
+        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, *self._uniforms[:2])
+
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
-        """Logits after bias, penalties and constraint; the input is never written to."""
+        """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""
+        return self._prepared(Facts(logits), history, _Past.of(self.sampling)).whole()
+
+    def _prepared(self, facts: Facts, history: Seq[int], past: _Past) -> Logits:
         bounds = self._bounds
-        out = penalise(logits, self.sampling, history)
-        if self.sampling.dry_multiplier and bounds.text is not None:
-            out = out.copy() if out is logits else out
-            penalise_repetitions(out, self.sampling, history, bounds.text)
+        out = Logits(facts.row, self._changes(facts.row, history, past), facts)
         if self.constraint is not None:
-            out = out.copy() if out is logits else out
-            self.constraint.apply(out)
+            out = Logits(self._constrained(out.whole(), self.constraint))
         elif bounds.thought is not None and (forced := bounds.thought.forced(history)) is not None:
-            out = np.full_like(logits, -np.inf)
-            out[forced] = 0.0
+            row = np.full_like(facts.row, -np.inf)
+            row[forced] = 0.0
+            return Logits(row)
+        if len(history) >= bounds.open_until or not bounds.ends:
             return out
-        return out if len(history) >= bounds.open_until else _without_ends(out, bounds.ends)
+        open_ = out.without(bounds.ends)
+        # As it is where nothing else may follow.
+        return open_ if open_.best() != -np.inf else out
+
+    def _constrained(self, row: Row, constraint: Constraint) -> Row:
+        masked: Callable[[Row], Row] | None = getattr(constraint, MaskingConstraint.masked.__name__, None)
+        if masked is not None:
+            return masked(row)
+        row = row.copy()
+        constraint.apply(row)
+        return row
+
+    def _changes(self, row: Row, history: Seq[int], past: _Past) -> Changes:
+        """What the client's biases, the penalties and DRY change of `row`, in this order."""
+        sampling, tally = self.sampling, None
+        if counted(sampling):
+            came = past.tallies.read(history, len(row))
+            tally = Tally(came, past.tallies.of, sampling) if len(came) else None
+        repeated = (
+            repetitions(sampling, history, self._bounds.text, past.recent)
+            if sampling.dry_multiplier and self._bounds.text is not None
+            else {}
+        )
+        ids = sorted(t for t in {*sampling.logit_bias, *repeated} if 0 <= t < len(row))
+        if not ids:
+            return Changes(tally=tally) if tally is not None else UNCHANGED
+        at = np.array(ids, dtype=np.int64)
+        values = row[at]
+        if sampling.logit_bias:
+            bias = np.array([sampling.logit_bias.get(t, 0.0) for t in ids], dtype=np.float32)
+            values = np.where(bias > -100, values + bias, np.float32(-np.inf))
+        if tally is not None:
+            counts = tally.of[at]
+            values = np.where(counts > 0, penalised(values, counts, sampling), values)
+        for i, token in enumerate(ids):
+            if token in repeated:
+                values[i] -= penalty(sampling, repeated[token])
+        return Changes(at, values, tally)
 
     def choose(self, logits: Row, history: Seq[int]) -> int:
-        """The next token after `history` (token ids so far), given its logits (float32 [n_vocab])."""
-        row = self.prepared(logits, history)
-        token = int(row.argmax()) if self.sampling.temperature <= 0 else self.draw(distribution(row, self.sampling))
+        """The next token after `history` (token ids so far, those of the last call and what came since), given its logits
+        (float32 [n_vocab])."""
+        token = self._chosen(self._look(logits), history)
         if self.constraint is not None:
             self.constraint.accept(token)
         return token
 
+    def _chosen(self, facts: Facts, history: Seq[int]) -> int:
+        names = self._few_allowed(len(facts.row))
+        if names is not None:
+            return self._choose_among(names, facts, history)
+        return self._choice(self._prepared(facts, history, self._past))
+
+    def _choice(self, left: Logits) -> int:
+        return left.greatest() if self.sampling.temperature <= 0 else _drawn_token(left, self.sampling, self.uniform())
+
+    def _few_allowed(self, n_vocab: int) -> NDArray[np.int64] | None:
+        """The tokens that the grammar allows, ascending, where those are few; None where it is not asked."""
+        allowed: Callable[[], NDArray[np.uint8]] | None = getattr(
+            self.constraint, MaskingConstraint.allowed.__name__, None
+        )
+        if allowed is None or self.sampling.top_k > HEAD:
+            return None
+        bits = np.unpackbits(allowed(), bitorder="little")[:n_vocab].view(np.bool_)
+        return np.flatnonzero(bits) if np.count_nonzero(bits) <= _FEW_ALLOWED else None
+
+    def _choose_among(self, names: NDArray[np.int64], facts: Facts, history: Seq[int]) -> int:
+        """The choice, where nothing but `names` is allowed: of a row of those alone."""
+        values = Logits(facts.row, self._changes(facts.row, history, self._past), facts).at(names)
+        ends = np.isin(names, self._bounds.ends)
+        if len(history) < self._bounds.open_until and (values[~ends] > -np.inf).any():
+            values[ends] = -np.inf
+        if not (values > -np.inf).any():
+            self.uniform()
+            return 0
+        return int(names[self._choice(Logits(values))])
+
+    def _look(self, row: Row) -> Facts:
+        """The facts of a new row, which its log-probabilities may want as well."""
+        self._facts = Facts(row)
+        return self._facts
+
+    def log_probabilities(self, logits: Row, token: int, n: int) -> tuple[float, list[tuple[int, float]]]:
+        """Natural-log probabilities as the model has them, before anything is changed or filtered out: that of `token`, and the
+        `n` greatest with their tokens."""
+        facts = self._facts if self._facts is not None and self._facts.row is logits else Facts(logits)
+        log_total = facts.log_total()
+        best = Logits(logits, UNCHANGED, facts).top(n) if n else ()
+        return float(logits[token]) - log_total, [(int(t), float(logits[t]) - log_total) for t in best]
+
     def verify(self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution) -> tuple[int, bool]:
         """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: maximal coupling with the
         distribution `choose` would draw from. Needs temperature > 0."""
-        p = distribution(self.prepared(logits, history), self.sampling)
+        p = distribution(self._prepared(self._look(logits), history, self._past), self.sampling)
         token, accepted = couple(p, drawn_from, drafted, self.uniform(), self.uniform())
         if self.constraint is not None:
             self.constraint.accept(token)
@@ -280,8 +390,8 @@ class Sampler:
 
     def draw(self, dist: Distribution) -> int:
         """One token from `dist`."""
-        return dist.draw(float(self._random.random()))
+        return dist.draw(self.uniform())
 
     def uniform(self) -> float:
         """One number in [0, 1) from the request's own stream."""
-        return float(self._random.random())
+        return self._uniforms.pop(0) if self._uniforms else float(self._random.random())

@@ -17,10 +17,16 @@ STALL_RATIO = 7.0
 _SLICE_RATIO = 9.0
 _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
-# Nobody decodes, but somebody may come or leave: no step takes longer than this, once speed is known. Steps of 128
-# tokens cost 3 to 4 % of prefill speed against 512 on two CPU cores; smaller ones would cost more than they save.
+# Nobody decodes, but others read their prompts or wait, or a cancel has to wait for the end of the step: no step takes
+# longer than this, once speed is known.
 LONE_STEP_S = 0.35
+# One prompt, nobody else, and its cancel ends the step in the middle: only who comes now waits for it. The work of a token
+# is the same in a step of 128 as in one of 512, but each step costs its threads' waits for each other (on two busy cores
+# 740 sleeps a step with SmolLM2 and 540 with gemma-3-270m, however many tokens are in it).
+ALONE_STEP_S = 1.0
 _LONE_CHUNK = 128
+# llama.cpp's attention on a CPU computes tiles of so many tokens, full or not.
+_TILE = 64
 # A figure that allows smaller chunks is believed sooner than one that allows larger ones: what a token costs grows with
 # the depth it is read at (5 % per chunk, early in a long prompt), and a chunk too large is a stall while one too small
 # costs little. One slow decode step (a batch that formed, a buffer that grew) is no measure of the next.
@@ -29,16 +35,20 @@ _CAUTIOUS_SMOOTHING = 0.6
 _MOST_GROWTH = 2.0
 # Waiting this much longer outweighs this many more tokens to prefill: nobody starves behind short prompts.
 _AGE_TOKENS_PER_S = 500.0
+# One step of priority is worth as much as having come this much earlier: whoever waits long enough is next all the same.
+_HEAD_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one admitted request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length)."""
+    """What one admitted request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `had`:
+    what was computed for its tenant, in tokens (fairness.py; None: there is only one)."""
 
     key: str
     prefill: int
     decode: int
     waited_s: float = 0.0
+    had: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
     """Grants for the next step, decodes first. Every decoding request gets at least its one token if the batch has
     room for all of them; drafts are shortened evenly before anybody is left out."""
     decoding = [w for w in wants if not w.prefill and w.decode]
-    prefilling = sorted((w for w in wants if w.prefill), key=lambda w: w.prefill - w.waited_s * _AGE_TOKENS_PER_S)
+    prefilling = sorted((w for w in wants if w.prefill), key=lambda w: _rank(w.prefill, w.waited_s, w.had))
     # A prefill that ends in this step needs one row of logits too.
     outputs = max(len(decoding), limits.n_outputs - min(len(prefilling), 1))
     grants = [
@@ -107,9 +117,31 @@ def _share(wanted: Seq[int], budget: int) -> list[int]:
     return given
 
 
-def admission_order(waiting: Seq[tuple[str, int, float]]) -> list[str]:
-    """Keys of (key, uncached tokens, seconds waited), least work first, with age counted against work."""
-    return [key for key, work, waited in sorted(waiting, key=lambda w: w[1] - w[2] * _AGE_TOKENS_PER_S)]
+def arrival(submitted_s: float, priority: int) -> float:
+    """When a request would have come for its place in the queue, had it no priority."""
+    return submitted_s - priority * _HEAD_START_S
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that may be admitted: `work` is its uncached tokens. `had`: see Want."""
+
+    key: str
+    work: int
+    waited_s: float
+    had: int | None = None
+
+
+def admission_order(waiting: Seq[Waiting]) -> list[str]:
+    """Keys, least work first, with age counted against work, within a tenant; the tenant that has had least first."""
+    return [w.key for w in sorted(waiting, key=lambda w: _rank(w.work, w.waited_s, w.had))]
+
+
+def _rank(work: int, waited_s: float, had: int | None) -> tuple[bool, int, float]:
+    """Between tenants age does not count: a long queue would make its owner's requests old, and so the next. But what
+    waits behind all others (a priority below 0, until it has waited long) does so across tenants too."""
+    mine = work - waited_s * _AGE_TOKENS_PER_S
+    return (False, 0, mine) if had is None else (waited_s < 0, had, mine)
 
 
 class ChunkSizer:
@@ -134,12 +166,11 @@ class ChunkSizer:
             return LONE_STEP_S / _SLICE_RATIO
         return max(_SLICE_RATIO * self._decode_s - last_step_s, _LEAST_SLICE * self._decode_s)
 
-    @property
-    def lone(self) -> int:
-        """Prefill tokens allowed in a step that decodes nothing."""
+    def lone(self, step_s: float) -> int:
+        """Prefill tokens allowed in a step that decodes nothing and may take `step_s`."""
         if self._token_s is None:
             return min(self._n_batch, _LONE_CHUNK)
-        tokens = int(LONE_STEP_S / max(self._token_s, 1e-9)) // _MIN_CHUNK * _MIN_CHUNK
+        tokens = int(step_s / max(self._token_s, 1e-9)) // _TILE * _TILE
         return min(self._n_batch, max(_LONE_CHUNK, tokens))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from localllm.engine.prefix_cache import Tokens
+from localllm.engine.cache_budget import Tokens
 
 # A line is known by the hash of each of its prefixes that are a multiple of this long.
 _STEP_TOKENS = 64

@@ -8,28 +8,36 @@ A finished sequence is exported piece by piece between steps and, once all of it
 nobody else runs: every token resident in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
 One that could not be exported (yet), or is on disk only, stays as long as nobody needs its cells: that costs speed,
 dropping it costs a prefill or reading it.
+
+Where KV lies on a device, reading it out is what costs: there every line stays while there are cells and sequences for it,
+and is exported between requests, or, once they run short, bit by bit between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from localllm.engine import restoring
-from localllm.engine.disk_tier import DiskBlock, DiskTier
+from localllm.engine.cache_budget import Room, Tokens
+from localllm.engine.checkpoints import checkpoints
 from localllm.engine.job import Job
-from localllm.engine.prefix_cache import Block, Match, MemoryBlock, PrefixCache, Room, Tokens, as_tokens, common_prefix
+from localllm.engine.kv_store import KvStore
+from localllm.engine.matching import Matching
+from localllm.engine.pictures import edge
+from localllm.engine.prefix_cache import Block, Match, PrefixCache
 from localllm.engine.restoring import RestorePlan, Restoring
-from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
+from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError, StateBackend
 
 _STATES: dict[Room, ResidentState] = {"now": "exporting", "later": "awaiting", "never": "refused"}
-# Large enough that a block's own overhead vanishes, small enough that one export is a fraction of a step.
-_PIECE_TOKENS = 512
 # Copying fewer tokens than this back is no faster than computing them.
 MIN_TOKENS = 16
+# So many tokens to compute again outweigh the copy of a state.
+_WORTH_A_STATE = 64
 # Closing waits this long for the writer to make room for what is not exported yet.
 _CLOSE_S = 10.0
+# On a device lines are exported beside running requests once no more than this part of the cells is free.
+_FEW_CELLS = 0.25
 
 # Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory is written. Refused:
 # there is no room. Exported: all of it is in the cache. At hand: and in its memory, from where it comes back in no time.
@@ -56,7 +64,8 @@ class Resident:
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known line."""
+    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known line. `state`: the
+    state behind them, where the line that has them can't go back there by itself."""
 
     kind: Literal["none", "live", "resident", "exported"]
     length: int
@@ -64,6 +73,7 @@ class PrefixSource:
     resident: Resident | None = None
     sequence: int | None = None
     plan: RestorePlan | None = None
+    state: Block | None = None
 
 
 # For a request that takes nothing from others.
@@ -89,47 +99,55 @@ class Taken:
 
 
 class SequencePool:
-    """Owns every sequence that no running job owns, and the prefix cache with its tier on `disk` (None: none)."""
+    """Owns every sequence that no running job owns, and what is kept of others in `kv`."""
 
-    def __init__(self, backend: Backend, cache: PrefixCache, disk: DiskTier | None = None) -> None:
+    def __init__(self, backend: Backend, kv: KvStore) -> None:
         self._backend = backend
-        self.cache = cache
-        self._disk = disk
+        self.kv = kv
+        self._stateful = backend if backend.capabilities.states and isinstance(backend, StateBackend) else None
         self._residents: list[Resident] = []
-        self._token_bytes = 0.0
-        self.prefill_tok_s: Callable[[], float | None] = lambda: None
         self.restored_tokens = 0
-        self.lost_blocks = 0
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The KV that is kept outside the context."""
+        return self.kv.cache
 
     # --- finding -------------------------------------------------------------------------------------------------
 
-    def lookup(self, prompt: Tokens, live: Iterable[Job]) -> PrefixSource:
+    def lookup(self, prompt: Matching, live: Iterable[Job]) -> PrefixSource:
         """The best source for `prompt`. One token is always left to compute: its logits are needed."""
         self._hear()
-        most = len(prompt) - 1
-        plan = self.plan(prompt)
+        most = len(prompt.tokens) - 1
+        plan = prompt.plan(self.kv.as_of(), self.kv.plan)
         best = PrefixSource("none", 0, 0)
-        known = plan.match.known
+        known = plan.known
         if plan.saved >= MIN_TOKENS:
             best = PrefixSource("exported", plan.saved, known, plan=plan)
         for job in live:
             if job.sequence is None:
                 continue
-            shared = min(most, common_prefix(as_tokens(job.tokens[: job.n_kv]), prompt))
+            shared = edge(prompt.tokens, min(most, job.n_kv, prompt.shared(job)))
             known = max(known, shared)
-            if shared > best.length and (self._can_split or shared == job.n_kv):
-                best = PrefixSource("live", shared, known, sequence=job.sequence)
+            if shared > best.length:
+                length, state = self._reaches(job.sequence, shared, job.n_kv, prompt.tokens)
+                if length > best.length:
+                    best = PrefixSource("live", length, known, sequence=job.sequence, state=state)
         for resident in self._residents:
-            shared = min(most, common_prefix(resident.tokens, prompt))
+            shared = edge(prompt.tokens, min(most, prompt.shared(resident)))
             known = max(known, shared)
-            if shared >= max(best.length, 1) and self._may_take(resident, shared):
-                best = PrefixSource("resident", shared, known, resident=resident)
-        return PrefixSource(best.kind, best.length, known, best.resident, best.sequence, best.plan)
+            if shared >= max(best.length, 1):
+                length, state = self._reaches(resident.sequence, shared, len(resident.tokens), prompt.tokens)
+                if length >= max(best.length, 1) and self._may_take(resident, length):
+                    best = PrefixSource("resident", length, known, resident=resident, state=state)
+        return replace(best, known=known)
 
-    def plan(self, prompt: Tokens) -> RestorePlan:
-        """What to take of what the cache holds of `prompt`."""
-        tok_s, disk = self.prefill_tok_s(), self._disk
-        return restoring.plan(self.cache, prompt[:-1], lambda b, n: disk is None or disk.worth_reading(b, n, tok_s))
+    def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
+        """How much of the `shared` tokens of a sequence that holds more a line could take over, and the state it needs for
+        that."""
+        if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
+            return shared, None
+        return self.kv.point(prompt[:shared]) or (0, None)
 
     @property
     def _can_split(self) -> bool:
@@ -137,7 +155,10 @@ class SequencePool:
 
     def _may_take(self, resident: Resident, length: int) -> bool:
         """A line that can't be forked, and is nowhere else, is not cut to a smaller part of itself."""
-        return self._can_split or resident.exported or 2 * length >= len(resident.tokens)
+        return self._can_split or self._stateful is not None or self._may_cut(resident, length)
+
+    def _may_cut(self, resident: Resident, length: int) -> bool:
+        return resident.exported or 2 * length >= len(resident.tokens)
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens` of which `source` brings its share: a resident line's own, a live one's
@@ -152,19 +173,28 @@ class SequencePool:
         what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
         # However it comes back, the line is in use again: its copies in the cache are the last to go.
         if source.kind != "none":
-            self.cache.match(prompt[:-1])
+            self.kv.used(prompt[:-1])
         if source.kind == "resident" and source.resident is not None:
-            taken = self._take_resident(source.resident, source.length)
+            taken = self._take_resident(source.resident, source.length, source.state)
             if taken is not None:
+                self._mark(taken, source, prompt)
                 return Taken(taken, source.length)
         if source.kind == "live" and source.sequence is not None:
-            try:
-                return Taken(self._backend.fork(source.sequence, source.length), source.length)
-            except CannotRewindError:
-                pass
-        plan = source.plan or self.plan(prompt)
+            forked = self._fork_line(source.sequence, source.length, source.state)
+            if forked is not None:
+                self._mark(forked, source, prompt)
+                return Taken(forked, source.length)
+        plan = source.plan or self.kv.plan(prompt)
         sequence = self._new_sequence(source.resident)
-        return Taken(sequence, 0, Restoring(self, self._backend, sequence, prompt, plan))
+        return Taken(sequence, 0, Restoring(self.kv, self._backend, sequence, prompt, plan))
+
+    def _mark(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
+        """Where a line left another in the middle of a turn the next one will: keep the state there while it can be had."""
+        if self.kv.states is None or source.state is not None:
+            return
+        point = self.kv.point(prompt[: source.length])
+        if source.length - (point[0] if point else 0) > _WORTH_A_STATE:
+            self.checkpoint(sequence, prompt[: source.length])
 
     def _new_sequence(self, in_the_way: Resident | None) -> int:
         try:
@@ -176,12 +206,18 @@ class SequencePool:
             self._drop(in_the_way)
             return self._backend.new_sequence()
 
-    def _take_resident(self, resident: Resident, length: int) -> int | None:
+    def _take_resident(self, resident: Resident, length: int, state: Block | None) -> int | None:
+        """Its sequence, cut to `length`, or a fork of it while its end is nowhere else; None where neither can be."""
         if length < len(resident.tokens) and not resident.exported:
-            forked = self._fork(resident, length) if self._can_split else None
-            if forked is not None:
-                return forked
+            if self._can_split or self._stateful is not None:
+                forked = self._fork(resident, length, state)
+                if forked is not None:
+                    return forked
+            if not self._can_split and not self._may_cut(resident, length):
+                return None
             self._export_next(resident, force=True)
+        if state is not None and not self._cut_to_state(resident, length, state):
+            return None
         try:
             self._backend.truncate(resident.sequence, length)
         except CannotRewindError:
@@ -189,12 +225,41 @@ class SequencePool:
         self._residents.remove(resident)
         return resident.sequence
 
-    def _fork(self, resident: Resident, length: int) -> int | None:
+    def _cut_to_state(self, resident: Resident, length: int, state: Block) -> bool:
+        data = state.read()
+        try:
+            if data is not None and self._stateful is not None:
+                self._stateful.import_state(resident.sequence, data, length)
+                return True
+        except BackendFailure:
+            self._drop(resident)
+        self.kv.lost(state)
+        return False
+
+    def _fork_line(self, sequence: int, length: int, state: Block | None) -> int | None:
+        """A fork of a line at `length`; None where it can't be had. Raises NoCellsError where there is no room for it."""
+        try:
+            if state is None:
+                return self._backend.fork(sequence, length)
+            data = state.read()
+            if data is not None and self._stateful is not None:
+                return self._stateful.fork_state(sequence, data, length)
+        except NoCellsError:
+            raise
+        except CannotRewindError:
+            return None
+        except BackendFailure:
+            pass
+        if state is not None:
+            self.kv.lost(state)
+        return None
+
+    def _fork(self, resident: Resident, length: int, state: Block | None) -> int | None:
         """The beginning of a line whose end is still to be exported; None if there is no sequence left for it."""
         others = [r for r in self._residents if r is not resident]
         while True:
             try:
-                return self._backend.fork(resident.sequence, length)
+                return self._fork_line(resident.sequence, length, state)
             except NoCellsError:
                 if not others:
                     return None
@@ -203,14 +268,18 @@ class SequencePool:
 
     # --- giving back ---------------------------------------------------------------------------------------------
 
+    def cut(self, sequence: int, n_tokens: int) -> None:
+        """Let go of all but the first `n_tokens` of a job's sequence; CannotRewindError where that can't be."""
+        self._backend.truncate(sequence, n_tokens)
+
     def release(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> None:
         """A job is done with `sequence`, which holds `tokens`. Kept as resident unless too short or unwanted."""
         if not keep or len(tokens) < MIN_TOKENS:
             self._backend.drop(sequence)
             return
-        self.cache.match(tokens)
-        state: ResidentState = "exporting" if self.cache.gap(tokens) is not None else "exported"
-        self._residents.append(Resident(sequence, tokens.copy(), state, self.cache.uses))
+        self.kv.used(tokens)
+        state: ResidentState = "exporting" if self.kv.lacks(tokens) is not None else "exported"
+        self._residents.append(Resident(sequence, tokens.copy(), state, self.kv.budget.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running job out of the context at once, keeping its KV in the cache."""
@@ -219,30 +288,53 @@ class SequencePool:
 
     def checkpoint(self, sequence: int, tokens: Tokens) -> None:
         """Store the state after exactly `tokens`, for models that can't go back there later."""
-        if self.cache.whole and self.cache.gap(tokens) is not None:
-            self._store(sequence, tokens, 0)
+        if self.kv.states is not None and self.kv.states.gap(tokens) is not None:
+            self.kv.store_state(sequence, tokens, newer=True)
+        elif self.cache.whole and self.cache.gap(tokens) is not None:
+            self.kv.store(sequence, tokens, 0, newer=True)
 
-    def tick(self, *, busy: bool) -> bool:
-        """Export one piece of one resident, if any can be; drop exported ones while others run.
+    def checkpoints(self, job: Job) -> list[int]:
+        """Where in its prompt `checkpoint` is to be called for a job."""
+        if not self.kv.has_points or not job.shares:
+            return []
+        apart = self.kv.apart(job.n_prompt) if self.kv.states is not None else None
+        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, self._is_control, apart)
+        return sorted({e for e in (edge(job.tokens, point) for point in found) if e > job.n_kv})
+
+    def _is_control(self, token: int) -> bool:
+        return token >= 0 and self._backend.is_control(token)
+
+    def tick(self, *, busy: bool, live: int = 0) -> bool:
+        """Export one piece of one resident, if any can be; drop exported ones while others run, `live` of them.
 
         Returns True while there is more to do without new requests and without waiting for the disk."""
         self._hear()
-        for resident in self._residents:
-            if not resident.exported and self._export_next(resident):
-                break
-        if self._disk is not None:
-            self._disk.hurry(self.waiting)
+        if not (busy and self._stays(live)):
+            for resident in self._residents:
+                if not resident.exported and self._export_next(resident):
+                    break
+        self.kv.hurry(self.waiting)
         self._hear()
-        # One stays for the next turn of the chat just answered; the others are in the cache.
-        for resident in [r for r in (self._residents if busy else self._residents[:-1]) if r.state == "at hand"]:
-            self._drop(resident)
+        if not self._backend.capabilities.kv_on_device:
+            # One stays for the next turn of the chat just answered; the others are in the cache.
+            for resident in [r for r in (self._residents if busy else self._residents[:-1]) if r.state == "at hand"]:
+                self._drop(resident)
         return any(not r.exported and not self._refused(r) for r in self._residents)
+
+    def _stays(self, live: int) -> bool:
+        """Is there nothing to be gained by exporting while `live` requests run?"""
+        info = self._backend.info
+        return (
+            self._backend.capabilities.kv_on_device
+            and self._backend.cells_free() > _FEW_CELLS * info.n_ctx
+            and live + len(self._residents) < info.n_seq_max
+        )
 
     def finish(self) -> None:
         """Export what is resident, waiting for room if it must: nothing else is going on any more."""
         while self._residents:
-            more = self.tick(busy=True)
-            if not more and not (self.waiting and self._disk is not None and self._disk.wait(_CLOSE_S)):
+            more = self.tick(busy=False)
+            if not more and not (self.waiting and self.kv.wait(_CLOSE_S)):
                 return
 
     @property
@@ -261,6 +353,16 @@ class SequencePool:
                 self._drop(resident)
         return self._has_room(cells, live)
 
+    def drop_one(self) -> bool:
+        """Drop a resident, one that is exported if there is one (else it is exported first); False if there is none."""
+        if not self._residents:
+            return False
+        self._hear()
+        resident = next((r for r in self._residents if r.exported), self._residents[0])
+        self._export_all(resident)
+        self._drop(resident)
+        return True
+
     def _has_room(self, cells: int, live: int) -> bool:
         return self._backend.cells_free() >= cells and live + len(self._residents) <= self._backend.info.n_seq_max
 
@@ -271,43 +373,26 @@ class SequencePool:
 
     def _refused(self, resident: Resident) -> bool:
         """There was no room for it, and nothing has changed since."""
-        return resident.state in ("awaiting", "refused") and resident.as_of == self.cache.changes
+        return resident.state in ("awaiting", "refused") and resident.as_of == self.kv.budget.changes
 
     def _drop(self, resident: Resident) -> None:
         self._residents.remove(resident)
         self._backend.drop(resident.sequence)
 
-    # --- the cache -----------------------------------------------------------------------------------------------
-
-    def store(self, sequence: int, tokens: Tokens, start: int) -> None:
-        """Put what `sequence` holds of `tokens` from `start` on into the cache, if there is room."""
-        while start < len(tokens):
-            stop = min(len(tokens), start + _PIECE_TOKENS)
-            if self._store(sequence, tokens[:stop], start) != "now":
-                return
-            start = stop
-
-    def lost(self, block: Block) -> None:
-        """A block could not be read or imported."""
-        self.lost_blocks += 1
-        self.cache.forget(block)
-        if isinstance(block, DiskBlock):
-            # It would be found again after every restart.
-            block.path.unlink(missing_ok=True)
+    # --- exporting -----------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
         """What became of the copies since: written, demoted to disk, evicted."""
-        if self._disk is not None:
-            self._disk.news(self.cache)
+        self.kv.hear()
+        changes = self.kv.budget.changes
         for resident in self._residents:
-            if resident.exported and resident.as_of != self.cache.changes:
-                resident.state, resident.as_of = self._copies(resident.tokens), self.cache.changes
+            if resident.exported and resident.as_of != changes:
+                resident.state, resident.as_of = self._copies(resident.tokens), changes
 
     def _copies(self, tokens: Tokens) -> ResidentState:
-        if self.cache.gap(tokens) is not None:
+        if self.kv.lacks(tokens) is not None:
             return "exporting"
-        in_memory = all(part.block.held_bytes for part in self.cache.peek(tokens).parts)
-        return "at hand" if in_memory else "exported"
+        return "at hand" if self.kv.at_hand(tokens) else "exported"
 
     def _export_all(self, resident: Resident) -> None:
         """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
@@ -318,44 +403,9 @@ class SequencePool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""
         if self._refused(resident) and not force:
             return False
-        gap = self.cache.gap(resident.tokens)
-        room: Room = "now"
-        if gap is not None:
-            start, stop = gap
-            stop = stop if self.cache.whole else min(stop, start + _PIECE_TOKENS)
-            room = self._store(resident.sequence, resident.tokens[:stop], start, resident.used, force=force)
-            gap = self.cache.gap(resident.tokens)
-        if gap is None:
+        room = self.kv.export_next(resident.sequence, resident.tokens, resident.used, force=force)
+        if self.kv.lacks(resident.tokens) is None:
             resident.state, resident.as_of = "exported", None
         else:
-            resident.state, resident.as_of = _STATES[room], self.cache.changes
-        return room == "now"
-
-    def _store(
-        self, sequence: int, tokens: Tokens, start: int, used: int | None = None, *, force: bool = False
-    ) -> Room:
-        """Export the end of `tokens` from `start` on and put it into the cache: "now" if that was done."""
-        n_tokens = len(tokens) - start
-        guess = 0 if self.cache.whole else int(self._token_bytes * n_tokens)
-        room = self.cache.make_room(guess, line=tokens, used=used, force=force)
-        if room != "now":
-            return room
-        try:
-            data = self._backend.export_range(sequence, start, len(tokens))
-        except BackendFailure:
-            return "never"
-        # The least seen: a block of a few tokens is mostly header.
-        self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
-        room = self.cache.make_room(len(data), line=tokens, used=used, force=force)
-        if room != "now":
-            return room
-        block = self._block(tokens, data, start)
-        stored = self.cache.insert(tokens, block, used)
-        if stored and isinstance(block, DiskBlock) and self._disk is not None:
-            self._disk.keep(block, tokens)
-        return "now" if stored else "never"
-
-    def _block(self, tokens: Tokens, data: bytes, start: int) -> MemoryBlock | DiskBlock:
-        if self._disk is None:
-            return MemoryBlock(data, start, len(tokens))
-        return self._disk.make_block(tokens, data, start, len(tokens))
+            resident.state, resident.as_of = _STATES[room or "never"], self.kv.budget.changes
+        return room in (None, "now")

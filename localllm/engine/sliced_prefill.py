@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from localllm.engine.fairness import Shares
 from localllm.engine.job import Job
 from localllm.engine.metrics import Metrics
 from localllm_backends.contract import Backend, BackendFailure, PrefillSlices, SlicingBackend
@@ -65,23 +66,26 @@ class ChunkedPrefill:
         """Nothing is under way."""
 
 
-def prefill_policy(backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float]) -> PrefillPolicy:
+def prefill_policy(
+    backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float], shares: Shares
+) -> PrefillPolicy:
     """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
     if least_tokens > 0 and backend.capabilities.sliced_prefill and isinstance(backend, SlicingBackend):
-        return SlicedPrefill(backend, least_tokens, metrics, clock)
+        return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
     return ChunkedPrefill()
 
 
 @dataclass
 class SlicedPrefill:
     """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
-    not worth the context it takes."""
+    not worth the context it takes. Tenants that have had less than that job's (`shares`) go first, in the steps."""
 
     backend: SlicingBackend
     least_tokens: int
     metrics: Metrics
     clock: Callable[[], float]
     job: Job | None = None
+    shares: Shares = field(default_factory=Shares)
     _slices: PrefillSlices | None = None
     _start: int = 0
     _stop: int = 0
@@ -117,7 +121,7 @@ class SlicedPrefill:
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
         if not fit or all(j.prefilling for j in jobs):
             return
-        job = min(fit, key=lambda j: j.submitted_s)
+        job = min(fit, key=lambda j: (self.shares.had(j.tenant) or 0, j.submitted_s))
         if spare_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > spare_bytes:
             return
         assert job.sequence is not None
@@ -132,7 +136,7 @@ class SlicedPrefill:
 
     def _long(self, job: Job) -> bool:
         """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
-        new = job.prefilling and job.running
+        new = job.prefilling and job.running and not job.images
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def keeps_out(self, job: Job) -> bool:
@@ -140,13 +144,21 @@ class SlicedPrefill:
         short ones too unless this step is theirs."""
         if self.job is None:
             return False
-        return job is self.job or (job.prefilling and (not self._waited or self._long(job)))
+        if job is self.job or not job.prefilling:
+            return job is self.job
+        return not self._ahead(job) and (not self._waited or self._long(job))
+
+    def _ahead(self, job: Job) -> bool:
+        """Has its tenant had less than that of the prompt which is read in slices? Then it goes first."""
+        return self.job is not None and self.shares.behind(job.tenant, self.job.tenant)
 
     def _run(self, seconds: float, running: Iterable[Job]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
         None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
         if self._slices is None or self.job is None:
+            return 0
+        if any(j.steppable and j.prefilling and self._ahead(j) for j in running):
             return 0
         short = any(j.steppable and j.prefilling and j is not self.job and not self._long(j) for j in running)
         self._waited = short and not self._waited

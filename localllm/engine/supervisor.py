@@ -1,5 +1,5 @@
-"""Keeps one model served: loads it on first use if memory allows, reloads it after a crash, and gives its memory back
-when closed."""
+"""Keeps one model served: loads it on first use if memory allows, reloads it after a crash or when it hangs, and gives
+its memory back when closed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from localllm.engine.memory_guard import Available
 from localllm.engine.process_engine import ProcessEngine
+from localllm.engine.watchdog import watch
 from localllm.errors import BusyError, WorkerDiedError
 
 # A model that crashes at once must not be reloaded in a tight loop.
@@ -27,6 +28,11 @@ StartedE = TypeVar("StartedE", bound=ProcessEngine, covariant=True)
 
 class Startable(Protocol[StartedE]):
     """What a supervisor keeps running: WorkerOptions or EmbeddingOptions."""
+
+    @property
+    def hang_s(self) -> float:
+        """How long its process may show no sign of life while it is waited for (0: as long as it likes)."""
+        ...
 
     def check_memory(self, available: Available | None = None) -> None:
         """Raise DoesNotFitError unless loading it would leave the headroom free."""
@@ -54,6 +60,7 @@ class Supervisor(Generic[E]):
         self._on_loading = on_loading
         self._available = available
         self._engine: E | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._crashes = 0
         self._started_s = 0.0
@@ -83,16 +90,25 @@ class Supervisor(Generic[E]):
                 raise
             self.loads += 1
             self._started_s = time.monotonic()
+            if self.options.hang_s > 0:
+                self._watch = asyncio.create_task(watch(self._engine, self.options.hang_s))
             return self._engine
 
     async def close(self) -> None:
         """Stop the worker; its memory is the system's again when this returns."""
         async with self._lock:
             if self._engine is not None:
+                self._stop_watching()
                 await self._engine.close()
                 self._engine = None
 
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+
     async def _after_crash(self, engine: E) -> None:
+        self._stop_watching()
         await engine.close()
         self._engine = None
         self._count_crash(healthy=engine.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -18,6 +19,8 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [s for s in stops if s]
         self._longest = max((len(s) for s in self._stops), default=0)
+        # Most text has no letter that a stop string begins with: with dozens of them that is worth knowing first.
+        self._begins = re.compile("|".join({re.escape(s[0]) for s in self._stops}))
         self._held = ""
         self.stopped_by: str | None = None
 
@@ -38,6 +41,9 @@ class TextStream:
         if self.stopped_by is not None:
             return ""
         self._held += text
+        if self._begins.search(self._held) is None:
+            out, self._held = self._held, ""
+            return out
         hits = [(at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
         if hits:
             at, self.stopped_by = min(hits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,31 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Model
 
+# Of the user's catalog files the one that `localllm catalog update` writes; its first line says when.
+UPDATE_FILE = "00-hub-listings.toml"
+# The newest source of the shipped catalog (model_catalog/localllm_catalog/sources.toml), and when to say that it is old.
+SHIPPED = datetime.date(2026, 11, 21)
+OLD_DAYS = 60
+_DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
+
 
 def user_folder() -> Path:
     """The folder of the user's own catalog files."""
     from localllm import paths
 
     return paths.config_dir() / "models"
+
+
+def age_days(folder: Path, today: datetime.date | None = None) -> int:
+    """Days since the listings in use were read: the user's update, else those shipped."""
+    read = SHIPPED
+    try:
+        with (folder / UPDATE_FILE).open(encoding="utf-8") as file:
+            dated = _DATED.match(file.readline())
+        read = max(read, datetime.date.fromisoformat(dated[1])) if dated else read
+    except (OSError, ValueError):
+        pass
+    return ((today or datetime.date.today()) - read).days
 
 
 def load_catalog() -> Catalog:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from localllm.errors import UsageError
+from localllm.errors import ModelNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from localllm_catalog.types import Model
 
 _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-./]|$)",
@@ -42,6 +46,18 @@ def same_quant(asked: str, quant: str) -> bool:
     """True if `quant` is what a person who typed `asked` means: case, and unsloth's "UD-" prefix, do not matter."""
     a, q = asked.upper(), quant.upper()
     return a == q or a == q.removeprefix("UD-")
+
+
+def check_quant(model: Model, asked: str) -> None:
+    """Raises ModelNotFoundError, naming the quants there are, if the catalog lists none for `asked` ("" = any will do)."""
+    if asked and not any(same_quant(asked, v.quant) for v in model.variants):
+        there = dict.fromkeys(v.quant for v in model.variants)
+        raise ModelNotFoundError(
+            f"{model.name} has no quant {asked[:40]!r}",
+            hint=f"there is {', '.join(there)}; a repository's others go by its own name: org/name:{asked[:40]}"
+            if there
+            else "the catalog lists no files of it",
+        )
 
 
 def split_of(name: str) -> tuple[str, int, int] | None:

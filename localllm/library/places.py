@@ -107,9 +107,7 @@ def remember(listed: list[Path]) -> None:
     """Write the list of folders adopted by name."""
     target = folders_file()
     paths.private_dir(target.parent)
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps([str(folder) for folder in listed], indent=1), encoding="utf-8")
-    os.replace(partial, target)
+    paths.write_private(target, json.dumps([str(folder) for folder in listed], indent=1))
 
 
 def _existing(candidates: list[Path]) -> list[Path]:

@@ -17,7 +17,7 @@ _SAMPLE_S = 0.1
 class DownloadProgress:
     """A moment of a download. `done_bytes` counts what was there before too; `speed_bytes_s` only what travels.
 
-    `eta_s` is None until a speed is known.
+    `eta_s` is None until a speed is known. `digest`: the published hash of the file on its way.
     """
 
     state: State
@@ -26,6 +26,7 @@ class DownloadProgress:
     total_bytes: int
     speed_bytes_s: float = 0.0
     eta_s: float | None = None
+    digest: str = ""
 
 
 class DownloadMeter:
@@ -43,7 +44,7 @@ class DownloadMeter:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()
 
-    def report(self, state: State, file: str, have_bytes: int) -> None:
+    def report(self, state: State, file: str, have_bytes: int, digest: str = "") -> None:
         """`have_bytes` of the file that is on its way, besides all finished ones, are there."""
         done = self.done_bytes + have_bytes
         now = self._clock()
@@ -60,7 +61,7 @@ class DownloadMeter:
         # A restart (wrong content) takes bytes back: no speed is better than a negative one.
         speed = max(0.0, (done - before) / elapsed) if elapsed > 0 else 0.0
         eta = (self.total_bytes - done) / speed if speed > 0 else None
-        self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta))
+        self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 
     def finished(self, size_bytes: int) -> None:
         """A file is complete."""

@@ -281,7 +281,7 @@ def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
     def count(n: int) -> None:
         nonlocal have
         have += n
-        meter.report("verifying", file.name, have)
+        meter.report("verifying", file.name, have, file.digest)
 
     return store.digest_file(blob, file.digest, count) == file.digest
 
@@ -301,7 +301,7 @@ def _fetch(
     url = hub.file_url(listing, file.name)
 
     def on_bytes(have: int, state: transfer.State) -> None:
-        meter.report(state, file.name, have)
+        meter.report(state, file.name, have, file.digest)
 
     partial.touch()
     transfer.Fetch(client, url, file, partial, patience, on_bytes).run()

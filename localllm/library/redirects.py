@@ -7,17 +7,15 @@ from behind the user's firewall: to a router's page, a cloud's metadata service 
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from localllm.addresses import address_kind
 from localllm.errors import DownloadError
 
-# IPv6 addresses that carry an IPv4 one in their last 32 bits and lead to it: NAT64 (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _HINT = "a proxy, hotel network or mirror may be answering for the hub; if HF_ENDPOINT is set, check it"
 
 
@@ -89,22 +87,3 @@ def _reaches(host: str, port: int | None) -> frozenset[str]:
     except (OSError, UnicodeError):
         return frozenset()
     return frozenset(address_kind(str(entry[4][0])) for entry in found)
-
-
-def address_kind(address: str) -> str:
-    """public, loopback, link-local, private or reserved: which network an IP address (v4 or v6) lies in."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            ip = ip.ipv4_mapped
-        elif ip in _NAT64:
-            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        elif ip.sixtofour is not None:
-            ip = ip.sixtofour
-    if ip.is_loopback or ip.is_unspecified:  # a connection to 0.0.0.0 or :: reaches this machine
-        return "loopback"
-    if ip.is_link_local:
-        return "link-local"
-    if ip.is_multicast or ip.is_reserved:
-        return "reserved"
-    return "public" if ip.is_global else "private"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import ModelFileError, ModelNotFoundError
+from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.library import folders, names, starter, store
 from localllm.library.catalog import load_catalog, read_header
 from localllm.library.types import LocalModel as LocalModel
@@ -46,7 +46,7 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
     installed = store.scan()
     candidates = _matching(reference, installed)
     if candidates:
-        return _pick(candidates)
+        return best_of(candidates)
     return _by_catalog(reference, installed, catalog)
 
 
@@ -65,6 +65,23 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
         return found or [resolve(ref, catalog=catalog)]
     # A path into a store is that store's model, with what it knows of it (a published hash).
     return [next((m for m in installed if m.path.resolve() == by_path.path.resolve()), by_path)]
+
+
+def matching(ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None) -> list[LocalModel]:
+    """Those of `installed` that `ref` names: a name, file name, repository or catalog id, each also with `:quant`. For
+    names that strangers send: no path and no address is looked at, and what nothing answers to is an empty list."""
+    try:
+        reference = names.parse(ref) if "://" not in ref else None
+    except UsageError:
+        return []
+    if reference is None:
+        return []
+    found = _matching(reference, installed)
+    if not found:
+        known = catalog if catalog is not None else load_catalog()
+        model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
+        found = [m for m in installed if model is not None and _is_of(m, model, reference.quant)]
+    return found
 
 
 def _hub_hosts(ref: str) -> tuple[str, ...]:
@@ -179,8 +196,10 @@ def _by_catalog(reference: names.Reference, installed: list[LocalModel], catalog
     if model is not None and not reference.repo:
         candidates = [m for m in installed if _is_of(m, model, reference.quant)]
         if candidates:
-            return replace(_pick(candidates), name=model.id)
+            return replace(best_of(candidates), name=model.id)
     if model is not None or reference.repo:
+        if model is not None and not reference.repo:
+            names.check_quant(model, reference.quant)
         what = model.name if model is not None else reference.repo
         quant = f" in {reference.quant}" if reference.quant else ""
         others = [m for m in installed if model is not None and _is_of(m, model, "")]
@@ -230,7 +249,7 @@ def _best_at_hand() -> LocalModel:
     )
 
 
-def _pick(candidates: list[LocalModel]) -> LocalModel:
+def best_of(candidates: list[LocalModel]) -> LocalModel:
     """One of several that answer to a name: the biggest sensible one this machine can run."""
     if len(candidates) == 1:
         return candidates[0]

@@ -178,7 +178,7 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
     """
     hashed = True
     for file in _all_files(model):
-        expected = _published_digest(model, file)
+        expected = published_digest(model, file)
         if not expected:
             hashed = False
             continue
@@ -195,7 +195,8 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
     return Checked(model, "ok" if hashed else "whole")
 
 
-def _published_digest(model: LocalModel, file: Path) -> str:
+def published_digest(model: LocalModel, file: Path) -> str:
+    """The hash that `file` of `model` was published under (sha256, or git's sha1 of a small file), or ""."""
     if model.origin == "starter":
         return starter.SHA256
     if model.origin == "ollama":

@@ -1,40 +1,111 @@
-"""What drafting from the text itself can bring to a plan: the n-gram lookup that `--draft auto` always has."""
+"""What drafting can bring to a plan: lookups in the text itself, the model's own heads, a second model; and what of that
+counts for a purpose. Ranges, each with what it rests on: acceptance is the text's, and only a measurement tells it
+(`localllm bench --speculation`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from localllm.device.types import Device
-from localllm.planner import speed
+from localllm.planner import memory, places, speed
 from localllm.planner.facts import facts
-from localllm.planner.types import Plan
+from localllm.planner.streams import streamed
+from localllm.planner.types import Plan, Range, Workload
 
 # While a given text is edited nearly every drafted token is right; free text accepts few, and the engine then drafts
 # nothing. (`localllm bench --speculation` measures both on the machine at hand.)
 EDIT_ACCEPTANCE = 0.9
 _LENGTHS = (2, 4, 8, 16)
 _PAYS = 1.1
+# Share of a coding agent's tokens that repeat a text it was given (assumed; from none to all in the range).
+EDIT_SHARE = 0.25
+# Of what an edit is predicted to gain at most, runs had so much: 0.36 and 0.25 (docs/recommend.md, two runs of SmolLM2).
+_OF_MOST = 0.3
+# Of what a model's own heads propose, the chance that a token is right if those before it were: prose, all together, code.
+# From the published shares of four proposed tokens that were accepted: 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
+HEADS_ACCEPTANCE = (0.64, 0.85, 0.95)
+_HEADS_LENGTHS = (1, 2, 3, 4)
+HEADS_BASIS = "heads accepted at 64 to 95% a token as published of Qwen3.8-27B; not measured here"
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
     """The most that drafts from the text itself can speed up an edit here: predicted, for `EDIT_ACCEPTANCE`.
 
-    Drafting costs nothing; what limits it is the price of verifying several tokens at once (the step's own prediction
-    for as many sequences). None where it does not pay, or where the model's memory can't take tokens back (recurrent
-    layers, as they are loaded).
+    Drafting costs nothing; what limits it is the price of verifying several tokens at once. None where it does not pay, or
+    where the model's memory can't take tokens back (recurrent layers, unless loaded with snapshots of their state).
     """
-    if facts(plan.model).n_recurrent_layers or plan.settings.drafter.name == "off":
+    if plan.settings.drafter.name == "off":
         return None
-    one = _step_s(device, plan, 1)
-    gain = max(speed.speculation_gain(EDIT_ACCEPTANCE, n, 0.0, _step_s(device, plan, n + 1) / one) for n in _LENGTHS)
+    lengths: tuple[int, ...] = _LENGTHS
+    if facts(plan.model).n_recurrent_layers:
+        lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
+    steps = _steps(device, plan, lengths)
+    gain = max((speed.speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0)
     return gain if gain >= _PAYS else None
 
 
-def _step_s(device: Device, plan: Plan, rows: int) -> float:
-    return 1 / speed.decode(device, plan.model, plan.variant, plan.settings, n_sequences=rows).value
+def _steps(device: Device, plan: Plan, lengths: Sequence[int]) -> dict[int, float]:
+    """Drafted tokens, and how many plain steps verifying them takes."""
+    rows = [n + 1 for n in lengths]
+    ratios = speed.verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
+    return dict(zip(lengths, ratios, strict=True))
+
+
+def heads_gain(device: Device, plan: Plan) -> Range | None:
+    """What the model's own draft heads (MTP) can bring one stream, with the number of tokens that suits best; None where it
+    has none or its engine runs none. Several heads guess one token each, a recurrent model takes three back at most."""
+    model = plan.model
+    if not model.mtp_layers or plan.backend != "llamacpp":
+        return None
+    read = streamed(model, plan.variant).total_bytes
+    output = places.parts(model, plan.variant).output_bytes
+    # A guess takes one layer and the output matrix.
+    guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
+    lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
+    steps = _steps(device, plan, lengths)
+    low, value, high = (
+        max(speed.speculation_gain(a, n, guess, step) for n, step in steps.items()) for a in HEADS_ACCEPTANCE
+    )
+    return Range(value, low, high, HEADS_BASIS)
+
+
+def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
+    """How much faster the answers of this purpose come for the drafting `plan` does; None where that is not known to be
+    any. What nobody asked to load (a second model, heads) is not counted."""
+    drafter = plan.settings.drafter
+    if drafter.is_mtp:
+        return heads_gain(device, plan)
+    if drafter.second is not None:
+        gain = plan.draft_gain
+        return Range(gain, min(1.0, gain), gain, f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed")
+    edits = edit_gain(device, plan) if workload.purpose == "coding" else None
+    if edits is None:
+        return None
+    shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / (1 + _OF_MOST * (edits - 1)))
+    return Range(shared, 1.0, edits, f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed")
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:
-    """ "edits of given text up to 3.1× as fast, drafted from the text itself (90 % accepted, assumed)"."""
+    """ "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)"; of a recurrent model, which is
+    loaded without snapshots, what `--draft ngram` would bring."""
+    settings, how = plan.settings, ""
+    loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
+    if settings.drafter.name == "auto" and loaded and plan.backend == "llamacpp":
+        plan = replace(plan, settings=replace(settings, n_rewind=loaded))
+        how = "with --draft ngram (which keeps snapshots of the state, for one stream) "
     gain = edit_gain(device, plan)
     if gain is None:
         return None
-    return f"edits up to {gain:.1f}×: drafts come from the given text itself ({EDIT_ACCEPTANCE:.0%} accepted, assumed)"
+    accepted = f"{EDIT_ACCEPTANCE:.0%} accepted, assumed"
+    return f"{how}edits up to {gain:.1f}×: drafts come from the given text itself ({accepted})"
+
+
+def heads_sentence(device: Device, plan: Plan) -> str | None:
+    """ "with --draft mtp: 1.5 to 2.4× as fast, prose to code (…)" where the model has heads; how it is with them loaded."""
+    gain = heads_gain(device, plan)
+    if gain is None or gain.value < _PAYS:
+        return None
+    files = "" if plan.variant.mtp_bytes else ", from files that carry them"
+    how = "its own heads draft" if plan.settings.drafter.is_mtp else f"with --draft mtp (its own heads{files})"
+    return f"{how}: {gain.low:.1f} to {gain.high:.1f}× as fast for one stream ({gain.basis})"

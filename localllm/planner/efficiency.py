@@ -2,7 +2,7 @@
 
 Every coefficient is exp(base + Σ effects): the keys of a machine and model (engine, chip generation, part, format …)
 each add what was learnt about them, so an unseen part falls back on its generation and an unseen generation on its
-engine. benchmarks/planner_fit.py writes the table from published measurements.
+engine. benchmarks/planner_fit writes the table from published measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("efficiency.toml")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of one law ("decode" or "prefill"): natural logs. `rows` counts measurements behind each key,
+    """Coefficients of one law ("decode", "prefill" or "batched"): natural logs. `rows` counts measurements behind each key,
     `spread` is the standard deviation of ln(measured / predicted) on unseen rows when that key was the nearest."""
 
     name: str
@@ -65,7 +65,7 @@ def load() -> dict[str, Table]:
             spread=raw[name].get("spread", {}),
             source=raw["meta"]["source"],
         )
-        for name in ("decode", "prefill")
+        for name in ("decode", "prefill", "batched")
     }
 
 

@@ -6,17 +6,17 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import families, laws, memory, quality
+from localllm.planner import families, laws, memory, places, quality, speed, tables
 from localllm.planner.facts import facts
+from localllm.planner.streams import streamed
 from localllm.planner.types import Plan, Range
-from localllm_catalog.types import Model
-
-_MIB = 2**20
-_WIDTH = 80
+from localllm.planner.why import mb
+from localllm_catalog.types import ESTIMATED, Model
 
 
-def _mib(n_bytes: float) -> str:
-    return f"{n_bytes / _MIB:,.1f} MiB"
+def _gb(n_bytes: float) -> str:
+    """Decimal gigabytes, to the megabyte: the lines of a sum must be seen to add up."""
+    return f"{n_bytes / 1e9:,.3f} GB"
 
 
 def _ms(seconds: float) -> str:
@@ -35,7 +35,7 @@ def _layer_lines(model: Model, plan: Plan) -> list[str]:
         if layer.kind == "mla":
             what = f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells:,} cells"
         elif layer.kind == "recurrent":
-            what = f"recurrent, {layer.state_elements:,} floats of state × {plan.settings.slots} sequences"
+            what = f"recurrent, {layer.state_elements:,} floats of state × {plan.settings.n_sequences} sequences"
         elif layer.kind == "none":
             what = "no memory"
         elif layer.shares_kv:
@@ -49,28 +49,69 @@ def _layer_lines(model: Model, plan: Plan) -> list[str]:
 
 def _memory_lines(plan: Plan, device: Device) -> list[str]:
     need, settings = plan.memory, plan.settings
-    exact = "exact" if plan.variant.exact else "estimated from shapes and format"
+    exact = "exact" if plan.variant.exact else ESTIMATED if plan.variant.is_estimate else "rounded by their listing"
     lines = [
         "memory",
-        f"  weights      {_mib(need.weights_bytes):>14}   {plan.variant.quant}, {exact}",
-        f"  KV cache     {_mib(need.kv_bytes):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
+        f"  weights      {_gb(need.weights_bytes):>14}   {plan.variant.quant}, {exact}",
+        f"  KV cache     {_gb(need.kv_bytes):>14}   {settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences",
         *_layer_lines(plan.model, plan),
     ]
     if need.recurrent_bytes:
-        lines.append(f"  state        {_mib(need.recurrent_bytes):>14}   float32, one per sequence")
+        lines.append(f"  state        {_gb(need.recurrent_bytes):>14}   float32, one per sequence")
     how = "a step's activations, logits, buffers kept for reuse" if plan.backend == "mlx" else "flash attention on"
-    lines.append(f"  compute      {_mib(need.compute_bytes):>14}   micro-batch {plan.settings.n_batch}, {how}")
+    lines.append(f"  compute      {_gb(need.compute_bytes):>14}   micro-batch {plan.settings.n_batch:,}, {how}")
     if need.overhead_bytes:
-        lines.append(f"  runtime      {_mib(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
+        lines.append(f"  runtime      {_gb(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")
     if need.draft_bytes:
-        lines.append(f"  draft        {_mib(need.draft_bytes):>14}   {plan.settings.drafter.name}")
+        lines.append(f"  draft        {_gb(need.draft_bytes):>14}   {plan.settings.drafter.name}")
+    if need.projector_bytes:
+        lines.append(f"  projector    {_gb(need.projector_bytes):>14}   reads images, buffers for a large one included")
     total, limit = need.total_bytes, need.limit_bytes
-    lines.append(f"  total        {_mib(total):>14}   of {_mib(limit)} usable: {plan.fits}")
+    lines.append(f"  total        {_gb(total):>14}   of {_gb(limit)} usable: {plan.fits}")
     if need.host_bytes:
-        lines.append(f"  host memory  {_mib(need.host_bytes):>14}   beside it, in system memory")
+        lines.append(f"  host memory  {_gb(need.host_bytes):>14}   beside it, in system memory")
+    if need.disk_bytes:
+        rows = f"{plan.model.lookup_rows} rows a token, {tables.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
+        lines.append(f"  on the disk  {_gb(need.disk_bytes):>14}   tables: {rows}")
+    lines += _place_lines(plan)
     if plan.kv_bytes_per_1k:
-        lines.append(f"  each further 1,024 tokens of context cost {_mib(plan.kv_bytes_per_1k)}")
+        lines.append(f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}")
     return lines
+
+
+def _place_lines(plan: Plan) -> list[str]:
+    """Which layers and experts lie where, and what every card holds; nothing where all of it is in one place."""
+    placed, need, n = plan.settings.placement, plan.memory, len(plan.model.layers)
+    lines = []
+    if placed.is_split:
+        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        on_device = f"{n - first} of {n} layers and the output" if first < n else "the output" if first == n else "none"
+        lines.append(f"  on the GPU   {on_device}{', their KV in system memory' if placed.kv_on_host else ''}")
+        if kept > first and plan.model.experts is not None:
+            lines.append(f"  of these     the routed experts of the first {kept} layers are in system memory")
+    for i, (held, limit) in enumerate(zip(need.cards_bytes, need.cards_limit_bytes, strict=True)):
+        share = f", {placed.tensor_split[i]:g} layers" if i < len(placed.tensor_split) else ""
+        lines.append(f"  GPU {i:<8} {_gb(held):>14}   of {_gb(limit)} usable{share}")
+    return lines
+
+
+def _split_lines(plan: Plan, device: Device) -> list[str]:
+    """What a token costs of a split plan, memory by memory."""
+    share = places.shares(plan.model, plan.variant, plan.settings.placement)
+    if share.is_whole or device.kind != "discrete":
+        return []
+    parts = places.parts(plan.model, plan.variant)
+    read = streamed(plan.model, plan.variant)
+    host = device.host_bandwidth_gbps
+    rate = f"{host.value:,.0f} GB/s ({host.basis}: {host.source})" if host else "an unknown rate"
+    if host and host.basis != "measured":
+        rate += f", of which {speed.NOMINAL_SHARE:.0%} are counted on"
+    left = read.dense_bytes * (1 - share.dense) + read.routed_bytes * (1 - share.experts)
+    return [
+        f"  in system memory {left / 1e9:>6.3f} GB of what a token reads; it delivers {rate}",
+        f"  {parts.expert_bytes * (1 - share.experts) / 1e9:.1f} GB of experts lie there; on the GPU {share.layers:.0%} of the layers",
+        f"  crossings    {share.crossings:>13}   × {speed.CROSSING_S * 1e6:.0f} µs, assumed: a step changes memories",
+    ]
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
@@ -100,11 +141,20 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * 1e6:.0f} µs")
     if recurrent:
         lines.append(
-            f"  recurrent    {_ms(terms.recurrent_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs"
+            f"  recurrent    {_ms(terms.recurrent_s + terms.state_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs, "
+            f"and {laws.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
         )
     work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""
-    if abs(terms.graph_factor - 1) > 0.005:
-        lines.append(f"  graph        {terms.graph_factor:>12.2f}×   as measured for {plan.model.architecture}")
+    if abs(terms.mixture_factor - 1) > 0.005:
+        lines.append(f"  mixture      {terms.mixture_factor:>12.2f}×   as measured for mixtures of experts")
+    split = _split_lines(plan, device)
+    if split:
+        lines += ["decode, divided (the lines above are of a card that held all of it)", *split]
+        lines.append(f"  empty        {_ms(1 / plan.decode_tok_s.value):>13}   {_span(plan.decode_tok_s, 'tok/s')}")
+        lines.append(
+            f"  full         {_ms(1 / plan.decode_tok_s_full.value):>13}   {_span(plan.decode_tok_s_full, 'tok/s')}"
+        )
+        return lines
     lines += [
         f"  empty        {_ms(terms.total_s):>13}   {_span(plan.decode_tok_s, 'tok/s')}",
         f"  KV read      {_ms(full.kv_s):>13}   {full.kv_read_bytes / 1e9:.2f} GB with the context full{work}",
@@ -114,14 +164,15 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
-    tflops, basis = families.nominal_tflops(device)
+    tflops, basis = families.nominal_tflops(device, plan.backend)
     hardware = laws.hardware_of(device, plan.backend)
     terms = laws.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     lines = [
         "prompt, per token of 2,048",
         f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {terms.flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
         f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
-        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {plan.settings.n_batch} tokens",
+        *([f"  recurrent    {terms.scan_s * 1e6:>10.1f} µs   states taken forward"] if terms.scan_s else []),
+        f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
@@ -132,30 +183,32 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     return lines
 
 
-def explain(plan: Plan, device: Device) -> list[str]:
-    """Every number of `plan` with how it comes about, as lines of text (at most 80 columns)."""
-    rating = quality.rate(plan.model)
-    lost = quality.format_cost(plan.model, plan.variant)
+def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:
+    """Every number of `plan` with how it comes about, as lines of text of at most so many `columns`."""
+    format_cost = quality.format_cost(plan.model, plan.variant)
+    kv_cost = quality.kv_cost(plan.settings.kv_type)
+    points = plan.quality + format_cost + kv_cost
+    basis = plan.quality_basis if plan.is_rated else f"unrated: placed by {plan.quality_basis}"
     lines = [
         f"{plan.model.name} {plan.variant.quant} on {device.name}",
         *_memory_lines(plan, device),
         *_decode_lines(plan, device),
         *_prompt_lines(plan, device),
         "quality",
-        f"  rating       {rating.points:>10.1f} ± {rating.spread:.1f}   {rating.basis}",
-        f"  format       {0.0 - lost:>10.1f}   {plan.variant.quant}",
-        f"  KV type      {0.0 - quality.kv_cost(plan.settings.kv_type):>10.1f}   {plan.settings.kv_type}",
+        f"  rating       {points:>10.1f} ± {plan.quality_spread:.1f}   {basis}",
+        f"  format       {0.0 - format_cost:>10.1f}   {plan.variant.quant}",
+        f"  KV type      {0.0 - kv_cost:>10.1f}   {plan.settings.kv_type}: {plan.kv_why}",
         f"  rank score   {plan.score:>10.1f}",
     ]
     if plan.reasons:
         lines += ["further", *(f"  {reason}" for reason in plan.reasons)]
-    return [part for line in lines for part in _folded(line)]
+    return [part for line in lines for part in _folded(line, columns)]
 
 
-def _folded(line: str) -> list[str]:
-    """`line` within 80 columns: what does not fit goes on under its last column (after "MiB   ", "tok/s   " …)."""
-    if len(line) <= _WIDTH:
+def _folded(line: str, columns: int) -> list[str]:
+    """`line` within the columns: what does not fit goes on under its last column (after "GB   ", "tok/s   " …)."""
+    if len(line) <= columns:
         return [line]
     head = re.match(r" *\S.*?\S {3,}(?=\S)(?:.{0,20}?\S {3}(?=\S))?", line)
-    at = head.end() if head is not None and head.end() <= _WIDTH // 2 else 4
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * at, drop_whitespace=True, break_on_hyphens=False)
+    at = head.end() if head is not None and head.end() <= columns // 2 else 4
+    return textwrap.wrap(line, columns, subsequent_indent=" " * at, drop_whitespace=True, break_on_hyphens=False)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from localllm_catalog import shapes
+from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model
 
 
@@ -36,24 +37,9 @@ class Facts:
         return total
 
 
-# Keyed by identity, with the model kept alive beside its facts: models hold dicts, so they have no hash.
-_known: dict[int, tuple[Model, Facts]] = {}
-_KEEP = 1024
-
-
+@by_identity
 def facts(model: Model) -> Facts:
     """The facts of `model`, counted on the first call."""
-    found = _known.get(id(model))
-    if found is not None and found[0] is model:
-        return found[1]
-    if len(_known) >= _KEEP:
-        _known.clear()
-    counted = _count(model)
-    _known[id(model)] = (model, counted)
-    return counted
-
-
-def _count(model: Model) -> Facts:
     n_experts = sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
     chosen = pool = 0
     if model.experts is not None:

@@ -21,12 +21,17 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
     (r"r9700|rx 90\d\d|rdna4", "amd", "rdna4"),
     (r"rx 7\d\d\d|w7\d\d\d|rdna3", "amd", "rdna3"),
     (r"rx 6\d\d\d|v620|w6\d\d\d", "amd", "rdna2"),
+    (r"\bmi[56]0\b|radeon vii\b", "amd", "gcn"),
     (r"instinct|mi\d{2,3}x?\b", "amd", "cdna"),
     (r"radeon|ryzen|amd", "amd", "apu"),
     (r"\barc\b|intel|core ultra|xe2?\b", "intel", "arc"),
     (r"snapdragon|adreno", "qualcomm", "adreno"),
     (r"nvidia|geforce|rtx", "nvidia", "cuda-other"),
 )
+
+
+# Parts whose cores, and so whose kernels, are those of another generation; memory and clocks are their own.
+_KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
 
 
 @lru_cache(maxsize=1024)
@@ -69,6 +74,8 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
     keys = [engine]
     if engine in ("vulkan", "sycl") and vendor:
         keys.append(f"{vendor}.{engine}")
+    if gen in _KERNELS_OF:
+        keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
     if gen:
         keys.append(f"{vendor}-{gen}.{engine}")
     if tier:
@@ -109,28 +116,36 @@ def quant_class(quant: str, *, mlx: bool = False) -> str:
 
 # Nominal dense FP16 TFLOP/s of one compute unit, for parts whose datasheet figure is not in devices.toml. Units: Apple
 # GPU cores, NVIDIA SMs, AMD CUs, Intel Xe cores. From devices.toml rows of the same generation that have one
-# (e.g. RTX 4090: 165 / 128); GB10: 125 / 48; GeForce RTX 30 and 20: FP32-accumulate rates of NVIDIA's whitepapers.
+# (e.g. RTX 4090: 165 / 128). GB10's 125 / 48 is with FP16 sums: it has the other Blackwell parts' rate. GeForce RTX 30
+# and 20: FP32-accumulate rates of NVIDIA's whitepapers. Strix Halo: 36.9 TFLOP/s are the most that its 40 units were measured
+# to multiply at, of 59.4 on paper (mamf-finder with hipBLASLt, https://llm-tracker.info/_TOORG/Strix-Halo).
 _TFLOPS_PER_UNIT = {
     "m1": 0.332, "m2": 0.358, "m3": 0.36, "m4": 0.46, "m5": 0.57, "m6": 0.6, "a18": 0.38, "a19": 0.4,
-    "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 5.0, "gb10": 2.6,
-    "jetson": 1.3, "strix-halo": 1.485, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "apu": 1.4,
+    "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 5.0, "gb10": 1.235,
+    "jetson": 1.3, "strix-halo": 0.92, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "gcn": 0.44, "apu": 1.4,
     "arc": 1.3, "adreno": 0.5,
 }  # fmt: skip
 # One CPU core's matrix rate under llama.cpp's kernels (AVX2/NEON), order of magnitude; the benchmark corrects it.
 _TFLOPS_PER_CORE = 0.06
 
 
-def nominal_tflops(device: Device) -> tuple[float, str]:
+# MLX multiplies on the units for matrices that M5's GPU cores have: over four times M4's rate, as Apple has it
+# (https://machinelearning.apple.com/research/exploring-llms-mlx-m5: first tokens 3.3 to 4.1 times as soon).
+_MLX_TFLOPS_PER_UNIT = {"m5": 4 * 0.46, "m6": 4 * 0.46}
+
+
+def nominal_tflops(device: Device, backend: str = "llamacpp") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
     if device.accelerator == "cpu":
         return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
     return part_tflops(device.match or device.name, device.compute_units,
-                       device.fp16_tflops.value if device.fp16_tflops else 0.0)  # fmt: skip
+                       device.fp16_tflops.value if device.fp16_tflops else 0.0, engine=engine_of(device, backend))  # fmt: skip
 
 
-def part_tflops(name: str, units: int, datasheet: float = 0.0) -> tuple[float, str]:
+def part_tflops(name: str, units: float, datasheet: float = 0.0, *, engine: str = "") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess of 10."""
-    per_unit = _TFLOPS_PER_UNIT.get(generation(name)[1])
+    kind = generation(name)[1]
+    per_unit = (_MLX_TFLOPS_PER_UNIT.get(kind) if engine == "mlx" else None) or _TFLOPS_PER_UNIT.get(kind)
     if per_unit and units:
         return per_unit * units, "derived"
     if datasheet:

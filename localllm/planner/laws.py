@@ -1,8 +1,11 @@
 """The two laws of speed, term by term: seconds of one decode step, and of one prompt token, by cause.
 
 decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + recurrent layers·c ] + KV read / (f·BW)
-         on a CPU attention is arithmetic on few cores, and takes whichever is longer: that or reading the KV
-prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + weights / (η·BW·micro-batch) + layers·a / micro-batch
+             + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
+         on a CPU attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine:
+         it takes whichever is longer, that or reading the KV
+prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
+         + weights / (η·BW·micro-batch) + layers·a / micro-batch
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
 routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
@@ -19,6 +22,7 @@ from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_catalog import quants
+from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
@@ -33,14 +37,29 @@ _CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_LAID_OUT_GAIN = 1.1
 
 
+# What a sequence more costs grows slower than their number (kernels fill up), and their tokens are routed more alike than
+# chance: of the powers tried on llama-batched-bench's rows (2 to 32 sequences) these left the least (benchmarks/planner_fit.md).
+_FURTHER_POWER = 0.8
+_APART_POWER = 0.7
+
+
+def further(n_sequences: int) -> float:
+    """As how many the sequences beside the first count, for the arithmetic of a step."""
+    return float((n_sequences - 1) ** _FURTHER_POWER) if n_sequences > 1 else 0.0
+
+
+def apart(n_sequences: int) -> float:
+    """As how many `n_sequences` count that are routed independently, for the experts a step reads."""
+    return float(n_sequences**_APART_POWER)
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`), its
-    maker, GB/s of its memory, nominal FP16 TFLOP/s, and the cores of the CPU that computes (0: a GPU does, or unknown:
+    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
+    GB/s of its memory, nominal FP16 TFLOP/s, and the cores of the CPU that computes (0: a GPU does, or unknown:
     attention then only reads its cache)."""
 
     keys: tuple[str, ...]
-    vendor: str
     bandwidth_gbps: float
     tflops: float
     n_cpu_cores: int = 0
@@ -50,17 +69,16 @@ class Hardware:
         """The kernel set that runs, the most general of the keys."""
         return self.keys[0]
 
-    def keys_for(self, model: Model, variant: Variant) -> tuple[str, ...]:
+    def keys_for(self, variant: Variant) -> tuple[str, ...]:
         """Keys of where it runs and of what runs."""
-        mlx = variant.format == "mlx"
-        return (*self.keys, *format_keys(model, variant.quant, engine=self.engine, vendor=self.vendor, mlx=mlx))
+        return (*self.keys, format_key(variant))
 
 
+@by_identity
 def hardware_of(device: Device, backend: str) -> Hardware:
     """`device` as `backend` uses it."""
-    vendor = families.generation(device.match or device.name)[0]
-    tflops, _ = families.nominal_tflops(device)
-    return Hardware(families.device_keys(device, backend), vendor, bandwidth_of(device)[0], tflops, device.n_cpu_cores)
+    tflops, _ = families.nominal_tflops(device, backend)
+    return Hardware(families.device_keys(device, backend), bandwidth_of(device)[0], tflops, device.n_cpu_cores)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -70,13 +88,10 @@ def bandwidth_of(device: Device) -> tuple[float, str]:
     return device.bandwidth_gbps.value, device.bandwidth_gbps.basis
 
 
-def format_keys(model: Model, quant: str, *, engine: str, vendor: str, mlx: bool) -> tuple[str, ...]:
-    """Keys of what runs, beside where: the format's kernels, the architecture's graph, the model's own."""
-    q = families.quant_class(quant, mlx=mlx)
-    kind = "moe" if model.experts is not None else "dense"
-    arch = model.architecture or kind
-    return (f"quant:{q}", f"quant:{q}.{engine}.{vendor}", f"quant:{q}.{engine}.{vendor}.{kind}", f"arch:{arch}",
-            f"arch:{arch}.{engine}", f"model:{model.id}", f"model@{engine}:{model.id}")  # fmt: skip
+def format_key(variant: Variant) -> str:
+    """The key of what runs, beside where: the kernels of its format. Of models and their architectures none is kept: what
+    they add to what was measured is not found again in those that were not."""
+    return f"quant:{families.quant_class(variant.quant, mlx=variant.format == 'mlx')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +103,10 @@ class Terms:
     layers_s: float
     experts_s: float
     recurrent_s: float
+    further_s: float
+    state_s: float
     kv_s: float
-    graph_factor: float
+    mixture_factor: float
     coefficients: dict[str, float]
     streamed: Streamed
     kv_read_bytes: int
@@ -97,13 +114,13 @@ class Terms:
     @property
     def memory_s(self) -> float:
         """Seconds of the step that a faster memory would shorten."""
-        return (self.weights_s + self.routed_s) * self.graph_factor + self.kv_s
+        return (self.weights_s + self.routed_s) * self.mixture_factor + self.kv_s + self.state_s
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
         core = self.weights_s + self.routed_s + self.layers_s + self.experts_s + self.recurrent_s
-        return core * self.graph_factor + self.kv_s
+        return core * self.mixture_factor + self.further_s + self.state_s + self.kv_s
 
 
 def decode_terms(
@@ -116,17 +133,21 @@ def decode_terms(
     n_sequences: int = 1,
 ) -> Terms:
     """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
-    c = efficiency.coefficients("decode", hardware.keys_for(model, variant))
+    c = efficiency.coefficients("decode", hardware.keys_for(variant))
     bandwidth = hardware.bandwidth_gbps * 1e9
     parts = streamed(model, variant)
-    routed = parts.step_bytes(model, n_sequences) - parts.dense_bytes
+    routed = parts.step_bytes(model, apart(n_sequences)) - parts.dense_bytes
     known = facts(model)
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
     eta = weight_share(c, hardware, variant)
-    kv_s = kv / (bandwidth * min(0.98, c["kv_mla" if known.has_mla else "kv"]))
-    if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
+    kv_s = kv / (bandwidth * (0.98 if known.has_mla else min(0.98, c["kv"])))
+    is_cpu = hardware.engine == "cpu" and hardware.n_cpu_cores > 0
+    if known.has_mla or is_cpu:
         flops = sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in known.groups)
+    if known.has_mla:
+        kv_s = max(kv_s, n_sequences * flops / (hardware.tflops * 1e12 * c["kv_mla"]))
+    if is_cpu:
         kv_s = max(kv_s, n_sequences * flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
     return Terms(
         weights_s=parts.dense_bytes / (eta * bandwidth),
@@ -134,12 +155,27 @@ def decode_terms(
         layers_s=known.n_layers * c["layer_s"],
         experts_s=known.n_expert_layers * c["expert_layer_s"],
         recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"],
+        further_s=_further_s(model, variant, hardware, n_sequences),
+        state_s=n_sequences * state_traffic_bytes(model) / (bandwidth * c["state"]),
         kv_s=kv_s,
-        graph_factor=c["graph"] * (c["moe"] if model.experts is not None else 1.0),
+        mixture_factor=c["moe"] if model.experts is not None else 1.0,
         coefficients=c,
         streamed=parts,
         kv_read_bytes=kv,
     )
+
+
+def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> float:
+    """Seconds that the sequences beside the first add to a step on a GPU: their arithmetic, and a little per layer.
+    (A processor overlaps it with reading the weights: speed.py counts whichever is longer.)"""
+    if n_sequences <= 1 or hardware.engine == "cpu":
+        return 0.0
+    c = efficiency.coefficients("batched", hardware.keys_for(variant))
+    parts, known = streamed(model, variant), facts(model)
+    arithmetic = 2 * (parts.dense_params + parts.routed_params) / (hardware.tflops * 1e12 * c["many"])
+    mixture = c["moe"] if model.experts is not None else 1.0
+    layers = known.n_layers * c["row_s"] + known.n_recurrent_layers * c["recurrent_row_s"]
+    return further(n_sequences) * (arithmetic * mixture + layers)
 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
@@ -150,7 +186,12 @@ def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant:
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
     """KV bytes one token's attention reads after `depth` tokens."""
-    return int(facts(model).kv_elements(depth) * quants.kv_element_bytes(kv_type)) if depth > 0 else 0
+    return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type))) if depth > 0 else 0
+
+
+def state_traffic_bytes(model: Model) -> int:
+    """Bytes one token reads and writes of its sequence's recurrent states."""
+    return 2 * facts(model).recurrent_state_bytes
 
 
 # --- prefill --------------------------------------------------------------------------------------------------------
@@ -166,12 +207,18 @@ def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
     return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
 
 
+def scan_flops(model: Model) -> float:
+    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and read of each element."""
+    return 6.0 * facts(model).recurrent_state_bytes / 4
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
     """Seconds one prompt token costs, by cause."""
 
     matmul_s: float
     attention_s: float
+    scan_s: float
     weights_s: float
     layers_s: float
     flops: float
@@ -180,7 +227,7 @@ class PrefillTerms:
     @property
     def total_s(self) -> float:
         """Seconds per token."""
-        return self.matmul_s + self.attention_s + self.weights_s + self.layers_s
+        return self.matmul_s + self.attention_s + self.scan_s + self.weights_s + self.layers_s
 
 
 def prefill_terms(
@@ -193,26 +240,32 @@ def prefill_terms(
     n_batch: int = DEFAULT_BATCH,
 ) -> PrefillTerms:
     """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per token."""
-    c = efficiency.coefficients("prefill", hardware.keys_for(model, variant))
+    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
     parts = streamed(model, variant)
-    batch = max(1, min(prompt_tokens, 2048 if variant.format == "mlx" else n_batch))
+    batch = max(1, min(prompt_tokens, n_batch))
     # Logits are computed for the last token only, so the output matrix does not count.
     weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
     mean_depth = depth + prompt_tokens / 2
-    known = facts(model)
-    attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in known.groups)
+    attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in facts(model).groups)
     compute = hardware.tflops * 1e12
     moe = c["moe"] if model.experts is not None else 1.0
+    read_s, launches_s = step_s(model, variant, hardware, batch)
     return PrefillTerms(
-        matmul_s=2 * weights * c["quant"] * c["graph"] * moe / (compute * c["matmul"]),
+        matmul_s=2 * weights * c["quant"] * moe / (compute * c["matmul"]),
         attention_s=attention / (compute * c["attention"]),
-        weights_s=parts.step_bytes(model, batch) / (hardware.bandwidth_gbps * 1e9 * min(0.98, c["eta"])) / batch,
-        layers_s=(
-            known.n_layers * c["layer_s"]
-            + known.n_expert_layers * c["expert_layer_s"]
-            + known.n_recurrent_layers * c["recurrent_layer_s"]
-        )
-        / batch,
+        scan_s=scan_flops(model) / (compute * c["scan"]),
+        weights_s=read_s / batch,
+        layers_s=launches_s / batch,
         flops=2.0 * weights,
         attention_flops=attention,
     )
+
+
+def step_s(model: Model, variant: Variant, hardware: Hardware, n_batch: int) -> tuple[float, float]:
+    """(seconds of reading the weights, seconds of launches) that a micro-batch of so many prompt tokens has in common."""
+    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
+    known = facts(model)
+    read = streamed(model, variant).step_bytes(model, n_batch)
+    launches_s = known.n_layers * c["layer_s"] + known.n_expert_layers * c["expert_layer_s"]
+    launches_s += known.n_recurrent_layers * c["recurrent_layer_s"]
+    return read / (hardware.bandwidth_gbps * 1e9 * min(0.98, c["eta"])), launches_s

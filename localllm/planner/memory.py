@@ -9,12 +9,13 @@ total. MLX follows mlx-lm's cache (https://github.com/ml-explore/mlx-lm, mlx_lm/
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from localllm.device.types import Device
+from localllm.planner import places, tables
 from localllm.planner.facts import facts
-from localllm.planner.types import MemoryNeed, RunSettings, backend_for
+from localllm.planner.types import Drafter, MemoryNeed, RunSettings, backend_for
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
@@ -49,14 +50,34 @@ def kv_cells(layer: Layer, settings: RunSettings) -> int:
         return 0
     context = padded_context(settings.n_ctx)
     if layer.kind == "sliding" and layer.window:
-        return min(context, pad(min(context, layer.window * settings.slots + settings.n_batch)))
+        return min(context, pad(min(context, layer.window * settings.n_sequences + settings.n_batch)))
     return context
 
 
 def _kv_widths(layer: Layer) -> tuple[int, int]:
     if layer.kind == "mla":
         return layer.mla_rank + layer.mla_rope_dim, 0
-    return layer.n_kv_heads * layer.head_dim_k, layer.n_kv_heads * layer.head_dim_v
+    return layer.n_kv_heads * layer.head_dim_k + layer.index_dim, layer.n_kv_heads * layer.head_dim_v
+
+
+def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
+    """Bytes of each layer's KV, in the order of the layers."""
+    type_k, type_v = settings.kv_type_k, settings.kv_type_v
+    of_kind: dict[int, int] = {}  # by identity: equal layers of a model are mostly one object, and hashing takes longer
+    found = []
+    for layer in model.layers:
+        n_bytes = of_kind.get(id(layer))
+        if n_bytes is None:
+            cells, (width_k, width_v) = kv_cells(layer, settings), _kv_widths(layer)
+            n_bytes = of_kind[id(layer)] = _exactly(cells * width_k, type_k, cells * width_v, type_v)
+        found.append(n_bytes)
+    return found
+
+
+def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:
+    """Bytes of each layer's recurrent state, of all sequences together."""
+    copies = _F32 * settings.n_sequences * (1 + settings.n_rewind)
+    return [layer.state_elements * copies for layer in model.layers]
 
 
 def kv_bytes(model: Model, settings: RunSettings) -> int:
@@ -67,8 +88,14 @@ def kv_bytes(model: Model, settings: RunSettings) -> int:
         cells = count * kv_cells(layer, settings)
         elements_k += cells * width_k
         elements_v += cells * width_v
-    bytes_k, bytes_v = quants.kv_element_bytes(settings.kv_type_k), quants.kv_element_bytes(settings.kv_type_v)
-    return int(elements_k * bytes_k + elements_v * bytes_v)
+    return _exactly(elements_k, settings.kv_type_k, elements_v, settings.kv_type_v)
+
+
+def _exactly(elements_k: int, kv_type_k: str, elements_v: int, kv_type_v: str) -> int:
+    """Bytes of so many elements of two types, in whole numbers: fractions cost ten times as long."""
+    k, v = quants.kv_element_bytes(kv_type_k), quants.kv_element_bytes(kv_type_v)
+    both = elements_k * k.numerator * v.denominator + elements_v * v.numerator * k.denominator
+    return both // (k.denominator * v.denominator)
 
 
 def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
@@ -84,12 +111,14 @@ def kv_type_allowed(model: Model, kv_type: str, backend: str = "llamacpp") -> bo
         return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
     if kv_type in ("f32", "f16", "bf16"):
         return True
+    if "/" in kv_type:
+        return all(kv_type_allowed(model, part, backend) for part in kv_type.split("/"))
     return all(width % 32 == 0 for layer, _ in facts(model).groups for width in _kv_widths(layer))
 
 
 def recurrent_bytes(model: Model, settings: RunSettings) -> int:
     """State of the recurrent layers: float32 per sequence, × (1 + snapshots kept for drafting)."""
-    return facts(model).recurrent_state_bytes * max(1, settings.slots) * (1 + settings.n_rewind)
+    return facts(model).recurrent_state_bytes * settings.n_sequences * (1 + settings.n_rewind)
 
 
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
@@ -116,6 +145,8 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
         rows, narrow = x.n_active * hidden, x.n_active * x.intermediate
         shared = 2 * hidden if x.n_shared else 0
         width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
+    # Hyper-connections hold that many streams of hidden states in place of the two that are counted.
+    width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
     step = _F32 * width * n_batch + (_F16 if flash else _F32) * cells * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
@@ -142,7 +173,11 @@ def weights_bytes(variant: Variant) -> int:
 
 
 def embedding_bytes(model: Model, variant: Variant) -> int:
-    """Bytes of the token embedding table in this variant's format (per-layer lookup tables included)."""
+    """Bytes of the token embedding table in this variant's format (lookup tables included)."""
+    if model.lookup_bits:
+        tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=model.params_total - model.lookup_params)
+        rest = replace(variant, file_bytes=weights_bytes(variant) - tables.table_bytes(model, variant), weights_bytes=0)
+        return tables.table_bytes(model, variant) + embedding_bytes(tokens, rest)
     rows = model.vocab_size * model.hidden_size + model.lookup_params
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
@@ -153,34 +188,19 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     return round(weights_bytes(variant) * min(1.0, rows / max(1, stored)))
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Weight bytes on the accelerator and in the host's memory, and the share of layers the accelerator runs."""
-
-    device_bytes: int
-    host_bytes: int
-    device_share: float
-
-
-def place_weights(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> Placement:
-    """Where the weights of `variant` go.
+def whole_weights(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
+    """(bytes on the accelerator, bytes in the host's memory) of the weights of `variant` where all layers are its.
 
     llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the output matrix on
     the device, except on Metal, where both views map the same file pages.
     """
     total = weights_bytes(variant)
-    if device is None or device.accelerator == "cpu":
-        return Placement(total, 0, 1.0)
-    if variant.format == "mlx":
-        return Placement(total, 0, 1.0)
+    if device is None or device.accelerator == "cpu" or variant.format == "mlx":
+        return total, 0
     embedding = min(total, embedding_bytes(model, variant))
     if device.kind == "unified":
-        duplicate = embedding if model.tied_embeddings and device.accelerator != "metal" else 0
-        return Placement(total + duplicate, 0, 1.0)
-    body = total if model.tied_embeddings else total - embedding
-    share = settings.device_share(model)
-    on_device = round(body * share)
-    return Placement(on_device, total - on_device + (embedding if model.tied_embeddings and share == 1.0 else 0), share)
+        return total + (embedding if model.tied_embeddings and device.accelerator != "metal" else 0), 0
+    return (total, embedding) if model.tied_embeddings else (total - embedding, embedding)
 
 
 # --- runtime --------------------------------------------------------------------------------------------------------
@@ -208,6 +228,40 @@ def _gpu_margin(device: Device | None) -> Fraction:
     return Fraction(1) if device is None or device.accelerator == "cpu" else Fraction(6, 5)
 
 
+def host_compute_bytes(model: Model, settings: RunSettings) -> int:
+    """The scratch buffer that a discrete accelerator's host has for one micro-batch: the mask and the hidden states at
+    both ends; what it computes of experts; where layers are its own, what they take. Held against llama.cpp's plans
+    with a device beside the processor: exact with nothing or whole layers there, up to 12 MiB over with experts."""
+    n_layers, placed = len(model.layers), settings.placement
+    ends = _F16 * _attention_mask_cells(model, settings) * settings.n_batch
+    ends += 2 * _F32 * model.hidden_size * settings.n_batch
+    if placed.first_gpu_layer(n_layers) > 0:
+        return max(ends, compute_bytes(model, settings))
+    if placed.host_expert_layers(n_layers) and model.experts is not None:
+        rows, narrow = (model.experts.n_active * width for width in (model.hidden_size, model.experts.intermediate))
+        ends += _F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
+    return ends
+
+
+# ggml's GGML_SCHED_MAX_COPIES: micro-batches that several cards have in the works at once.
+_PIPELINE_COPIES = 4
+
+
+def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
+    """What each of several cards, and the host, hold more where llama.cpp has them work on one micro-batch each: further
+    copies of a step's inputs, mask and hidden states. It does where every layer is a card's and nothing is placed apart."""
+    placed = settings.placement
+    if n_cards < 2 or placed.is_split or placed.split_mode != "layer":
+        return 0
+    inputs = _F16 * _attention_mask_cells(model, settings) + _F32 * model.hidden_size
+    return (_PIPELINE_COPIES - 1) * inputs * settings.n_batch
+
+
+def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
+    """What each layer weighs in this run."""
+    return places.ledger(model, variant, layer_kv_bytes(model, settings), layer_state_bytes(model, settings))
+
+
 def need(model: Model, variant: Variant, settings: RunSettings, device: Device | None = None) -> MemoryNeed:
     """Every byte of running `variant` with these settings, split into the accelerator's pool and the host's.
 
@@ -216,26 +270,81 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
     """
     if backend_for(variant) == "mlx":
         return _need_mlx(model, variant, settings, device)
-    placed = place_weights(model, variant, settings, device)
-    kv, state = kv_bytes(model, settings), recurrent_bytes(model, settings)
-    # Every card of several holds the buffers of its own layers' graph.
-    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
-    rows = output_bytes(model, settings.slots)
-    on_host = 0
     if device is not None and device.kind == "discrete":
-        kv_device, state_device = round(kv * placed.device_share), round(state * placed.device_share)
-        on_host = placed.host_bytes + (kv - kv_device) + (state - state_device) + rows
-        kv, state, rows = kv_device, state_device, 0
+        return _need_apart(model, variant, settings, device)
+    weights, _ = whole_weights(model, variant, device)
+    on_disk = tables.disk_bytes(model, variant, settings)
+    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
     return MemoryNeed(
-        weights_bytes=placed.device_bytes,
-        kv_bytes=kv,
-        recurrent_bytes=state,
-        compute_bytes=compute + rows,
+        weights_bytes=weights - on_disk,
+        kv_bytes=kv_bytes(model, settings),
+        recurrent_bytes=recurrent_bytes(model, settings),
+        compute_bytes=compute + output_bytes(model, settings.slots),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=_draft_bytes(model, variant, settings, device),
         limit_bytes=device.memory.limit_bytes if device is not None else 0,
-        host_bytes=on_host,
+        disk_bytes=on_disk,
+        projector_bytes=settings.projector_bytes,
     )
+
+
+def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: Device) -> MemoryNeed:
+    """`need` of a card, or several, with memory of their own beside the host's."""
+    placed, n_cards = settings.placement, device.n_gpus
+    kv, state = kv_bytes(model, settings), recurrent_bytes(model, settings)
+    host_kv = host_state = 0
+    rows: list[int] = []
+    if placed.is_split or n_cards > 1 or variant.layer_bytes:
+        book = layer_ledger(model, variant, settings)
+        host_kv, host_state = book.host_kv_bytes(placed)
+        kv, state = kv - host_kv, state - host_state
+        rows = book.device_layers(placed)
+        weights, host_weights = sum(rows) - kv - state, book.host_weights_bytes(placed)
+    else:
+        weights, host_weights = whole_weights(model, variant, device)
+    is_used = placed.gpu_layers != 0
+    # Every card of several holds the buffers of its own layers' graph.
+    copies = pipeline_bytes(model, settings, n_cards)
+    compute = int(compute_bytes(model, settings) * _gpu_margin(device)) + copies if is_used else 0
+    overhead = overhead_bytes(device) if is_used else 0
+    drafted = _draft_bytes(model, variant, settings, device)
+    logits = output_bytes(model, settings.slots)
+    on_disk = min(host_weights, tables.disk_bytes(model, variant, settings))
+    cards: tuple[int, ...] = ()
+    limits = cards_limits(device)
+    if n_cards > 1 and placed.split_mode == "layer":
+        split = placed.tensor_split or limits
+        # A drafter beside the model is divided as the model is.
+        each = places.as_split(rows, split, n_cards)
+        cards = tuple(b + compute + overhead // n_cards + drafted * b // max(1, sum(each)) for b in each)
+        # The first card reads the images.
+        cards = (cards[0] + settings.projector_bytes, *cards[1:])
+    return MemoryNeed(
+        weights_bytes=max(0, weights),
+        kv_bytes=kv,
+        recurrent_bytes=state,
+        compute_bytes=compute * n_cards,
+        overhead_bytes=overhead,
+        draft_bytes=drafted,
+        limit_bytes=device.memory.limit_bytes,
+        host_bytes=host_weights
+        - on_disk
+        + host_kv
+        + host_state
+        + (0 if is_used else settings.projector_bytes)
+        + host_compute_bytes(model, settings)
+        + copies
+        + logits,
+        cards_bytes=cards,
+        cards_limit_bytes=limits if cards else (),
+        disk_bytes=on_disk,
+        projector_bytes=settings.projector_bytes if is_used else 0,
+    )
+
+
+def cards_limits(device: Device) -> tuple[int, ...]:
+    """What each of the device's cards may hold, in bytes."""
+    return device.cards_bytes or (device.memory.limit_bytes // device.n_gpus,) * device.n_gpus
 
 
 def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> int:
@@ -245,7 +354,7 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
     if drafter.second is not None:
         # As the engine's worker loads it: the same context, sequences and steps, at 16 bits.
         plain = RunSettings(settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots)
-        small = need(*drafter.second, replace(plain, n_gpu_layers=settings.n_gpu_layers), device)
+        small = need(*drafter.second, plain.placed(gpu_layers=settings.n_gpu_layers), device)
         drafted = small.total_bytes - small.overhead_bytes
     if drafter.is_mtp and model.mtp_layers:
         drafted += mtp_bytes(model, variant, settings)
@@ -254,14 +363,24 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
 
 # Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/context.py).
 _HEADS_DRAFT_CELLS = 48
-_HEADS_REWIND_TOKENS = 3
+_REWIND_TOKENS = 3
 
 
-def rewind_for_heads(model: Model) -> int:
-    """Snapshots to keep so that what the model's own heads drafted can be taken back: 0 but for recurrent models with
-    heads. Each is a copy of the whole state, and few drafts get further (llama.cpp's own default is 3)."""
+def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
+    """Sequences that our llama.cpp backend keeps for itself (localllm_backends/llamacpp/load.py), counted where each has a
+    window or state of its own: one, except for models that are nothing but state, and where the model's own `heads` draft."""
+    kinds = {layer.kind for layer, _ in facts(model).groups}
+    plain = not kinds & {"sliding", "recurrent"}
+    return 0 if plain or heads or backend_for(variant) == "mlx" or not kinds & {"sliding", "full", "mla"} else 1
+
+
+def rewind_for(model: Model, drafter: Drafter) -> int:
+    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models whose own heads draft, or
+    where lookups were asked for by name. Each is a copy of the whole state, and few drafts get further (llama.cpp's own
+    default is 3); streams then step one after another, so nobody gets them unasked."""
     recurrent = any(layer.kind == "recurrent" for layer, _ in facts(model).groups)
-    return _HEADS_REWIND_TOKENS if recurrent and model.mtp_layers else 0
+    drafts = (drafter.is_mtp and model.mtp_layers > 0) or drafter.name == "ngram"
+    return _REWIND_TOKENS if recurrent and drafts else 0
 
 
 def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:

@@ -12,7 +12,9 @@ from localllm_catalog.types import Model, Purpose
 class Need:
     """Tokens and tokens/s. Below `least_tok_s` a plan is not offered; up to `good_tok_s` more speed is worth points.
 
-    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which `cached_tokens` were seen before.
+    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which `cached_tokens` were seen before;
+    with nothing cached, nobody waits longer than `ttft_longest_s` for it. A model that thinks is assumed to think
+    `thinking_tokens` first, which feels good within `thinking_good_s`.
     """
 
     context: int
@@ -22,17 +24,21 @@ class Need:
     good_tok_s: float
     ttft_good_s: float
     what: str
+    ttft_longest_s: float
+    thinking_tokens: int
+    thinking_good_s: float
 
 
 # People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not read but waited for;
-# a completion is useful within about half a second.
+# a completion is useful within about half a second. Thinking: assumed, what makers' demonstrations and users' logs show
+# runs from 100 tokens to many thousands. The longest waits: where people are seen to give up, an agent's client to time out.
 NEEDS: dict[Purpose, Need] = {
-    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat"),
-    "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent"),
-    "autocomplete": Need(8192, 2048, 1024, 30.0, 100.0, 0.5, "autocomplete"),
-    "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents"),
-    "reasoning": Need(32768, 2048, 0, 10.0, 40.0, 6.0, "reasoning"),
-    "embedding": Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings"),
+    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat", 60.0, 600, 12.0),
+    "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0),
+    "autocomplete": Need(8192, 2048, 1024, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0),
+    "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0),
+    "reasoning": Need(32768, 2048, 0, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0),
+    "embedding": Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0),
 }
 
 

@@ -10,16 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import memory, needs, quality, speed
+from localllm.planner import drafting, kv_choice, memory, micro_batch, needs, placing, quality, speed, tables, waiting
 from localllm.planner.facts import facts
+from localllm.planner.kv_choice import KvEvidence
 from localllm.planner.needs import Need
+from localllm.planner.placing import FREE, Wish
+from localllm.planner.projector import listed_bytes
 from localllm.planner.speed import Measured
 from localllm.planner.types import (
     DEFAULT_BATCH,
     DEFAULT_SLOTS,
+    USUAL,
     Drafter,
     Fits,
     MemoryNeed,
+    Placement,
     Plan,
     Range,
     RunSettings,
@@ -28,12 +33,10 @@ from localllm.planner.types import (
 )
 from localllm_catalog.types import Model, Variant
 
-# Tokens of one step on a processor, where longer ones only make others wait.
-CPU_BATCH = 256
+# Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.
+CPU_BATCH = 512
 # A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
 _TIGHT_SHARE = 0.93
-# In the contract's words, which both backends know: for MLX they mean 8 and 4 bits in its own groups.
-_KV_TYPES = ("f16", "q8_0", "q4_0")
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
 _SLOTS_PER_SEQUENCE_STATE = 4
 # Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's buffer should cost.
@@ -41,24 +44,35 @@ _OUTPUTS_PER_SLOT = 16
 _MOST_OUTPUTS = 64
 # Beyond a prompt of this length its own speed is predicted for the first token, not that of the published figure.
 _PREFILL_PROMPT_TOKENS = 2048
+# An answer that is this much slower at most is the price of reading prompts in larger steps beside system memory.
+_AS_FAST = 0.97
 # Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
 _DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
+# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and the most it brings.
+_SLOW, _SPARE, _MOST_SPARE = 5.0, 0.25, 1.0
+# Share of its points that a file loses whose name and size are constructed: a listed one this near goes before it.
+_ESTIMATE_COST = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
     """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0 / None = free).
 
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`.
+    `kv_evidence`: what KV types were measured to cost on the very model that is planned.
+    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`. `wish`: where
+    somebody insists on having layers and experts. `sees`: its image projector is loaded too.
     """
 
     measured: tuple[Measured, ...] = ()
     backends: tuple[str, ...] = ()
     kv_type: str = ""
+    kv_evidence: tuple[KvEvidence, ...] = ()
     slots: int = 0
     draft: str = ""
     draft_model: Model | None = None
+    wish: Wish = FREE
+    sees: bool = False
 
 
 NOTHING_FIXED = Overrides()
@@ -84,11 +98,19 @@ def settings_for(
     return RunSettings(
         n_ctx=context_for(model, workload),
         slots=slots,
+        spare=memory.spare_sequences(model, variant, heads=drafter.is_mtp),
         n_batch=CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH,
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
-        n_rewind=memory.rewind_for_heads(model) if drafter.is_mtp else 0,
+        n_rewind=memory.rewind_for(model, drafter) if backend_for(variant) == "llamacpp" else 0,
         drafter=drafter,
+        placement=Placement(tables="disk") if _has_tables(model, variant) else USUAL.placement,
+        projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
     )
+
+
+def _has_tables(model: Model, variant: Variant) -> bool:
+    """True where the files hold tables that are better left on the disk."""
+    return tables.disk_bytes(model, variant, USUAL) > 0
 
 
 def _drafter(variant: Variant, overrides: Overrides) -> Drafter:
@@ -119,9 +141,7 @@ def typical(variants: Sequence[Variant]) -> Variant:
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
     """yes / tight (needs more than is free now, or nearly all) / split (part in host memory) / no."""
     pool = device.memory
-    if need.total_bytes > pool.limit_bytes:
-        return "no"
-    if need.host_bytes and device.host is not None and need.host_bytes > device.host.limit_bytes:
+    if not placing.fits(device, need):
         return "no"
     if split:
         return "split"
@@ -131,38 +151,56 @@ def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
 
 
 def _settle(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, kv_type: str
+    device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], wish: Wish
 ) -> tuple[RunSettings, MemoryNeed, Fits]:
-    """`settings` as they fit: whole with the least quantised KV type that does, else split over two memories, else not.
-
-    `kv_type`: the only one to consider ("" = any).
-    """
-    wanted = (kv_type,) if kv_type else _KV_TYPES
-    kinds = tuple(k for k in wanted if memory.kv_type_allowed(model, k, backend_for(variant))) or ("f16",)
+    """`settings` as they fit: whole with the first of the KV `types` that does, else split over two memories, else not."""
+    kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_for(variant))) or ("f16",)
     for kind in kinds:
-        tried = settings.with_kv_type(kind)
+        tried = placing.over_cards(device, model, variant, wish.over(settings.with_kv_type(kind)))
         need = memory.need(model, variant, tried, device)
-        fits = verdict(device, need)
+        fits = verdict(device, need, split=tried.placement.is_split and device.kind == "discrete")
         if fits != "no":
             return tried, need, fits
+        if need.total_bytes - need.kv_bytes > device.memory.limit_bytes:
+            break  # no type of cache is small enough
     if device.kind == "discrete" and device.host is not None and variant.format == "gguf":
-        tried = _offloaded(device, model, variant, settings.with_kv_type(kinds[min(1, len(kinds) - 1)]))
-        need = memory.need(model, variant, tried, device)
-        fits = verdict(device, need, split=True)
-        if fits != "no":
-            return tried, need, fits
-    tried = settings.with_kv_type(kinds[0])
+        start = settings.with_kv_type(kinds[min(1, len(kinds) - 1)])
+        best = placing.best_split(device, model, variant, start, wish)
+        if best is not None:
+            return best, memory.need(model, variant, best, device), "split"
+    tried = wish.over(settings.with_kv_type(kinds[0]))
     return tried, memory.need(model, variant, tried, device), "no"
 
 
-def _offloaded(device: Device, model: Model, variant: Variant, settings: RunSettings) -> RunSettings:
-    """`settings` with the most layers that a discrete card holds beside host memory (0 = not even one)."""
-    low, high = 0, len(model.layers) + 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        need = memory.need(model, variant, replace(settings, n_gpu_layers=middle), device)
-        low, high = (middle, high) if need.total_bytes <= device.memory.limit_bytes else (low, middle - 1)
-    return replace(settings, n_gpu_layers=low)
+def _in_larger_steps(
+    device: Device,
+    model: Model,
+    variant: Variant,
+    settled: tuple[RunSettings, MemoryNeed, Fits],
+    prompt_tokens: int,
+    wish: Wish,
+) -> tuple[RunSettings, MemoryNeed, Fits]:
+    """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
+    mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
+    settings, need, fits = settled
+    if fits == "yes":
+        wider, needed = micro_batch.larger(device, model, variant, settings, need, prompt_tokens)
+        return (wider, needed, "yes") if verdict(device, needed) == "yes" else settled
+    if fits != "split" or model.experts is None or not wish.is_free:
+        return settled
+    rate = speed.decode(device, model, variant, settings).value
+    for size in micro_batch.sizes(device, model, variant, settings, prompt_tokens):
+        start = replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
+        found = placing.best_split(device, model, variant, start, wish)
+        if found is not None and speed.decode(device, model, variant, found).value >= _AS_FAST * rate:
+            return found, memory.need(model, variant, found, device), "split"
+    return settled
+
+
+def _kv_types(device: Device, variant: Variant, workload: Workload, overrides: Overrides) -> tuple[str, ...]:
+    """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
+    mixed = backend_for(variant) == "llamacpp" and device.accelerator == "cpu"
+    return kv_choice.ladder(workload.purpose, overrides.kv_evidence, mixed=mixed)
 
 
 def max_context(device: Device, plan: Plan) -> int:
@@ -180,18 +218,30 @@ def max_context(device: Device, plan: Plan) -> int:
 
 
 def plan_for(
-    device: Device, model: Model, variant: Variant, workload: Workload, *, overrides: Overrides = NOTHING_FIXED
+    device: Device,
+    model: Model,
+    variant: Variant,
+    workload: Workload,
+    *,
+    overrides: Overrides = NOTHING_FIXED,
+    rough: bool = False,
 ) -> Plan:
     """The best Plan for exactly this variant, whether or not it fits (`fits` says).
 
-    KV is f16 when that fits, else the least quantised type that does; on a discrete card with host memory, layers
-    that do not fit go to the host.
+    KV is f16 when that fits, else the least quantised type that does; on a discrete card with host memory, experts and
+    layers that do not fit go to the host. `rough`: good enough to choose between files of one model, which larger steps
+    and a full context favour alike: neither is looked at, and `decode_tok_s_full` is that of an empty context.
     """
     wanted = settings_for(device, model, variant, workload, overrides)
-    settings, need, fits = _settle(device, model, variant, wanted, overrides.kv_type)
+    types = (overrides.kv_type,) if overrides.kv_type else _kv_types(device, variant, workload, overrides)
     purpose = needs.need_of(workload)
-    speeds = _speeds(device, model, variant, settings, workload, overrides.measured)
-    rating = quality.rate(model)
+    settled = _settle(device, model, variant, wanted, types, overrides.wish)
+    prompt = min(purpose.prompt_tokens, wanted.n_ctx // max(1, workload.parallel))
+    if not rough:
+        settled = _in_larger_steps(device, model, variant, settled, prompt, overrides.wish)
+    settings, need, fits = settled
+    speeds = _speeds(device, model, variant, settings, workload, overrides.measured, rough=rough)
+    rating = quality.rate(model, workload.purpose)
     lost = quality.format_cost(model, variant) + quality.kv_cost(settings.kv_type)
     second = settings.drafter.second
     plan = Plan(
@@ -208,10 +258,19 @@ def plan_for(
         load_s=speed.load_time(variant),
         quality=round(rating.points - lost, 2),
         quality_basis=rating.basis,
+        quality_spread=rating.spread,
+        is_rated=rating.is_evidence,
         kv_bytes_per_1k=memory.kv_bytes_per_1k_tokens(model, settings.kv_type),
+        kv_why=kv_choice.why(settings.kv_type, workload.purpose, overrides.kv_evidence),
         draft_gain=speed.draft_gain(device, (model, variant), second) if second is not None else 1.0,
     )
-    return replace(plan, score=round(score(plan, purpose), 4))
+    drafted = drafting.for_purpose(device, plan, workload)
+    return scored(plan if drafted is None else replace(plan, drafting=drafted), purpose)
+
+
+def scored(plan: Plan, need: Need) -> Plan:
+    """`plan` with its rank's sum."""
+    return replace(plan, score=round(score(plan, need), 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +289,17 @@ def _speeds(
     settings: RunSettings,
     workload: Workload,
     measured: Sequence[Measured],
+    *,
+    rough: bool,
 ) -> _Speeds:
     """Decode with the context empty and full, prefill, and the wait for the first token with and without a cache."""
     purpose = needs.need_of(workload)
     per_request = settings.n_ctx // max(1, workload.parallel)
     prompt = min(purpose.prompt_tokens, per_request)
     decode = speed.decode(device, model, variant, settings, measured=measured)
-    full = speed.decode(device, model, variant, settings, depth=per_request, measured=measured)
+    full = decode
+    if not rough:
+        full = speed.decode(device, model, variant, settings, depth=per_request, measured=measured)
 
     def prefill(tokens: int) -> Range:
         return speed.prefill(device, model, variant, settings, prompt_tokens=tokens, measured=measured)
@@ -250,20 +313,23 @@ def _speeds(
 
 
 def score(plan: Plan, need: Need) -> float:
-    """Points: quality, less 5 for every halving of speed below what feels good, plus up to 3 for spare speed.
+    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a point for every
+    doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts is counted by itself.
 
-    The wait for the first token counts the same way at 2 points a doubling; a plan that fits only tightly loses 2,
-    one split over two memories 1 more than its speed says.
+    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The wait for the answer,
+    thoughts included, counts the same way at 2 points a doubling; a plan that fits only tightly loses 2, one split over two
+    memories 1 more than its speed says. Files that nobody has listed lose 3 % of what is left.
     """
     points = plan.quality
-    points -= _DOUBT * max(0.0, quality.rate(plan.model).spread - _KNOWN_SPREAD)
-    rate = plan.decode_tok_s.value
+    points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
+    rate = plan.decode_tok_s.value * (plan.drafting.value if plan.drafting is not None else 1.0)
     doublings = math.log2(rate / need.good_tok_s)
-    points += 5.0 * doublings if doublings < 0 else min(3.0, 1.0 * doublings)
-    wait = plan.ttft_cached_s or plan.ttft_s
-    points -= 2.0 * max(0.0, math.log2(wait.value / need.ttft_good_s))
+    points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
+    points -= waiting.points_lost(plan, need)
     if plan.fits == "tight":
         points -= 2.0
     if plan.fits == "split":
         points -= 1.0
+    if plan.variant.is_estimate:
+        points -= _ESTIMATE_COST * abs(points)
     return points

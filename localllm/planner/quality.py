@@ -2,7 +2,8 @@
 
 The scale is the Artificial Analysis Intelligence Index v4 (2026). Other benchmarks are moved onto it by straight lines
 fitted over the catalog's models that have both (r and count beside each); a model with no evidence is placed by size
-and date. Every figure carries its basis and an uncertainty in points.
+and date, and called unrated. For coding, what was measured on coding counts more than what was measured on everything.
+Every figure carries its basis and an uncertainty in points.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 from dataclasses import dataclass
 
 from localllm_catalog import quants
-from localllm_catalog.types import Model, Variant
+from localllm_catalog.remembered import by_identity
+from localllm_catalog.types import Model, Purpose, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,20 @@ class Rating:
     spread: float
     basis: str
 
+    @property
+    def is_evidence(self) -> bool:
+        """False where nothing but size and date is known."""
+        return self.basis != _SIZE_AND_DATE
 
+
+_INDEX = "Artificial Analysis Intelligence Index v4"
+# The index is reworked now and then under one name. Scores copied before this date are of another version than those
+# after it: not comparable by their points, so one counts only where the model has no newer one, and says much less.
+_INDEX_SINCE = "2026-09"
+_OTHER_VERSION_SPREAD = 4.0
 # benchmark: (slope, intercept, standard deviation of the result in points). Fitted over the catalog, November 2026.
 _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
-    "Artificial Analysis Intelligence Index v4": (1.0, 0.0, 1.5),
+    _INDEX: (1.0, 0.0, 1.5),
     "Artificial Analysis scale, estimated": (1.0, 0.0, 4.0),
     "LMArena text": (0.118, -144.59, 4.0),  # r 0.83, n 13
     "LiveBench global average": (0.427, 0.64, 5.0),  # r 0.69, n 7
@@ -35,6 +47,20 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveCodeBench v6": (0.461, -8.7, 5.0),  # r 0.85, n 5
     "HumanEval": (0.716, -54.91, 7.0),  # r 0.82, n 7
 }
+# The same for coding only. General index and repairs of repositories don't agree (r 0.04), so these lines keep mean and
+# standard deviation of the index over the models that have both, instead of a slope that would say next to nothing.
+# The deviation is how far a result is trusted about coding. SWE-bench Pro (two
+# models of the catalog) and Terminal-Bench 2.1 (one) have no line: too few for any.
+_CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
+    "SWE-bench Verified": (0.28, 5.8, 2.0),  # n 10
+    "Terminal-Bench 2.0": (0.28, 13.5, 3.5),  # through SWE-bench Verified, n 3
+    "Aider polyglot pass@2": (0.40, 3.2, 4.0),  # r 0.59, n 4
+    "LiveCodeBench v6": _ONTO_INDEX["LiveCodeBench v6"],
+    "HumanEval": _ONTO_INDEX["HumanEval"],
+}
+# An index of everything says this much less about coding: its standard deviation there, relative to its own.
+_GENERAL_FOR_CODING = 2.0
+_SIZE_AND_DATE = "size and date"
 # points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least squares over the 42 rated
 # models of the catalog, residual 4.7 points.
 _PRIOR = (-25.3, 8.9, 6.0, 12.0)
@@ -45,23 +71,41 @@ _UNDATED = (2024, 6)
 _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 
 
-def rate(model: Model) -> Rating:
-    """The precision-weighted mean of everything known about `model`'s quality."""
+@by_identity
+def rate(model: Model, purpose: Purpose = "chat") -> Rating:
+    """The precision-weighted mean of everything known about `model`'s quality for `purpose`."""
     prior = _prior(model)
     weight: float = 1 / _PRIOR_SPREAD**2
     total = prior * weight
-    best = ("size and date", _PRIOR_SPREAD)
+    best = (_SIZE_AND_DATE, math.inf)
+    is_current = any(score.benchmark == _INDEX and score.date >= _INDEX_SINCE for score in model.quality)
     for score in model.quality:
-        line = _ONTO_INDEX.get(score.benchmark)
-        if line is None:
+        line = _line(score.benchmark, purpose)
+        older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
+        if line is None or (older and is_current):
             continue
         slope, intercept, spread = line
+        if older:
+            spread *= _OTHER_VERSION_SPREAD / 1.5
         spread *= 1.0 if score.kind == "measured" or score.kind == "estimate" else 1.3
         total += (slope * score.score + intercept) / spread**2
         weight += 1 / spread**2
         if spread < best[1]:
-            best = (f"{score.benchmark} {score.score:g} ({score.date})", spread)
+            version = ", an older version" if older else ""
+            best = (f"{score.benchmark} {score.score:g} ({score.date}{version})", spread)
     return Rating(total / weight, math.sqrt(1 / weight), best[0])
+
+
+def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:
+    """How `benchmark` is moved onto the index for `purpose`; None where it says nothing that can be compared."""
+    if purpose != "coding":
+        return _ONTO_INDEX.get(benchmark)
+    if benchmark in _CODING_ONTO_INDEX:
+        return _CODING_ONTO_INDEX[benchmark]
+    if benchmark not in _ONTO_INDEX:
+        return None
+    slope, intercept, spread = _ONTO_INDEX[benchmark]
+    return slope, intercept, spread * _GENERAL_FOR_CODING
 
 
 def _prior(model: Model) -> float:
@@ -76,6 +120,9 @@ def _prior(model: Model) -> float:
 # Points lost per unit of ln(PPL / PPL of f16). Index differences of 1 point ≈ 2-3 % on hard benchmarks; Q4_K_M
 # (0.031) loses 0.6, Q3_K_M (0.09) 1.8, IQ2_M (0.34) 6.9 points on large models, more on small ones.
 _POINTS_PER_LN_PPL = 20.0
+# Perplexity of Llama-3-8B at 16 bits, to which the published losses of that model are added (9.7516 at Q2_K, which lost
+# 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
+_LLAMA_3_PPL = 6.2316
 
 
 def format_cost(model: Model, variant: Variant) -> float:
@@ -83,7 +130,7 @@ def format_cost(model: Model, variant: Variant) -> float:
     if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):  # trained or released so
         return 0.0
     mix = quants.MIXTURES.get(variant.quant)
-    loss = mix.delta.ln_ppl_ratio if mix is not None else None
+    loss = _published_loss(mix.delta) if mix is not None else None
     if loss is None:
         bits = float(mix.file_bits) if mix is not None else 8 * variant.file_bytes / max(1, model.params_total)
         # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at 4.89.
@@ -92,8 +139,17 @@ def format_cost(model: Model, variant: Variant) -> float:
     return min(15.0, loss * _POINTS_PER_LN_PPL * small)
 
 
+def _published_loss(delta: quants.QualityDelta) -> float | None:
+    """ln(PPL / PPL of f16) of a format as somebody published it; None where only its bits are known."""
+    if delta.ln_ppl_ratio is None and delta.ppl_delta is not None:
+        return math.log(1 + delta.ppl_delta / _LLAMA_3_PPL)
+    return delta.ln_ppl_ratio
+
+
 def kv_cost(kv_type: str) -> float:
     """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26 q8_0, 63.70 q4_0:
     https://huggingface.co/adriabama06, the only published sweep known; other types have no figure)."""
+    if "/" in kv_type:
+        return sum(map(kv_cost, kv_type.split("/"))) / 2
     known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
     return known.get(kv_type, 0.6)

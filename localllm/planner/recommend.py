@@ -10,16 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from localllm.device.types import Device
-from localllm.planner import drafting, engines, memory, needs, quality, speed, why
+from localllm.device.types import Accelerator, Device
+from localllm.planner import (
+    drafting,
+    engines,
+    families,
+    memory,
+    needs,
+    picks,
+    quality,
+    speed,
+    sustained,
+    tables,
+    waiting,
+    why,
+)
 from localllm.planner.needs import Need
 from localllm.planner.plan import NOTHING_FIXED, Overrides, draft_pair, max_context, plan_for, typical, verdict
-from localllm.planner.types import Drafter, Plan, Recommendation, Rejected, Workload, backend_for
+from localllm.planner.types import USUAL, Drafter, Plan, Recommendation, Rejected, Workload, backend_for
 from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
-_PER_FAMILY = 2
 _MOST_LOST_POINTS = 3.0
+# A rated model in listed files that fits with room, this near in score, goes before a first one that is not all three.
+_NEAR_POINTS = 2.0
 
 
 def backends_of(device: Device) -> tuple[str, ...]:
@@ -28,14 +42,31 @@ def backends_of(device: Device) -> tuple[str, ...]:
 
 
 def too_slow(plan: Plan, need: Need) -> bool:
-    """True when the plan's speed is below the least the purpose can live with."""
-    return plan.decode_tok_s.value < need.least_tok_s
+    """True when the plan's speed, or its wait for the first token, is not what the purpose can live with."""
+    return plan.decode_tok_s.value < need.least_tok_s or waiting.too_long(plan, need)
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
     possible = backends_of(device)
     engines = tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
     return [v for v in model.variants if backend_for(v) in engines and v.file_bytes > 0]
+
+
+def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
+    pool = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    return [v for v in variants if v.file_bytes - tables.disk_bytes(model, v, USUAL) <= pool]
+
+
+def _is_sound(model: Model, variant: Variant) -> bool:
+    """False where more than 3 points are lost to the format: the next smaller model is the better use of the memory. Such a
+    file ranks behind every sound one, of whatever model: what two bits take away was measured on text, and is worse in
+    long thoughts and calls of tools."""
+    return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
+
+
+def sound_variants(device: Device, model: Model, overrides: Overrides = NOTHING_FIXED) -> list[Variant]:
+    """The files of `model` that `device`'s engines read, its memory could hold, and that lose little to their format."""
+    return [v for v in _small_enough(device, model, _candidates(device, model, overrides)) if _is_sound(model, v)]
 
 
 def recommend(
@@ -48,7 +79,8 @@ def recommend(
 ) -> Recommendation:
     """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the reason for every other model.
 
-    At most two picks per model family, so that eight of one maker's sizes do not crowd out the rest.
+    At most two picks of a family, of different sizes, so that eight of one maker's do not crowd out the rest; and none
+    that another pick matches in everything (localllm/planner/picks.py).
     """
     everything = list(models)
     need = needs.need_of(workload)
@@ -60,28 +92,43 @@ def recommend(
             best.append(outcome)
         elif outcome is not None:
             rejected.append(outcome)
-    best.sort(key=lambda p: (-p.score, p.model.id))
-    picks: list[Plan] = []
-    for plan in best:
-        same_family = sum(p.model.family == plan.model.family for p in picks)
-        if limit and (len(picks) == limit or same_family == _PER_FAMILY):
-            rejected.append(_not_shown(device, plan, workload, overrides))
-        else:
-            picks.append(plan)
-    rejected.sort(key=lambda r: (-quality.rate(r.model).points, r.model.id))
-    detailed = [detailed_plan(device, plan, everything, workload, overrides) for plan in why.explained(picks, need)]
+    best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score, p.model.id))
+    best = _sure_first(best)
+    shown, left = picks.choose(best, limit)
+    rejected += [_not_shown(device, one, workload, overrides) for one in left]
+    rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
+    detailed = [detailed_plan(device, plan, everything, workload, overrides) for plan in why.explained(shown, need)]
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
-def _not_shown(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Rejected:
-    """Why a plan that fits is not among the picks: outranked, or only a small format of it fits."""
+def _sure_first(ranked: list[Plan]) -> list[Plan]:
+    """`ranked`, but what nobody has rated, whose files nobody has listed, or what fits only tightly is not first where a
+    plan is near of which less of that is true; the first of these doubts weighs most."""
+
+    def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
+        poor = not _is_sound(plan.model, plan.variant)
+        return poor, not plan.is_rated, plan.variant.is_estimate, plan.fits == "tight"
+
+    near = [p for p in ranked if p.score >= ranked[0].score - _NEAR_POINTS]
+    first = min(near, key=doubts, default=None)
+    return ranked if first is None else [first, *(p for p in ranked if p is not first)]
+
+
+def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: Overrides) -> Rejected:
+    """Why a plan that fits is not among the picks: matched or outranked, or only a small format of it fits."""
+    plan = left.plan
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
         whole = plan_for(device, plan.model, usual, workload, overrides=overrides)
         if whole.fits == "no":
             reason = f"{why.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
             return Rejected(plan.model, usual, reason, "memory")
-    return Rejected(plan.model, plan.variant, "fits, and ranks below the ones shown", "ranking")
+    reason = "fits, and ranks below the ones shown"
+    if left.matched_by is not None:
+        reason = f"fits, and {left.matched_by.model.name} is at least as good, as fast and as small"
+    elif left.version_of is not None:
+        reason = f"fits; {left.version_of.model.name}, of the same family and size, ranks above it"
+    return Rejected(plan.model, plan.variant, reason, "ranking")
 
 
 def detailed_plan(
@@ -90,20 +137,29 @@ def detailed_plan(
     """`plan` with its longest context, and further reasons: the cliff, how the other engine would do, and a draft model
     where one would pay."""
     longest = max_context(device, plan)
-    reasons = [
-        f"up to {longest:,} tokens of context fit; each further 1,024 cost {plan.kv_bytes_per_1k / 2**20:.1f} MiB"
-    ]
+    reasons = [f"up to {longest:,} tokens of context fit; each further 1,024 cost {why.mb(plan.kv_bytes_per_1k)}"]
+    kept = why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value)
+    if kept is not None:
+        reasons.append(kept)
+    limit = sustained.limit_of(device)
+    if limit is not None and "measured" not in plan.decode_tok_s.basis:
+        reasons.append(limit.why)
+    thinks = waiting.sentence(plan, needs.need_of(workload))
+    if thinks is not None:
+        reasons.append(thinks)
     other = _other_engine(device, plan, workload, overrides)
     if other is not None:
         reasons.append(engines.compare(device, plan, other))
+    kernels = _other_kernels(device, plan)
+    if kernels is not None:
+        reasons.append(kernels)
     draft = _draft_for(device, plan, models)
     if draft is not None:
         name, gain, extra = draft
         assumed = f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
         reasons.append(f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {why.gb(extra)} more")
-    edits = drafting.edit_sentence(device, plan)
-    if edits is not None:
-        reasons.append(edits)
+    drafts = (drafting.heads_sentence(device, plan), drafting.edit_sentence(device, plan))
+    reasons += [sentence for sentence in drafts if sentence is not None]
     return replace(plan, max_ctx=longest, reasons=tuple(reasons))
 
 
@@ -115,6 +171,29 @@ def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Ove
         return None
     other = plan_for(device, plan.model, variant, workload, overrides=overrides)
     return other if other.fits != "no" else None
+
+
+_RADEON_KERNELS: dict[Accelerator, Accelerator] = {"rocm": "vulkan", "vulkan": "rocm"}
+# Less than this between ROCm and Vulkan is not worth another build.
+_KERNELS_PAY = 1.05
+
+
+def _other_kernels(device: Device, plan: Plan) -> str | None:
+    """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that differs and fits."""
+    other = _RADEON_KERNELS.get(device.accelerator)
+    if other is None or families.generation(device.match or device.name)[0] != "amd" or plan.backend != "llamacpp":
+        return None
+    names = {"rocm": "ROCm", "vulkan": "Vulkan"}
+
+    def rates(machine: Device) -> tuple[float, float]:
+        known = (machine, plan.model, plan.variant, plan.settings)
+        return speed.decode(*known).value, speed.prefill(*known).value
+
+    ratios = [a / b for a, b in zip(rates(replace(device, accelerator=other)), rates(device), strict=True)]
+    if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in ratios):
+        return None
+    decode, prompt = (f"{ratio:.2f}× as fast" for ratio in ratios)
+    return f"with a {names[other]} build instead of {names[device.accelerator]}: answers {decode}, prompts {prompt} (predicted)"
 
 
 _DRAFT_PAYS = 1.25
@@ -152,14 +231,12 @@ def _best_of(
     if workload.context and model.native_context and workload.context > model.native_context:
         reason = f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
         return Rejected(model, smallest, reason, "context")
-    pool = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
-    small_enough = [v for v in variants if v.file_bytes <= pool]
-    # More than 3 points lost to the format: the next smaller model is the better use of the memory.
-    sound = [v for v in small_enough if quality.format_cost(model, v) <= _MOST_LOST_POINTS]
+    small_enough = _small_enough(device, model, variants)
+    sound = [v for v in small_enough if _is_sound(model, v)]
     poor = [v for v in small_enough if v not in sound]
     fitting: list[Plan] = []
     for group in (sound, poor):
-        plans = [plan_for(device, model, v, workload, overrides=overrides) for v in group]
+        plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
         fitting = [p for p in plans if p.fits != "no"]
         if fitting:
             break
@@ -168,10 +245,14 @@ def _best_of(
         needed = plan_for(device, model, shown, workload, overrides=overrides)
         return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
     fast = [p for p in fitting if not too_slow(p, need)]
+    if not fast and device.accelerator != "cpu":  # a prompt read in larger steps may come in time
+        fitting = [plan_for(device, model, p.variant, workload, overrides=overrides) for p in fitting]
+        fast = [p for p in fitting if not too_slow(p, need)]
     if not fast:
         quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
-    return max(fast, key=lambda p: (p.score, -p.memory.total_bytes, p.variant.quant))
+    best = max(fast, key=lambda p: (p.score, -p.memory.total_bytes, p.variant.quant))
+    return plan_for(device, model, best.variant, workload, overrides=overrides)
 
 
 def variants_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
+from localllm.planner.types import MemoryNeed, Placement, Plan, Range, Recommendation, Workload
 
 SCHEMA_VERSION = 1
 
@@ -18,8 +18,20 @@ def range_to_json(value: Range) -> dict[str, Any]:
     return {"value": _round(value.value), "low": _round(value.low), "high": _round(value.high), "basis": value.basis}
 
 
-def memory_to_json(need: MemoryNeed) -> dict[str, int]:
-    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory."""
+def placement_to_json(placed: Placement) -> dict[str, Any]:
+    """Where weights and KV lie; -1 = all."""
+    return {
+        "gpu_layers": placed.gpu_layers,
+        "experts_on_host": placed.experts_on_host,
+        "tensor_split": list(placed.tensor_split),
+        "kv_on_host": placed.kv_on_host,
+        "tables": placed.tables,
+    }
+
+
+def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
+    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory, `disk_bytes` in the file, `cards_bytes` those
+    of several cards."""
     return {
         "weights_bytes": need.weights_bytes,
         "kv_bytes": need.kv_bytes,
@@ -27,9 +39,11 @@ def memory_to_json(need: MemoryNeed) -> dict[str, int]:
         "compute_bytes": need.compute_bytes,
         "overhead_bytes": need.overhead_bytes,
         "draft_bytes": need.draft_bytes,
-        "mmproj_bytes": 0,  # published; no engine here loads an image encoder
+        "mmproj_bytes": need.projector_bytes,
         "total_bytes": need.total_bytes,
         "host_bytes": need.host_bytes,
+        "disk_bytes": need.disk_bytes,
+        "cards_bytes": list(need.cards_bytes),
         "limit_bytes": need.limit_bytes,
     }
 
@@ -49,6 +63,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "files": list(plan.variant.files),
             "bytes": plan.variant.file_bytes,
             "exact": plan.variant.exact,
+            "listed": not plan.variant.is_estimate,
         },
         "backend": plan.backend,
         "n_ctx": settings.n_ctx,
@@ -57,8 +72,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "slots": settings.slots,
         "n_ubatch": settings.n_batch,
         "n_gpu_layers": settings.n_gpu_layers,
+        "placement": placement_to_json(settings.placement),
         "draft": settings.drafter.name,
         "draft_gain": _round(plan.draft_gain),
+        "drafting": range_to_json(plan.drafting) if plan.drafting is not None else None,
         "fits": plan.fits,
         "memory": memory_to_json(plan.memory),
         "kv_bytes_per_1k_tokens": plan.kv_bytes_per_1k,
@@ -68,7 +85,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "ttft_s": range_to_json(plan.ttft_s),
         "ttft_cached_s": range_to_json(plan.ttft_cached_s) if plan.ttft_cached_s is not None else None,
         "load_s": range_to_json(plan.load_s),
-        "quality": {"points": plan.quality, "basis": plan.quality_basis},
+        "quality": {"points": plan.quality, "basis": plan.quality_basis, "rated": plan.is_rated},
         "score": plan.score,
         "why": plan.why,
         "reasons": list(plan.reasons),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families, laws, learned
+from localllm.planner import efficiency, families, laws, learned, places, sustained, tables
 from localllm.planner.streams import streamed
-from localllm.planner.types import USUAL, Range, RunSettings, backend_for
+from localllm.planner.types import USUAL, Placement, Range, RunSettings, backend_for
 from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9
@@ -29,6 +29,7 @@ class Measured:
     """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0 speeds = not measured.
 
     `short_tok_s` at `short_depth`: decode once more with the context nearly empty. What it is faster by is attention's.
+    `placement`: where the model lay; `n_batch`: the micro-batch its prompt was read in (tokens).
     """
 
     model: Model
@@ -42,6 +43,14 @@ class Measured:
     date: str = ""
     short_tok_s: float = 0.0
     short_depth: int = 0
+    where: str = "here"
+    placement: Placement = USUAL.placement
+    n_batch: int = USUAL.n_batch
+
+    @property
+    def run(self) -> RunSettings:
+        """How it was run, as far as that decides its speed."""
+        return replace(USUAL.with_kv_type(self.kv_type), placement=self.placement)
 
     @property
     def decoded(self) -> tuple[tuple[int, float], ...]:
@@ -87,20 +96,21 @@ def decode(
     backend = backend_for(variant)
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
-        return _range(1 / step.total_s, step.spread, step.basis)
+        return sustained.within(device, _range(1 / step.total_s, step.spread, step.basis))
     seconds, spread, names = _as_measured(device, model, variant, step, here)
-    return _range(1 / seconds, spread, f"measured here: {names}")
+    return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A decode step in seconds by cause, and how well that is known."""
+    """A decode step in seconds by cause, and how well that is known. `routed_s`: of `weights_s`, the chosen experts'."""
 
     weights_s: float
     fixed_s: float
     attention_s: float
     spread: float
     basis: str
+    routed_s: float = 0.0
 
     @property
     def parts(self) -> learned.Parts:
@@ -116,38 +126,59 @@ def _step(
 ) -> _Step:
     hardware = laws.hardware_of(device, backend_for(variant))
 
-    def parts_on(machine: laws.Hardware) -> learned.Parts:
-        terms = laws.decode_terms(
-            model, variant, machine, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
-        )
-        return terms.memory_s - terms.kv_s, terms.total_s - terms.memory_s, terms.kv_s
-
-    weights_s, fixed_s, attention_s = parts_on(hardware)
+    here = laws.decode_terms(model, variant, hardware, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
+    weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
+    from_disk_s = n_sequences * tables.token_s(model, variant, settings)
+    fixed_s += from_disk_s
     basis, spread = _basis(efficiency.load()["decode"], hardware, model)
     if laws.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {hardware.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
         prompt = laws.prefill_terms(model, variant, hardware)
         fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - weights_s - attention_s)
-    share = settings.device_share(model)
-    if share < 1.0:
-        host = _host(device)
-        here, there = (weights_s, fixed_s, attention_s), parts_on(host)
-        weights_s, fixed_s, attention_s = (a * share + b * (1 - share) for a, b in zip(here, there, strict=True))
-        basis, spread = f"{basis}; host {host.bandwidth_gbps:.0f} GB/s", max(spread, 0.25)
-    return _Step(weights_s, fixed_s, attention_s, spread, basis)
+    share = places.shares(model, variant, settings.placement)
+    if share.is_whole or device.kind != "discrete":
+        return _Step(weights_s, fixed_s, attention_s, spread, basis, here.routed_s * here.mixture_factor)
+    host = _host(device)
+    there = laws.decode_terms(model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
+    n_copied = share.crossings * n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
+    return _Step(
+        _divided_weights(here, share) + _divided_weights(there, share.rest),
+        _divided_fixed(here, share)
+        + _divided_fixed(there, share.rest)
+        + share.crossings * CROSSING_S
+        + n_copied
+        + from_disk_s,
+        here.kv_s * share.kv + there.kv_s * (1 - share.kv),
+        max(spread, _SPLIT_SPREAD),
+        f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({_host_basis(device)})",
+        here.routed_s * here.mixture_factor * share.experts
+        + there.routed_s * there.mixture_factor * (1 - share.experts),
+    )
+
+
+def _divided_weights(terms: laws.Terms, share: places.Shares) -> float:
+    """Seconds of reading the share of the weights that lies there."""
+    return (terms.weights_s * share.dense + terms.routed_s * share.experts) * terms.mixture_factor
+
+
+def _divided_fixed(terms: laws.Terms, share: places.Shares) -> float:
+    """Seconds of launches and routing of the layers that are computed there."""
+    layers = (terms.layers_s + terms.recurrent_s) * share.layers
+    return (layers + terms.experts_s * share.experts) * terms.mixture_factor
+
+
+def _host_basis(device: Device) -> str:
+    return device.host_bandwidth_gbps.basis if device.host_bandwidth_gbps else "assumed"
 
 
 def _host(device: Device) -> laws.Hardware:
     """The processor beside a discrete card, which computes the layers that stay in its memory."""
     known = device.host_bandwidth_gbps
-    return laws.Hardware(
-        ("cpu",), "", known.value if known else laws.ASSUMED_BANDWIDTH_GBPS, _HOST_TFLOPS, device.n_cpu_cores
-    )
-
-
-def _as_run(m: Measured) -> RunSettings:
-    return USUAL.with_kv_type(m.kv_type)
+    gbps = laws.ASSUMED_BANDWIDTH_GBPS
+    if known is not None:
+        gbps = known.value * (1.0 if known.basis == "measured" else NOMINAL_SHARE)
+    return laws.Hardware(("cpu",), gbps, _HOST_TFLOPS, device.n_cpu_cores)
 
 
 def _same(m: Measured, model: Model, variant: Variant) -> bool:
@@ -166,7 +197,7 @@ def _as_measured(
     for m in here:
         same = _same(m, model, variant)
         for depth, rate in m.decoded:
-            parts = _step(device, m.model, m.variant, _as_run(m), depth=depth).parts
+            parts = _step(device, m.model, m.variant, m.run, depth=depth).parts
             seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
     prior = learned.CPU if families.engine_of(device, backend_for(variant)) == "cpu" else learned.ACCELERATOR
     learnt = learned.learn([o for _, o in seen], prior)
@@ -192,39 +223,60 @@ def prefill(
 ) -> Range:
     """Predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached tokens."""
     hardware = laws.hardware_of(device, backend_for(variant))
-
-    def seconds_of(m: Model, v: Variant, machine: laws.Hardware, *, tokens: int, at: int) -> float:
-        return laws.prefill_terms(
-            m, v, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
-        ).total_s  # fmt: skip
-
-    seconds = seconds_of(model, variant, hardware, tokens=prompt_tokens, at=depth)
+    seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis(efficiency.load()["prefill"], hardware, model)
     if families.nominal_tflops(device)[1] == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
-    share = settings.device_share(model)
-    if share < 1.0:
-        slow = laws.Hardware(("cpu",), "", laws.ASSUMED_BANDWIDTH_GBPS, _HOST_TFLOPS)
-        there = seconds_of(model, variant, slow, tokens=prompt_tokens, at=depth)
-        # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than the CPU.
-        copied = streamed(model, variant).step_bytes(model, settings.n_batch) / _PCIE_BYTES_S / settings.n_batch
-        seconds = seconds + (1 - share) * min(there, copied)
+    if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
         spread = max(spread, 0.4)
     backend = backend_for(variant)
     here = [m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0]
     exact = [m for m in here if _same(m, model, variant)]
     used = exact or here
     if used:
-        logs = [
-            math.log(1 / m.prefill_tok_s / seconds_of(m.model, m.variant, hardware, tokens=m.prompt_tokens, at=0))
-            for m in used
-        ]
+        logs = []
+        for m in used:
+            ran = replace(settings, placement=m.placement, n_batch=m.n_batch)
+            said = _prompt_seconds(device, m.model, m.variant, ran, tokens=m.prompt_tokens, at=0)
+            logs.append(math.log(1 / m.prefill_tok_s / said))
         seconds *= math.exp(sum(logs) / len(logs))
         spread = 0.08 if exact else 0.2
-        basis = "measured here: " + ("this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3]))
-    return _range(1 / seconds, spread, basis)
+        basis = f"measured {used[0].where}: " + (
+            "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
+        )
+    predicted = _range(1 / seconds, spread, basis)
+    return predicted if used else sustained.within(device, predicted)
 
 
+def _prompt_seconds(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, *, tokens: int, at: int
+) -> float:
+    """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has it."""
+
+    def seconds_on(machine: laws.Hardware) -> float:
+        return laws.prefill_terms(
+            model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
+        ).total_s  # fmt: skip
+
+    seconds = seconds_on(laws.hardware_of(device, backend_for(variant))) + tables.token_s(model, variant, settings)
+    share = places.shares(model, variant, settings.placement)
+    if share.is_whole or device.kind != "discrete":
+        return seconds
+    read = streamed(model, variant)
+    chosen = read.step_bytes(model, settings.n_batch)
+    left = read.dense_bytes * (1 - share.dense) + (chosen - read.dense_bytes) * (1 - share.experts)
+    # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than the CPU.
+    copied = left / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
+    return seconds + min(seconds_on(_host(device)) * left / max(1, chosen), copied)
+
+
+# One change of sides within a step: the copy of a few kilobytes is started, waited for, and the next part launched.
+CROSSING_S = 15e-6
+# What a desktop's processor reads of its memory's nominal rate. Set so that the six published runs that are divided between
+# a card and system memory (tests/planner/test_placing.py) come out right on average.
+NOMINAL_SHARE = 0.7
+# How far two memories and the way between them are known together (ln): those six stray by so much.
+_SPLIT_SPREAD = 0.3
 _PCIE_BYTES_S = 20e9  # PCIe 4.0 ×16 in practice
 _HOST_TFLOPS = 1.0  # of the processor beside a card, order of magnitude
 
@@ -267,11 +319,34 @@ _DRAFT_LENGTH = 4
 
 
 def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]) -> float:
-    """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower).
+    """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
+    small = _step(device, *draft, USUAL).total_s / _step(device, *target, USUAL).total_s
+    (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
+    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small, verify)
 
-    Verifying reads the target's dense weights once, but more of its experts, and computes one token more than drafted.
+
+# What every further token of one sequence adds to a step of a GPU, as a share of the step: Qwen3.6- and Qwen3.8-27B with
+# their own heads, two to seven tokens at a time (github.com/sudoingX/qwen38-mtp, ggml-org/llama.cpp#22673), come out at
+# 0.04 (Strix Halo), 0.07 (RTX 5090), 0.1 (GB10), 0.13 (A10G) and 0.2 (an RTX 3090 held to 250 W).
+_ROW_SHARE = 0.1
+# The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published
+# gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26 (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
+_MIXTURE_ROW_SHARE = 0.4
+
+
+def verify_ratios(
+    device: Device, model: Model, variant: Variant, rows: Sequence[int], settings: RunSettings = USUAL
+) -> list[float]:
+    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`: weights are read once, but
+    more of the experts, and every row is computed. Sequences of their own (`decode`) cost more: each has a cache and a state.
     """
-    one = _step(device, *target, USUAL).total_s
-    small = _step(device, *draft, USUAL).total_s
-    verify = _step(device, *target, USUAL, n_sequences=_DRAFT_LENGTH + 1).total_s
-    return speculation_gain(ASSUMED_ACCEPTANCE, _DRAFT_LENGTH, small / one, verify / one)
+    one = _step(device, model, variant, settings)
+    if laws.hardware_of(device, backend_for(variant)).engine == "cpu":
+        return [_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
+    read = streamed(model, variant)
+    routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
+    if not read.routed_bytes:
+        return [1 + (n - 1) * _ROW_SHARE for n in rows]
+    more = [(read.step_bytes(model, laws.apart(n)) - read.total_bytes) * routed for n in rows]
+    filled = [_MIXTURE_ROW_SHARE + (n - 1) * _ROW_SHARE + extra for n, extra in zip(rows, more, strict=True)]
+    return [1 + min((n - 1) * _MIXTURE_ROW_SHARE, most) for n, most in zip(rows, filled, strict=True)]

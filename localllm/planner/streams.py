@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from localllm.planner.facts import facts
@@ -27,29 +28,49 @@ class Streamed:
         """Bytes one sequence's token reads."""
         return self.dense_bytes + self.routed_bytes
 
-    def step_bytes(self, model: Model, n_sequences: int) -> int:
+    def step_bytes(self, model: Model, n_sequences: float) -> int:
         """Bytes a step over `n_sequences` tokens reads: with k of n experts each, the expected share touched is
         1 − (1 − k/n)^tokens (independent routing)."""
         if model.experts is None or n_sequences <= 1:
             return self.total_bytes
         chosen = model.experts.n_active / model.experts.n_experts
-        return self.dense_bytes + round(self.expert_pool_bytes * (1 - (1 - chosen) ** n_sequences))
+        return self.dense_bytes + round(self.expert_pool_bytes * (1 - math.pow(1 - chosen, n_sequences)))
 
 
 # Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts. Attention of K
-# mixtures is one step above the base on average; Unsloth's dynamic files and MXFP4_MOE keep them at 8 bits or so
-# (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks).
+# mixtures is one step above the base on average; MXFP4_MOE keeps them at 8 bits or so, and so do Unsloth's dynamic files
+# since Qwen3.5 (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks). Those before were K mixtures in this: with 8 bits
+# Llama-4-Scout's UD-Q4_K_XL would have been measured above what the memory of a Strix Halo delivers.
 _DYNAMIC_BITS = 8.5
 _ABOVE_BASE_BITS = 0.6
+_DYNAMIC_SINCE = "2026-02"
 
 
-def _shared_bits(quant: str, average_bits: float) -> float:
-    if quant.startswith("UD-") or quant == "MXFP4_MOE":
+def _shared_bits(quant: str, average_bits: float, released: str) -> float:
+    if (quant.startswith("UD-") and not "" < released < _DYNAMIC_SINCE) or quant == "MXFP4_MOE":
         return max(_DYNAMIC_BITS, average_bits) if average_bits < 15 else average_bits
     return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
 
 
+# Keyed by identity, with what they are of kept alive beside them, as facts are.
+_known: dict[tuple[int, int], tuple[Model, Variant, Streamed]] = {}
+_KEEP = 4096
+
+
 def streamed(model: Model, variant: Variant) -> Streamed:
+    """What one token of `variant` reads, counted on the first call."""
+    key = id(model), id(variant)
+    found = _known.get(key)
+    if found is not None and found[0] is model and found[1] is variant:
+        return found[2]
+    if len(_known) >= _KEEP:
+        _known.clear()
+    counted = _count(model, variant)
+    _known[key] = model, variant, counted
+    return counted
+
+
+def _count(model: Model, variant: Variant) -> Streamed:
     """What one token of `variant` reads, from the header's figure when known, else from shapes and format.
 
     Experts are nearly all of a mixture's file, so their bits are found as what the file leaves after the rest at its
@@ -66,6 +87,11 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     average = 8 * weights / max(1, stored)
     mix = quants.MIXTURES.get(variant.quant)
     embed_bits = float(quants.GGUF_TYPES[mix.embed].bits) if mix is not None and average < 16 else average
+    if model.lookup_bits:  # the tables have a format of their own: the rest is what the file holds without them
+        weights -= round(model.lookup_params * model.lookup_bits / 8)
+        lookup, stored = known.embedding_params, stored - model.lookup_params
+        average = 8 * weights / max(1, stored)
+        embed_bits = min(embed_bits, average)
     if not chosen:
         if variant.active_bytes:
             return Streamed(variant.active_bytes, 0, 0, dense, 0)
@@ -74,7 +100,7 @@ def streamed(model: Model, variant: Variant) -> Streamed:
         expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
         shared = max(1.0, min(16.5, (8 * weights - pool * expert_bits) / (dense + lookup)))
     else:
-        shared = _shared_bits(variant.quant, average)
+        shared = _shared_bits(variant.quant, average, model.release_date)
         expert_bits = max(0.5 * average, (8 * weights - dense * shared - lookup * embed_bits) / pool)
     if variant.active_bytes:
         routed = min(variant.active_bytes, round(chosen * expert_bits / 8))

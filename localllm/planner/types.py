@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from localllm_catalog.types import Model, Purpose, Variant
 
@@ -48,38 +48,88 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where each part of a model lies. A backend's LoadSpec is told the same (localllm_backends.contract.Placement).
+
+    `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 = all). Of them the
+    routed experts of the model's first `experts_on_host` layers stay in system memory all the same (-1 = of all).
+    `tensor_split`: layers of each of several cards. `kv_on_host`: KV cache and attention stay in system memory.
+    `split_mode`, `main_gpu`, `weights` and `tables` as the contract has them.
+    """
+
+    gpu_layers: int = -1
+    experts_on_host: int = 0
+    tensor_split: tuple[float, ...] = ()
+    split_mode: Literal["layer", "row", "none"] = "layer"
+    main_gpu: int = 0
+    kv_on_host: bool = False
+    weights: Literal["auto", "mapped", "read", "locked"] = "auto"
+    tables: Literal["auto", "disk", "memory"] = "auto"
+
+    @property
+    def is_split(self) -> bool:
+        """True where part of what a token needs is in system memory, as far as the placement alone tells."""
+        return self.gpu_layers >= 0 or self.experts_on_host != 0 or self.kv_on_host
+
+    def first_gpu_layer(self, n_layers: int) -> int:
+        """The index of the first of `n_layers` that the accelerators compute; `n_layers` = only the output, and
+        `n_layers` + 1 = nothing."""
+        return 0 if self.gpu_layers < 0 else max(0, n_layers + 1 - self.gpu_layers)
+
+    def host_expert_layers(self, n_layers: int) -> int:
+        """Of the first how many of `n_layers` the routed experts are kept in system memory."""
+        return n_layers if self.experts_on_host < 0 else min(n_layers, self.experts_on_host)
+
+
+@dataclass(frozen=True, slots=True)
 class RunSettings:
     """How a Variant is run: what its memory and its speed follow from, and what a LoadSpec is made from.
 
-    `n_ctx`: KV cells shared by all sequences. `slots`: sequences held at once (llama.cpp's n_seq_max). `n_batch`:
-    tokens of one step, the micro-batch. `n_outputs`: rows of logits a step may ask for. `n_gpu_layers` -1 = all.
-    `n_rewind`: snapshots a recurrent model keeps, so that as many tokens can be taken back. 0 of `n_ctx`, `n_batch` or
-    `n_outputs` is the backend's own default, which only a file that can't be planned is given.
+    `n_ctx`: KV cells shared by all sequences. `slots`: sequences held at once (llama.cpp's n_seq_max), beside the `spare`
+    ones that the backend keeps for itself where each has a window or state of its own. `n_batch`: tokens of one step, the
+    micro-batch. `n_outputs`: rows of logits a step may ask for. `placement`: where weights and KV lie. `n_rewind`: snapshots
+    a recurrent model keeps, so that as many tokens can be taken back. 0 of `n_ctx`, `n_batch` or `n_outputs` is the backend's own
+    default, which only a file that can't be planned is given. `projector_bytes`: what reading images takes beside the model.
     """
 
     n_ctx: int = 0
     kv_type_k: str = "f16"
     kv_type_v: str = "f16"
     slots: int = DEFAULT_SLOTS
+    spare: int = 0
     n_batch: int = DEFAULT_BATCH
     n_outputs: int = 64
-    n_gpu_layers: int = -1
+    placement: Placement = Placement()
     n_rewind: int = 0
     flash_attention: bool = True
     drafter: Drafter = Drafter()
+    projector_bytes: int = 0
+
+    @property
+    def n_sequences(self) -> int:
+        """How many windows or states there are."""
+        return max(1, self.slots) + self.spare
 
     @property
     def kv_type(self) -> str:
-        """The KV cache's type: plans use one for keys and values."""
-        return self.kv_type_k
+        """The KV cache's type, or "K/V" where keys and values differ."""
+        return self.kv_type_k if self.kv_type_k == self.kv_type_v else f"{self.kv_type_k}/{self.kv_type_v}"
 
     def with_kv_type(self, kv_type: str) -> RunSettings:
-        """These settings with `kv_type` for keys and values."""
-        return replace(self, kv_type_k=kv_type, kv_type_v=kv_type)
+        """These settings with `kv_type` for keys and values, or with its two for a pair "K/V"."""
+        k, _, v = kv_type.partition("/")
+        if (k, v or k) == (self.kv_type_k, self.kv_type_v):
+            return self
+        return replace(self, kv_type_k=k, kv_type_v=v or k)
 
-    def device_share(self, model: Model) -> float:
-        """Share of `model`'s layers that the accelerator runs (llama.cpp counts the output as one more layer)."""
-        return 1.0 if self.n_gpu_layers < 0 else min(1.0, self.n_gpu_layers / (max(1, len(model.layers)) + 1))
+    @property
+    def n_gpu_layers(self) -> int:
+        """Layers that the accelerators compute (-1 = all)."""
+        return self.placement.gpu_layers
+
+    def placed(self, **places: Any) -> RunSettings:
+        """These settings with parts of the placement changed."""
+        return replace(self, placement=replace(self.placement, **places))
 
 
 # Everything as it is unless somebody says otherwise.
@@ -98,7 +148,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes a Plan needs, by purpose, and the limit it was held against (bytes)."""
+    """Bytes a Plan needs, by purpose, and the limit it was held against (bytes).
+
+    `host_bytes` are in system memory beside a discrete accelerator. `cards_bytes`: of each of several cards, all it
+    holds; `cards_limit_bytes`: what each may. `disk_bytes` stay in their file and are read row by row.
+    """
 
     weights_bytes: int
     kv_bytes: int
@@ -108,6 +162,15 @@ class MemoryNeed:
     draft_bytes: int
     limit_bytes: int
     host_bytes: int = 0
+    cards_bytes: tuple[int, ...] = ()
+    cards_limit_bytes: tuple[int, ...] = ()
+    disk_bytes: int = 0
+    projector_bytes: int = 0
+
+    @property
+    def fits_every_card(self) -> bool:
+        """False where one of several cards is given more than it has."""
+        return all(need <= limit for need, limit in zip(self.cards_bytes, self.cards_limit_bytes, strict=True))
 
     @property
     def total_bytes(self) -> int:
@@ -119,6 +182,7 @@ class MemoryNeed:
             + self.compute_bytes
             + self.overhead_bytes
             + self.draft_bytes
+            + self.projector_bytes
         )
 
 
@@ -126,8 +190,12 @@ class MemoryNeed:
 class Plan:
     """One way to run one Variant on one Device, with everything `serve` needs to run exactly that: `settings`.
 
+    `quality` are points for the purpose, format and KV type taken off, `quality_spread` their uncertainty; `is_rated` is
+    False where nothing but the model's size and date is known.
     `score` is the rank's sum (quality points); `kv_bytes_per_1k` what 1,024 more tokens of context cost and `max_ctx`
-    the longest context that still fits (tokens); `draft_gain` the predicted speed-up of the drafter's second model.
+    the longest context that still fits (tokens); `draft_gain` the predicted speed-up of the drafter's second model,
+    `drafting` that of this purpose's answers for all the drafting it does (None: not known to be any), `kv_why` what the
+    choice of the KV type rests on.
     """
 
     model: Model
@@ -145,10 +213,14 @@ class Plan:
     reasons: tuple[str, ...] = ()
     quality: float = 0.0
     quality_basis: str = ""
+    quality_spread: float = 0.0
+    is_rated: bool = True
     score: float = 0.0
     kv_bytes_per_1k: int = 0
     max_ctx: int = 0
     draft_gain: float = 1.0
+    drafting: Range | None = None
+    kv_why: str = ""
 
     @property
     def backend(self) -> str:

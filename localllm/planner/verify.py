@@ -9,7 +9,7 @@ from typing import Any
 from localllm.device.types import Device
 from localllm.planner import speed
 from localllm.planner.speed import Measured
-from localllm.planner.types import USUAL, Range
+from localllm.planner.types import Range
 
 SHORTFALL = 0.30
 
@@ -41,10 +41,8 @@ def compare(
 ) -> Comparison:
     """`run` against what the planner would have said without it (but knowing `others`)."""
 
-    settings = USUAL.with_kv_type(run.kv_type)
-
     def at(depth: int) -> Range:
-        return speed.decode(device, run.model, run.variant, settings, depth=depth, measured=others)
+        return speed.decode(device, run.model, run.variant, run.run, depth=depth, measured=others)
 
     predicted = at(run.depth)
     bound = speed.decode_bound(device, run.model, run.variant)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
+from localllm.planner import places, speed, tables, waiting
 from localllm.planner.needs import Need
+from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
 
 
@@ -14,6 +16,11 @@ def gb(n_bytes: float) -> str:
     """Decimal gigabytes as people read them: 43.1 GB, 0.27 GB."""
     value = n_bytes / 1e9
     return f"{value:.1f} GB" if value >= 1 else f"{value:.2f} GB"
+
+
+def mb(n_bytes: float) -> str:
+    """Decimal megabytes, of what is too small for gigabytes: 67.1 MB."""
+    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 def rate(tok_s: float) -> str:
@@ -29,13 +36,64 @@ def place(device: Device) -> str:
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the need)."""
     needed = plan.memory.total_bytes + plan.memory.host_bytes
-    usable = device.memory.limit_bytes
+    usable = gb(device.memory.limit_bytes)
     at = f"at {plan.settings.n_ctx // 1024}k context"
-    return f"{plan.variant.quant} needs {gb(needed)} {at}, {place(device)} has {gb(usable)} usable"
+    beside = ""
+    if device.kind == "discrete" and device.host is not None:
+        beside = f" and {gb(device.host.limit_bytes)} of system memory"
+    said = f"{plan.variant.quant} needs {gb(needed)} {at}, {place(device)} has {usable}{beside} usable"
+    rate_streamed = streamed_tok_s(plan, device)
+    return f"{said}; with experts read from an SSD {rate(rate_streamed)} tok/s at best" if rate_streamed else said
+
+
+def streamed_tok_s(plan: Plan, device: Device) -> float | None:
+    """What a mixture too large for all memory would decode at if its missing experts were read from an SSD for every token,
+    in tokens/s; None where they are not what is too large. Said, and not
+    offered."""
+    if plan.model.experts is None or plan.variant.format != "gguf":
+        return None
+    has = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    missing = plan.memory.total_bytes + plan.memory.host_bytes - has
+    pool = places.parts(plan.model, plan.variant).expert_bytes
+    if not 0 < missing < pool:
+        return None
+    read = streamed(plan.model, plan.variant).routed_bytes * missing / pool
+    return 1 / (1 / plan.decode_tok_s.value + read / speed.ASSUMED_DISK_BYTES_S)
+
+
+def on_disk(plan: Plan, tok_s: float) -> str | None:
+    """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where nothing does."""
+    left, slow = plan.memory.disk_bytes, tables.SLOW_ROW_S
+    if not left:
+        return None
+    turning = 1 / (1 / tok_s + tables.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
+    return (
+        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: that wants an SSD, "
+        f"on a disk that turns about {rate(turning)} tok/s"
+    )
+
+
+def left_behind(plan: Plan) -> str:
+    """What of a split plan lies in system memory: "experts of 24 of 36 layers run"."""
+    placed, n = plan.settings.placement, len(plan.model.layers)
+    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    said = []
+    if first > 0:
+        said.append(f"{min(first, n)} of {n} layers")
+    if kept > first and plan.model.experts is not None:
+        said.append(f"experts of {kept} of {n} layers" if kept < n else "all experts")
+    if placed.kv_on_host and first < n:
+        said.append("the KV cache")
+    return (" and ".join(said) or "part of it") + (" run" if said else " runs")
 
 
 def is_too_slow(plan: Plan, need: Need) -> str:
-    """ "fits, but 0.6 tok/s is too slow for chat (5 needed)"."""
+    """ "fits, but 0.6 tok/s is too slow for chat (5 needed)", or the first token comes too late."""
+    if plan.decode_tok_s.value >= need.least_tok_s:
+        return (
+            f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
+            f"{waiting.span(plan.ttft_s.value)}, too late for {need.what} ({waiting.span(need.ttft_longest_s)} at most)"
+        )
     return (
         f"{plan.variant.quant} fits, but {rate(plan.decode_tok_s.value)} tok/s is too slow for {need.what} "
         f"({need.least_tok_s:g} needed)"
@@ -46,9 +104,11 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
     """The verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit(plan, device)
-    if plan.decode_tok_s.value < need.least_tok_s:
+    if plan.decode_tok_s.value < need.least_tok_s or waiting.too_long(plan, need):
         return is_too_slow(plan, need)
-    head = {"yes": "fits", "tight": "fits tightly", "split": "fits split over GPU and system memory"}[plan.fits]
+    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {left_behind(plan)} from system memory"}[
+        plan.fits
+    ]
     return f"{head}; {rate(plan.decode_tok_s.value)} tok/s; up to {plan.max_ctx // 1024}k context"
 
 
@@ -58,7 +118,8 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
         return []
     fastest = max(picks, key=lambda p: p.decode_tok_s.value)
     smallest = min(picks, key=lambda p: p.memory.total_bytes)
-    best_quality = max(picks, key=lambda p: p.quality)
+    # What nobody has rated is the best of nothing.
+    best_quality = max(picks, key=lambda p: (p.is_rated, p.quality))
     # What is true of every pick is said once, with the first.
     all_slow = len(picks) > 1 and fastest.decode_tok_s.value < need.good_tok_s
     return [replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow)) for p in picks]
@@ -66,6 +127,8 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
 
 def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool) -> str:
     praise = _praise(plan, first, fastest, smallest, best, need)
+    if not plan.is_rated:
+        praise = f"unrated, placed by {plan.quality_basis}; {praise}"
     if all_slow and plan is first:
         trade = f"all of these are slower than the {need.good_tok_s:g} tok/s that feel good"
     else:
@@ -75,26 +138,39 @@ def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan
 
 def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
     if plan is first:
-        if plan is best:
+        if plan is best and plan.is_rated:
             return f"best quality that is fast enough for {need.what}"
         return f"best balance of quality and speed for {need.what}"
-    if plan is best:
-        return "best quality of all that fit"
+    if plan is best and plan.is_rated:
+        return "best quality of these"
     if plan is fastest:
         return f"fastest of these, {plan.decode_tok_s.value / first.decode_tok_s.value:.1f}× the first"
     if plan is smallest:
         return f"smallest of these, {gb(first.memory.total_bytes - plan.memory.total_bytes)} less than the first"
+    return _better_than(first, plan)
+
+
+def _better_than(first: Plan, plan: Plan) -> str:
+    """What `plan` has over the first, the most telling of it; that there is something is why it is among the picks."""
     ratio = plan.decode_tok_s.value / first.decode_tok_s.value
-    if ratio >= 1.25:
-        return f"{ratio:.1f}× as fast as the first"
-    if plan.quality > first.quality + 0.5:
-        return "better than the first where quality matters most"
+    better = plan.quality - first.quality
     saved = first.memory.total_bytes - plan.memory.total_bytes
-    if saved > 0.2 * first.memory.total_bytes:
-        return f"needs {gb(saved)} less than the first"
-    if plan.model.licence and plan.model.licence != first.model.licence:
-        return f"another maker's take ({plan.model.licence})"
-    return "next in rank"
+    sooner = 1 - (plan.ttft_cached_s or plan.ttft_s).value / (first.ttft_cached_s or first.ttft_s).value
+    longer = plan.settings.n_ctx - first.settings.n_ctx
+    said = (
+        (ratio >= 1.25, f"{ratio:.1f}× as fast as the first"),
+        (plan.is_rated and better > 0.5, f"{better:.1f} points better than the first"),
+        (saved > 0.2 * first.memory.total_bytes, f"needs {gb(saved)} less than the first"),
+        (ratio >= 1.01, f"{ratio - 1:.0%} faster than the first"),
+        (saved > 0.01 * first.memory.total_bytes, f"needs {gb(saved)} less than the first"),
+        (sooner > 0.01, f"first token {sooner:.0%} sooner than the first"),
+        (longer > 0, f"{longer // 1024}k more context than the first"),
+        (not plan.is_rated and better > 0, f"that would be {better:.1f} points above the first"),
+        (better > 0.05, f"{better:.1f} points better than the first"),
+        (plan.is_rated and not first.is_rated, "rated, which the first is not"),
+        (first.variant.is_estimate and not plan.variant.is_estimate, "its files are listed, the first's constructed"),
+    )
+    return next((text for is_so, text in said if is_so), "no better than the first in anything shown")
 
 
 def _trade(plan: Plan, first: Plan, need: Need, all_slow: bool) -> str:
@@ -103,10 +179,10 @@ def _trade(plan: Plan, first: Plan, need: Need, all_slow: bool) -> str:
     if plan.fits == "tight":
         return "leaves little memory for anything else"
     if plan.fits == "split":
-        return "part of it runs from system memory"
+        return f"{left_behind(plan)} from system memory"
     if plan.settings.kv_type not in ("f16", "bf16", "f32"):
         return f"needs a {plan.settings.kv_type} cache to fit"
     lost = first.quality - plan.quality
-    if plan is not first and lost >= 1:
+    if plan is not first and plan.is_rated and lost >= 1:
         return f"{lost:.0f} points less on the quality index"
     return ""

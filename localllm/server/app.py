@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 import localllm
-from localllm.errors import LocalLLMError
+from localllm.errors import BusyError, LocalLLMError
 from localllm.server import metrics
 from localllm.server.dialects import openapi
 from localllm.server.dialects.anthropic import routes as anthropic_routes
 from localllm.server.dialects.llamacpp import routes as llamacpp_routes
+from localllm.server.dialects.lmstudio import routes as lmstudio_routes
 from localllm.server.dialects.ollama import routes as ollama_routes
 from localllm.server.dialects.openai import routes as openai_routes
+from localllm.server.dialects.rerank import routes as rerank_routes
 from localllm.server.dialects.responses import routes as responses_routes
+from localllm.server.elsewhere.handing_on import HandingOn
+from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.settings import ServerSettings
+from localllm.server.http.streaming import OWN_SEND
 from localllm.server.models.router import ModelRouter
+from localllm.server.models.store import ModelStore
 from localllm.server.serving import Server
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+class CsvResponse(PlainTextResponse):
+    """A table in text; a class of its own, so that our OpenAPI document says so."""
+
+    media_type = "text/csv"
 
 
 class _Edge:
-    """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either), and whatever
-    nobody foresaw becomes one error object without a word about the inside."""
+    """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either), HEAD is GET without
+    its body, and whatever nobody foresaw becomes one error object without a word about the inside."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -33,23 +50,39 @@ class _Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        started = False
+        headers_only = scope["type"] == "http" and scope["method"] == "HEAD"
+        if headers_only:
+            scope = {name: value for name, value in scope.items() if name != OWN_SEND} | {"method": "GET"}
+        started = ended = False
 
         async def sending(message: Message) -> None:
-            nonlocal started
+            nonlocal started, ended
+            if headers_only and message["type"] == "http.response.body":
+                # The end at once: a stream of events may have none.
+                if not ended:
+                    ended = True
+                    await send({"type": "http.response.body", "body": b""})
+                return
             started = True
             await send(message)
 
         try:
             await self.app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if scope["type"] == "http" and not started:  # the server stops: another one, or this one later, may answer
+                await refuse(send, BusyError("the server is stopping", hint="send the request again later"))
+            raise
         except Exception as e:
             log_failure(e)
             if not started:
                 await refuse(send, internal(e))
 
 
-def create_app(models: ModelRouter, *, settings: ServerSettings | None = None) -> FastAPI:
-    """The ASGI application that serves `models` under `settings`."""
+def create_app(
+    models: ModelRouter, *, settings: ServerSettings | None = None, store: ModelStore | None = None
+) -> FastAPI:
+    """The ASGI application that serves `models` under `settings`. `store`: where clients may fetch models to and remove
+    them from; without one they may not."""
     settings = settings or ServerSettings()
     app = FastAPI(
         title="localllm",
@@ -59,27 +92,47 @@ def create_app(models: ModelRouter, *, settings: ServerSettings | None = None) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    server = Server(models, settings)
+    server = Server(models, settings, store)
     app.state.server = server
+    if models.elsewhere is not None:
+        app.add_middleware(HandingOn, upstreams=models.elsewhere, here=models, settings=settings)
     app.add_middleware(_Edge)
-    app.add_middleware(SecurityGate, settings=settings)  # added last: runs first
+    app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
     _errors(app)
-    for face in (openai_routes, responses_routes, anthropic_routes, ollama_routes, llamacpp_routes):
+    openai_like = (openai_routes, responses_routes, rerank_routes)
+    for face in (*openai_like, anthropic_routes, ollama_routes, llamacpp_routes, lmstudio_routes):
         app.include_router(face.routes(server))
 
-    @app.get("/health", tags=["server"])
+    @app.get("/health", tags=["server"], responses={503: {"description": "the models are loading, or none could be"}})
     @app.get("/v1/health", include_in_schema=False)
-    async def health() -> dict[str, str]:
-        """Alive; answered without a key."""
-        return {"status": "ok"}
+    async def health() -> Response:
+        """Alive; answered without a key. 503 with `progress` while the models named at the start are loading (requests
+        wait for them), as llama.cpp's server answers then."""
+        return _health(models)
 
     @app.get("/metrics", tags=["server"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Counters in Prometheus' text format."""
         return Response(await metrics.render(server), media_type=metrics.CONTENT_TYPE)
 
+    @app.get("/usage.csv", tags=["server"], response_class=CsvResponse)
+    async def usage() -> Response:
+        """What each key with a name has used since the server started: all of them for the key without a name, its own
+        for each other."""
+        return CsvResponse(server.accounts.table(caller()))
+
     openapi.install(app)
     return app
+
+
+def _health(models: ModelRouter) -> Response:
+    health = models.health
+    if health.status == "ok":
+        return JSONResponse({"status": "ok"})
+    message = "Loading model" if health.status == "loading" else "No model named at the start could be loaded"
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    body = {"status": health.status, "progress": round(health.progress, 3), "error": error}
+    return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
 def _errors(app: FastAPI) -> None:
@@ -91,10 +144,24 @@ def _errors(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405:
-            return error_response(MethodError("this path does not answer that method"))
+            methods = ", ".join(_methods(request))
+            refused = error_response(MethodError("this path does not answer that method", hint=f"it answers {methods}"))
+            refused.headers["allow"] = methods
+            return refused
         if status == 404:
             return error_response(RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"))
         return error_response(LocalLLMError("the request failed"))
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of `request` answers."""
+
+    def answers(method: str) -> bool:
+        asked = {**request.scope, "method": method}
+        return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
+
+    found = [method for method in _METHODS if answers(method)]
+    return sorted({*found, *(["HEAD"] if "GET" in found else [])})
 
 
 def error_response(error: LocalLLMError) -> JSONResponse:

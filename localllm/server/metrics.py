@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from localllm.server.http.accounts import caller, label, used_lines
 from localllm.server.models.router import ModelRouter
 from localllm.server.serving import Server
 
@@ -33,7 +34,7 @@ async def render(server: Server) -> str:
         "# TYPE localllm_model_loaded gauge",
     ]
     snapshots = await _snapshots(server.models)
-    lines += [f'localllm_model_loaded{{model="{_label(name)}"}} {int(bool(s))}' for name, s in snapshots.items()]
+    lines += [f'localllm_model_loaded{{model="{label(name)}"}} {int(bool(s))}' for name, s in snapshots.items()]
     plain = {k for s in snapshots.values() for k, v in s.items() if isinstance(v, (int, float))}
     for key in sorted(k for k in plain if not _RECOMPUTED.fullmatch(k)):
         counter = key in _COUNTERS
@@ -41,15 +42,15 @@ async def render(server: Server) -> str:
         lines.append(f"# TYPE {metric} {'counter' if counter else 'gauge'}")
         for name, s in snapshots.items():
             if isinstance(s.get(key), (int, float)):
-                lines.append(f'{metric}{{model="{_label(name)}"}} {float(s[key]):g}')
-    lines += _recomputed(snapshots) + _pressure(snapshots)
+                lines.append(f'{metric}{{model="{label(name)}"}} {_number(s[key])}')
+    lines += _recomputed(snapshots) + _pressure(snapshots) + used_lines(server.accounts.seen_by(caller()))
     return "\n".join(lines) + "\n"
 
 
 def _recomputed(snapshots: dict[str, dict[str, Any]]) -> list[str]:
     """Tokens that had their KV once and were computed again, by reason: a cache that is too small shows here."""
     series = [
-        f'localllm_recomputed_tokens_total{{model="{_label(name)}",reason="{found[1]}"}} {value}'
+        f'localllm_recomputed_tokens_total{{model="{label(name)}",reason="{found[1]}"}} {value}'
         for name, s in snapshots.items()
         for key, value in s.items()
         if (found := _RECOMPUTED.fullmatch(key))
@@ -62,15 +63,16 @@ def _pressure(snapshots: dict[str, dict[str, Any]]) -> list[str]:
     if not known:
         return []
     return ["# TYPE localllm_memory_pressure gauge"] + [
-        f'localllm_memory_pressure{{model="{_label(name)}",level="{level}"}} {int(now == level)}'
+        f'localllm_memory_pressure{{model="{label(name)}",level="{level}"}} {int(now == level)}'
         for name, now in known.items()
         for level in _PRESSURES
     ]
 
 
 async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:
-    return {model.name: await model.snapshot() for model in models.list()}
+    return {worker.name: await worker.snapshot() for worker in models.workers()}
 
 
-def _label(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _number(value: float) -> str:
+    """Every digit of a whole number: a counter rounded to six of them stands still for thousands of tokens."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from fastapi import Request
@@ -13,15 +13,22 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.recall import Recall
 from localllm.engine.api import EngineClient
 from localllm.errors import LocalLLMError
+from localllm.server.generation.attachments import PdfReader
 from localllm.server.generation.compacting import Counts
 from localllm.server.generation.conversing import Ask, Remembering, job_for
+from localllm.server.generation.counting import WithImages
+from localllm.server.generation.fetching import ImageFetcher
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.generate import run
-from localllm.server.generation.job import PrefillProgress, Prepared, ReplyWriter
+from localllm.server.generation.job import PrefillProgress, Prepared, ReplyWriter, Spent
+from localllm.server.http.accounts import Accounts, caller
 from localllm.server.http.headers import IGNORED, ignored_header, request_id
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
+from localllm.server.models.keeping import Keeper
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.served import Defaults
+from localllm.server.models.store import ModelStore
 
 log = logging.getLogger("localllm.server")
 MakeJob: TypeAlias = Callable[[EngineClient], Awaitable[Prepared]]
@@ -41,24 +48,31 @@ class Dialect:
 @dataclass(frozen=True, slots=True)
 class Order:
     """One request, translated: the `task` to do, and how its answer is written down, `whole` or by a `writer` as it
-    comes. `ignored` names fields without effect; `frame_error` is for a stream whose last frame tells more than the
-    dialect's does."""
+    comes. `ignored` names fields without effect; `frame_error` and `keepalive` are for a stream whose frames tell more
+    than the dialect's do. `keep_s`: how long the model stays loaded behind it, where the client says so."""
 
     task: Ask | MakeJob
     whole: Callable[[Fold, Prepared], Any]
     writer: Callable[[Outbox, Prepared, PrefillProgress], ReplyWriter]
     ignored: tuple[str, ...] = ()
     frame_error: Callable[[LocalLLMError], bytes] | None = None
+    keepalive: Callable[[PrefillProgress], bytes] | None = None
+    keep_s: float | None = None
 
 
 class Server:
-    """What the routes share: the models and the settings."""
+    """What the routes share: the models and the settings; and where models are fetched to, if clients may do that."""
 
-    def __init__(self, models: ModelRouter, settings: ServerSettings) -> None:
+    def __init__(self, models: ModelRouter, settings: ServerSettings, store: ModelStore | None = None) -> None:
         self.models = models
         self.settings = settings
+        self.store = store
+        self.accounts = Accounts(settings.keys, settings.api_key)
         self.recall = Recall()
         self.counts = Counts()
+        self.images = ImageFetcher(settings.image_hosts)
+        self.pdfs = PdfReader()
+        self.keeper = Keeper()
         self.requests = 0
         self.active = 0
 
@@ -66,6 +80,11 @@ class Server:
         """A streaming response; loading, rendering and queueing all happen inside it, behind early headers."""
         progress = PrefillProgress()
         headers = {**request_id(), **ignored_header(order.ignored)}
+        keepalive = order.keepalive or dialect.keepalive
+
+        def said() -> bytes:
+            progress.loaded = model.worker.progress
+            return keepalive(progress)
 
         async def produce(outbox: Outbox) -> None:
             def begin(job: Prepared) -> ReplyWriter:
@@ -78,7 +97,7 @@ class Server:
             produce,
             settings=self.settings,
             media_type=dialect.media_type,
-            keepalive=lambda: dialect.keepalive(progress),
+            keepalive=said,
             frame_error=order.frame_error or dialect.frame_error,
             error_body=dialect.error_body,
             headers=lambda: headers,
@@ -107,49 +126,83 @@ class Server:
     async def job(self, task: Ask | MakeJob, model: ServedModel, engine: EngineClient) -> Prepared:
         """What `task` makes the engine do. Raises RequestError and what rendering ends in."""
         if isinstance(task, Ask):
-            return await job_for(task, model, engine, self.recall, self.counts)
+            if engine.info.sees:
+                task = replace(task, messages=await self.images.fetched(task.messages))
+            task = await self.pdfs.read(task, sees=engine.info.sees)
+            return await job_for(with_defaults(task, model.defaults), model, engine, self.recall, self.counts)
         return await task(engine)
 
-    async def count(self, order: Order, model: ServedModel) -> int:
-        """How many tokens the prompt of a conversation has."""
+    async def prompt(self, order: Order, model: ServedModel) -> tuple[str, list[str]]:
+        """The prompt of a conversation, and the names of what has no effect."""
+        with model.lease():
+            job = await self.job(order.task, model, await model.engine())
+        assert isinstance(job.prompt, str)
+        return job.prompt, [*order.ignored, *job.ignored]
+
+    async def count(self, order: Order, model: ServedModel) -> tuple[int, list[str]]:
+        """How many tokens the prompt of a conversation has, and the names of what has no effect."""
         with model.lease():
             engine = await model.engine()
             job = await self.job(order.task, model, engine)
             assert isinstance(job.prompt, str)
-            return len(await engine.tokenize(job.prompt, add_bos=job.add_bos))
+            counting = WithImages(engine, job.images)
+            tokens = await counting.tokenize(job.prompt, add_bos=job.add_bos)
+            return len(tokens), [*order.ignored, *job.ignored]
 
-    def counted(self, model: ServedModel) -> _Lease:
-        """A block in which a request of `model` runs: it is counted, and its model kept."""
+    def counted(self, model: ServedModel, keep_s: float | None = None) -> _Lease:
+        """A block in which a request of `model` runs: it is counted, and its model kept; behind it for `keep_s`, where
+        the client says so."""
         self.requests += 1
-        return _Lease(self, model)
+        return _Lease(self, model, keep_s)
 
     async def _generate(
         self, model: ServedModel, order: Order, progress: PrefillProgress, begin: Callable[[Prepared], ReplyWriter]
     ) -> Prepared:
-        with self.counted(model):
+        with self.counted(model, order.keep_s):
             engine = await model.engine()
             job = await self.job(order.task, model, engine)
             _note(order, job)
             writer = begin(job)
             if job.asked is not None:
                 writer = Remembering(writer, self.recall, job.asked)
-            await run(engine, job, writer, progress)
+            account = caller()
+            job = replace(job, generation=replace(job.generation, tenant=account.name))
+            spent: Spent | None = None
+            try:
+                spent = await run(engine, job, writer, progress)
+            finally:
+                # Of an answer that was broken off: what is known of it.
+                known = spent or Spent(progress.done, progress.written, progress.cached)
+                account.charge(known.prompt_tokens, known.cached_tokens, known.completion_tokens)
             return job
 
 
 class _Lease:
     """Counts a request against the server and its model while it runs: a model in use is never unloaded."""
 
-    def __init__(self, server: Server, model: ServedModel) -> None:
-        self._server, self._lease = server, model.lease()
+    def __init__(self, server: Server, model: ServedModel, keep_s: float | None) -> None:
+        self._server, self._model, self._keep_s, self._lease = server, model, keep_s, model.lease()
 
     def __enter__(self) -> None:
         self._server.active += 1
         self._lease.__enter__()
+        if self._keep_s is not None:
+            self._server.keeper.keep(self._model.worker, self._keep_s)
 
     def __exit__(self, *_: object) -> None:
         self._server.active -= 1
         self._lease.__exit__(None, None, None)
+
+
+def with_defaults(ask: Ask, defaults: Defaults) -> Ask:
+    """`ask` with what its model's preset says and the client does not: a system text, a thinking budget."""
+    generation = ask.generation
+    if generation.thinking_tokens is None and defaults.thinking_tokens is not None:
+        generation = replace(generation, thinking_tokens=defaults.thinking_tokens)
+    messages = ask.messages
+    if defaults.system and not any(m["role"] in ("system", "developer") for m in messages):
+        messages = [{"role": "system", "content": defaults.system}, *messages]
+    return replace(ask, messages=messages, generation=generation)
 
 
 def _about(order: Order, job: Prepared) -> dict[str, str]:

@@ -14,7 +14,7 @@ from localllm_catalog import parsed, quants, shapes
 from localllm_catalog.errors import BadCatalogError, CatalogError
 from localllm_catalog.layout import build_layers
 from localllm_catalog.names import check_file, check_repo
-from localllm_catalog.types import Experts, Model, Purpose, Quality, SamplingDefaults, Variant
+from localllm_catalog.types import ESTIMATED, Experts, ImageTokens, Model, Purpose, Quality, SamplingDefaults, Variant
 
 _HERE = Path(__file__).parent
 FAMILIES_DIR = _HERE / "families"
@@ -24,8 +24,9 @@ SOURCES_FILE = _HERE / "sources.toml"
 MODEL_KEYS = frozenset({
     "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active", "architecture",
     "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context",
-    "tied", "pattern", "sliding", "full", "shared_kv_layers", "shared_kv_ffn", "per_layer_embedding", "mla",
-    "recurrent", "experts", "attention_gate", "ffn_matrices", "split_blocks", "mtp_layers", "vision_params",
+    "tied", "pattern", "layer_list", "sliding", "full", "shared_kv_layers", "shared_kv_ffn", "per_layer_embedding", "lookup", "mla",
+    "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks", "mtp_layers", "vision_params",
+    "image_tokens",
     "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling",
     "drafts", "external_drafts", "quality", "notes", "sources", "gguf", "mlx", "_file",
 })  # fmt: skip
@@ -264,12 +265,23 @@ def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
         sources=tuple(raw.get("sources", ())),
         extra_params=int(raw.get("vision_params", 0)) + int(raw.get("mtp_params", 0)),
         vision_params=int(raw.get("vision_params", 0)),
-        lookup_params=int(raw.get("per_layer_embedding", 0)) * int(raw["layers"]) * int(raw["vocab"]),
+        image_tokens=_image_tokens(raw["image_tokens"]) if "image_tokens" in raw else None,
+        lookup_params=int(raw.get("per_layer_embedding", 0)) * int(raw["layers"]) * int(raw["vocab"])
+        + int(raw.get("lookup", {}).get("params", 0)),
+        lookup_rows=int(raw.get("lookup", {}).get("rows", 1)),
+        lookup_bits=float(raw.get("lookup", {}).get("bits", 0.0)),
         ffn_matrices=int(raw.get("ffn_matrices", 3)),
+        residual_streams=int(raw.get("residual_streams", 1)),
         attention_gate=bool(raw.get("attention_gate", False)),
         q_rank=int(raw.get("mla", {}).get("q_rank", 0)),
         params_note=raw.get("params_note", ""),
     )
+
+
+def _image_tokens(facts: Mapping[str, Any]) -> ImageTokens:
+    if int(facts["least"]) > int(facts["most"]):
+        raise BadCatalogError(f"an image can't be from {facts['least']} to {facts['most']} tokens")
+    return ImageTokens(int(facts["least"]), int(facts["most"]), int(facts.get("side", 0)))
 
 
 def _experts(facts: Mapping[str, Any]) -> Experts:
@@ -322,9 +334,7 @@ def _gguf_variants(
         for quant in table.get("estimate", ()):
             if quant not in quants.MIXTURES:
                 raise BadCatalogError(f"no bits are known for {quant}", "give its size under bytes or about")
-            yield _gguf(
-                table, quant, shapes.estimate_gguf_bytes(model, quant), False, "estimated from shapes and format"
-            )
+            yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
 
 
 def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str) -> Variant:
@@ -351,7 +361,7 @@ def _mlx_variants(
         repo, quant = check_repo(table["repo"]), table["quant"]
         size = table.get("bytes", table.get("about"))
         if size is None:
-            size, source = shapes.estimate_mlx_bytes(model, quant), "estimated from shapes and format"
+            size, source = shapes.estimate_mlx_bytes(model, quant), ESTIMATED
         else:
             source = sources[table["source"]].title if "source" in table else ""
         yield Variant("mlx", quant, repo, (), int(size), "bytes" in table, source=source)

@@ -42,7 +42,7 @@ _SLIDING: dict[str, tuple[int, bool, int]] = {
 }
 # These state the pattern layer by layer, always.
 _SLIDING_STATED = frozenset({"gemma4", "step35", "mimo2", "dots3note", "maple"})
-_FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8}
+_FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 _ZERO_HEADS_RECUR = frozenset(
     {"granitehybrid", "jamba", "plamo2", "lfm2", "lfm2moe", "kimi-linear", "bailingmoe3"},
 )
@@ -218,10 +218,26 @@ class _Facts:
         groups = self.number("ssm.group_count", 0)
         return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
 
+    def table_state_elements(self, index: int) -> int:
+        """Elements a layer holds more that reads n-gram tables: the history of its dilated convolution (qwen4exp)."""
+        layers = self.value("ple.layers")
+        if not isinstance(layers, tuple) or index not in layers:
+            return 0
+        rows = max(0, self.number("ple.conv_kernel", 0) - 1) * self.number("ple.ngram_size", 0)
+        return rows * self.hidden * self.number("hyper_connection.count", 1)
+
+    def lookup_rows(self) -> int:
+        """Rows of the looked-up tables a token reads: one, or one of every hashed head."""
+        return max(1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0))
+
 
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
+# What llama.cpp keeps in system memory whatever else is offloaded (src/llama-arch.cpp: LLM_TENSOR_LAYER_INPUT).
+_INPUT_TENSORS = frozenset(
+    f"{name}.weight" for name in ("token_embd", "per_layer_token_embd", "position_embd", "token_types")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +275,7 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
     if kind == "recurrent":
         return Layer(
             "recurrent",
-            state_elements=facts.state_elements(),
+            state_elements=facts.state_elements() + facts.table_state_elements(index),
             mixer_params=block.mixer_elements(),
             ffn=ffn,
             intermediate=facts.ffn[index],
@@ -293,6 +309,7 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
         ffn=ffn,
         intermediate=facts.ffn[index],
         n_heads=facts.heads[index],
+        index_dim=facts.number("attention.indexer.key_length", 0) if facts.arch == "qwen4exp" else 0,
     )
 
 
@@ -338,13 +355,21 @@ def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
     count = facts.number("expert_count", 0)
     used = facts.per_layer("expert_used_count", 0)
     share = min(1.0, sum(used[: facts.n_layers]) / facts.n_layers / count) if count else 1.0
-    active = weights = mtp = 0
+    active = weights = mtp = tables = output = 0
+    layers = [[0, 0] for _ in range(facts.n_layers)]
     for tensor in header.tensors:
         match = _BLOCK.fullmatch(tensor.name)
         if match is not None and int(match[1]) >= facts.n_layers:
             mtp += tensor.n_bytes
             continue
         weights += tensor.n_bytes
+        if match is not None:
+            layers[int(match[1])]["_exps." in tensor.name] += tensor.n_bytes
+        elif tensor.name in _INPUT_TENSORS:
+            tables += tensor.n_bytes
+            output += tensor.n_bytes if tied and tensor.name == "token_embd.weight" else 0
+        else:
+            output += tensor.n_bytes
         if tensor.name == "per_layer_token_embd.weight" or (tensor.name == "token_embd.weight" and not tied):
             continue
         active += round(tensor.n_bytes * share) if "_exps." in tensor.name else tensor.n_bytes
@@ -360,6 +385,9 @@ def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
         active_bytes=active,
         source="the file's own header",
         mtp_bytes=mtp,
+        layer_bytes=tuple((dense, experts) for dense, experts in layers),
+        input_bytes=tables,
+        output_bytes=output,
     )
 
 
@@ -424,6 +452,8 @@ def _model(
         mtp_layers=facts.n_mtp,
         variants=(variant,),
         lookup_params=lookup,
+        lookup_rows=facts.lookup_rows(),
+        residual_streams=facts.number("hyper_connection.count", 1, minimum=1, maximum=64),
         ffn_matrices=3 if any("ffn_gate" in name for block in blocks for name in block.tensors) else 2,
         attention_gate=query is not None and len(query.shape) == 2 and query.shape[1] == 2 * plain_width,
         q_rank=facts.number("attention.q_lora_rank", 0),

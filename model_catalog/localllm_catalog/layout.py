@@ -65,6 +65,8 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
 def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
     """The layers of one [[models]] table. Raises BadCatalogError, or KeyError naming a missing fact."""
     n_layers = int(raw["layers"])
+    if "layer_list" in raw:
+        return _listed(raw["layer_list"], n_layers)
     kinds = expand_pattern(raw.get("pattern", ["full"]), n_layers)
     experts = raw.get("experts")
     shared_from = n_layers - int(raw.get("shared_kv_layers", 0))
@@ -76,6 +78,16 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
         if key not in made:
             made[key] = _layer(raw, *key)
         layers.append(made[key])
+    return tuple(layers)
+
+
+def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
+    """Layers that are given one by one, as often as each says: what was read from a file's header."""
+    layers = [
+        layer for row in rows for layer in [Layer(**{k: v for k, v in row.items() if k != "times"})] * row["times"]
+    ]
+    if len(layers) != n_layers:
+        raise BadCatalogError(f"{len(layers)} layers are listed, the model has {n_layers}")
     return tuple(layers)
 
 
@@ -119,4 +131,5 @@ def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool
         intermediate=width,
         mixer_params=per_layer,
         v_is_k=bool(own.get("v_is_k", False)),
+        index_dim=int(own.get("index_dim", 0)),
     )

@@ -260,7 +260,11 @@ KV_TYPES: dict[str, Fraction] = {
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:
-    """Bytes one cached element takes, exactly. Raises CatalogError for a type no backend has."""
+    """Bytes one cached element takes, exactly; of a pair "K/V" (say q8_0/q4_0), the mean of keys and values. Raises
+    CatalogError for a type no backend has."""
+    if "/" in kv_type:
+        k, v = kv_type.split("/", 1)
+        return (kv_element_bytes(k) + kv_element_bytes(v)) / 2
     try:
         return KV_TYPES[kv_type]
     except KeyError:

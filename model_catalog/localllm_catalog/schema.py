@@ -37,6 +37,7 @@ class Full(_Table):
     kv_heads: Count | None = None
     head_dim: Count | None = None
     v_is_k: bool = False
+    index_dim: Count | None = None
 
 
 class Mla(_Table):
@@ -107,6 +108,43 @@ class SamplingWithSource(SamplingTable):
     non_thinking: SamplingTable | None = None
 
 
+class ListedLayer(_Table):
+    """One layer, `times` in a row, in the words of types.Layer: as read from a file's header."""
+
+    times: Count
+    kind: Literal["full", "sliding", "mla", "recurrent", "none"]
+    n_kv_heads: int = 0
+    head_dim_k: int = 0
+    head_dim_v: int = 0
+    window: int = 0
+    mla_rank: int = 0
+    mla_rope_dim: int = 0
+    state_elements: int = 0
+    shares_kv: bool = False
+    n_heads: int = 0
+    ffn: Literal["dense", "experts", "both", "none"] = "dense"
+    intermediate: int = 0
+    mixer_params: int = 0
+    v_is_k: bool = False
+    index_dim: int = 0
+
+
+class Lookup(_Table):
+    """Tables of which a token reads `rows` rows; `bits` a weight takes in the listed files."""
+
+    params: Count
+    rows: Count
+    bits: Annotated[float, Field(gt=0, le=32)]
+
+
+class ImageTokensTable(_Table):
+    """Tokens that an image comes to: one for `side` × `side` pixels of it, from `least` to `most`; without a side always `most`."""
+
+    side: Count | None = None
+    least: Count
+    most: Count
+
+
 class Gguf(_Table):
     """GGUF files of one repository: `bytes` exact, `about` rounded by its source, `estimate` computed from shapes."""
 
@@ -160,18 +198,22 @@ class ModelTable(_Table):
     context: Count
     tied: bool = False
     pattern: list[Text] = ["full"]
+    layer_list: list[ListedLayer] = []
     sliding: Sliding | None = None
     full: Full | None = None
     shared_kv_layers: Count | None = None
     shared_kv_ffn: Count | None = None
     per_layer_embedding: Count | None = None
+    lookup: Lookup | None = None
     mla: Mla | None = None
     recurrent: Recurrent | None = None
     experts: ExpertsTable | None = None
     attention_gate: bool = False
     ffn_matrices: Literal[2, 3] = 3
+    residual_streams: Count | None = None
     split_blocks: bool = False
     mtp_layers: Count | None = None
+    image_tokens: ImageTokensTable | None = None
     vision_params: Count | None = None
     mtp_params: Count | None = None
     params_note: Text | None = None

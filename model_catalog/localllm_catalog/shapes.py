@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from localllm_catalog import quants
+from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Experts, Layer, Model
 
 
@@ -19,7 +20,7 @@ def layer_kv_elements(layer: Layer) -> int:
     if layer.shares_kv:
         return 0
     if layer.kind in ("full", "sliding"):
-        return layer.n_kv_heads * (layer.head_dim_k + layer.head_dim_v)
+        return layer.n_kv_heads * (layer.head_dim_k + layer.head_dim_v) + layer.index_dim
     if layer.kind == "mla":
         return layer.mla_rank + layer.mla_rope_dim
     return 0
@@ -83,6 +84,7 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
     return total, active
 
 
+@by_identity
 def trunk_params(model: Model) -> tuple[int, int]:
     """(all, run per token) weights of the language trunk, embeddings apart, counted from the shapes."""
     total = active = model.hidden_size

@@ -19,6 +19,7 @@ class Layer:
     mla: one latent row of `mla_rank + mla_rope_dim` elements per token and no V.
     recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a state beside full).
     none: no token mixer at all (Nemotron-H has layers that are only a feed-forward).
+    `index_dim`: width of the keys that a sparse attention's indexer keeps beside, one per token.
     `shares_kv`: reads another layer's KV and stores none of its own.
 
     What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn` which feed-forward
@@ -41,6 +42,7 @@ class Layer:
     intermediate: int = 0
     mixer_params: int = 0
     v_is_k: bool = False
+    index_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Quality:
     kind: str = ""
 
 
+# The `source` of a variant that no listing shows.
+ESTIMATED = "estimated from shapes and format"
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors (0 = use files).
@@ -91,7 +97,9 @@ class Variant:
     `active_bytes` are the weight bytes one token streams (0 = not read from a header).
     `exact` is False where the bytes are an estimate from shapes and format. `files` empty: the repo names them (an MLX
     folder, or a GGUF to be found by its quant). `mtp_bytes`: MTP blocks inside the files, loaded only when asked for,
-    not part of weights_bytes.
+    not part of weights_bytes. `layer_bytes`: of every layer what each token reads, and its routed experts; `input_bytes`:
+    the tables in front of them, of which a token reads a row; `output_bytes`: what turns the last layer's answer into
+    logits, also where it is one of those tables (all three read from a header, or empty).
     """
 
     format: Format
@@ -106,6 +114,29 @@ class Variant:
     mmproj_bytes: int = 0
     source: str = ""
     mtp_bytes: int = 0
+    layer_bytes: tuple[tuple[int, int], ...] = ()
+    input_bytes: int = 0
+    output_bytes: int = 0
+
+    @property
+    def is_estimate(self) -> bool:
+        """True where nobody has listed these files: name and size are what such files would have."""
+        return self.source == ESTIMATED
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """How many tokens an image comes to, as llama.cpp reads it unless told otherwise: one for `side_px` × `side_px` pixels of
+    it, from `least` to `most` (an image of more pixels is made smaller); with a `side_px` of 0 always `most`."""
+
+    least: int
+    most: int
+    side_px: int = 0
+
+    def __str__(self) -> str:
+        if not self.side_px:
+            return f"{self.most:,} tokens an image, whatever its size"
+        return f"a token for {self.side_px} × {self.side_px} pixels, {self.least:,} to {self.most:,} an image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +145,9 @@ class Model:
 
     `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head), `vision_params` the
     vision and audio part of them; `lookup_params` are
-    tables read one row per token (per-layer embeddings), so they weigh on the disk and not on a step.
+    tables of which a token reads `lookup_rows` rows (per-layer and n-gram embeddings), so they weigh on the disk and not on
+    a step; `lookup_bits` a weight of theirs takes in the listed files (0 = as the embedding of the tokens).
+    `residual_streams`: how many a layer reads and writes (hyper-connections).
     `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come with a gate of their
     size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by shapes above 3 %.
     `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known here).
@@ -155,7 +188,11 @@ class Model:
     sources: tuple[str, ...] = ()
     extra_params: int = 0
     vision_params: int = 0
+    image_tokens: ImageTokens | None = None
     lookup_params: int = 0
+    lookup_rows: int = 1
+    residual_streams: int = 1
+    lookup_bits: float = 0.0
     ffn_matrices: int = 3
     attention_gate: bool = False
     q_rank: int = 0

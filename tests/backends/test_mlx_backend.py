@@ -233,6 +233,7 @@ def test_only_a_linux_cpu_needs_a_compiler() -> None:
     assert needs_compiler("linux", lambda _: None)
     assert not needs_compiler("linux", lambda name: f"/usr/bin/{name}")
     assert not needs_compiler("darwin", lambda _: None)
+    assert not needs_compiler("linux", lambda _: None, cuda=True)
 
 
 def test_a_missing_compiler_is_said_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +341,10 @@ def test_the_working_set_apple_recommends_is_the_limit_on_metal() -> None:
     # What the system calls available says nothing there: the working set is the limit.
     assert usable_bytes(device, 100 * 10**9, 10**9, 5 * 10**9) == recommended - 100 * 10**9
     assert usable_bytes({"architecture": "x86_64"}, 0, 10**9, 5 * 10**9) == 6 * 10**9 - 256 * 2**20
+    cuda = {"architecture": "sm_120", "total_memory": 32 * 10**9, "free_memory": 20 * 10**9}
+    assert usable_bytes(cuda, 4 * 10**9, 10**9, 5 * 10**9) == 21 * 10**9 - 256 * 2**20
+    # A figure of when it was first asked, and the memory has been filled since.
+    assert usable_bytes(cuda, 30 * 10**9, 0, 5 * 10**9) == 2 * 10**9 - 256 * 2**20
 
 
 def test_the_wired_limit_is_left_alone(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

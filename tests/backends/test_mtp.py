@@ -28,7 +28,7 @@ class Reference:
     """A model's heads, run from scratch for every token."""
 
     def __init__(self, path: Path) -> None:
-        self._model = load_model(path, LoadSpec(str(path), mtp=True), None)
+        self._model, _ = load_model(path, LoadSpec(str(path), mtp=True), None)
         found = mtp.staging_functions(llama_cpp)
         assert found is not None
         self._staging = found

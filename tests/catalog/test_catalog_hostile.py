@@ -70,8 +70,12 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+# What a header may cost at most: several times what the dearest costs here, since a core that is shared counts double.
+CPU_S = 4.0
+
+
 def read_within_bounds(path: Path) -> None:
-    """Reads a header that may be anything: a Model or a CatalogError, in under a second and 256 MB."""
+    """Reads a header that may be anything: a Model or a CatalogError, within CPU_S and 256 MB."""
     start = time.process_time()
     tracemalloc.start()
     try:
@@ -81,7 +85,7 @@ def read_within_bounds(path: Path) -> None:
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < CPU_S
     assert peak < 256_000_000
 
 
@@ -214,7 +218,7 @@ def test_the_largest_headers_that_fit_the_limits_stay_cheap(tmp_path: Path, bomb
         gguf.read(path)
     except BadHeaderError:
         pass
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < CPU_S
     tracemalloc.start()
     try:
         gguf.read(path)

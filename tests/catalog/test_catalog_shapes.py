@@ -75,6 +75,8 @@ def published() -> list[tuple[Model, str, int]]:
         and variant.quant in quants.MIXTURES
         # Qwen3-0.6B and 1.7B of this publisher hold the shared embedding twice.
         and not (variant.repo.startswith("bartowski/Qwen_Qwen3-") and model.id in ("qwen3-0.6b", "qwen3-1.7b"))
+        # These hold a draft head, which an estimate leaves out.
+        and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
     ]
 
 

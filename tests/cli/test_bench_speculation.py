@@ -71,6 +71,7 @@ def test_too_short_a_context_is_said_before_anything_is_measured(tiny_model: Pat
         figures_of(tiny_model, n_ctx=256, draft="auto")
 
 
+@pytest.mark.long
 def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from benchmarks.clients.agents import AGENTS
 from localllm.cli import connect as command
-from localllm.cli.editors import RECIPES, ConfigFile, Target
-from localllm.engine.messages import Failure
+from localllm.cli.editors import RECIPES, ConfigFile, Probe, Target
+from localllm.cli.server_key import kept_key, key_path
+from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
@@ -62,9 +68,15 @@ def test_the_target_is_asked_of_the_server() -> None:
 def test_codex_gets_a_profile_file_that_is_toml(tmp_path: Path) -> None:
     (file,) = RECIPES["codex"](TARGET, tmp_path).files
     profile = tomllib.loads(file.text or "")
-    assert profile["model_providers"]["localllm"] == {
-        "name": "localllm", "base_url": "http://127.0.0.1:11535/v1", "wire_api": "responses",
-    }  # fmt: skip
+    provider = profile["model_providers"]["localllm"]
+    auth = provider.pop("auth")
+    assert provider == {"name": "localllm", "base_url": "http://127.0.0.1:11535/v1", "wire_api": "responses"}
+    for key in (None, "secret"):
+        environment = {**os.environ, "LOCALLLM_API_KEY": key or ""}
+        said = subprocess.run(
+            [auth["command"], *auth["args"]], env=environment, capture_output=True, text=True, check=True
+        )
+        assert said.stdout.strip() == (key or "local")
 
 
 def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
@@ -124,6 +136,87 @@ def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(LocalLLMError, match="3 of Zed's calls failed"):
             command.connect("zed", None, server.url, None, False, True)
         assert "503" in capsys.readouterr().out
+
+
+# With a fault the model dies over the tool's result.
+@pytest.mark.parametrize("probe", ["tools", "responses", "anthropic", "ollama"])
+@pytest.mark.parametrize("fault", ["", "second"])
+def test_a_check_is_a_whole_tool_loop(probe: Probe, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: Request) -> list[Any]:
+        if request.grammar:
+            return ['{"text": "hi"}']
+        assert isinstance(request.prompt, str)
+        if "noted" in request.prompt and fault == "second":
+            return [Failure("", "worker_died", "gone")]
+        return ["Done."]
+
+    engine = ScriptedEngine(script)
+    with running_server({"tiny": engine}) as server:
+        failures = command.run_checks(Target(server.url, "tiny", 4096), [probe])
+    said = capsys.readouterr().out
+    assert failures == (fault == "second"), said
+    loop = "Ollama tool loop" if probe == "ollama" else "tool loop"
+    assert (f"FAILED  {loop} " in said) == (fault == "second")
+    prompts = [r.prompt for r in engine.requests if isinstance(r.prompt, str)]
+    assert any("noted" in p and '"text": "hi"' in p for p in prompts), "the call and its result never came back"
+
+
+def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
+    small = RECIPES["claude"](TARGET, tmp_path).environment
+    assert {small[f"ANTHROPIC_DEFAULT_{size}_MODEL"] for size in ("HAIKU", "SONNET", "OPUS")} == {"tiny"}
+    assert (small["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], small["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == ("4096", "1024")
+    # It takes a compaction window below 100,000 tokens for a mistake.
+    assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in small
+    large = RECIPES["claude"](replace(TARGET, n_ctx=131_072), tmp_path).environment
+    assert large["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"
+
+
+def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_path: Path) -> None:
+    run = {a.recipe: a.version for a in AGENTS if a.recipe}
+    assert {n: r(TARGET, tmp_path).checked.rpartition(" ")[2] for n, r in RECIPES.items() if n in run} == run
+    assert {n for n, r in RECIPES.items() if r(TARGET, tmp_path).checked} == set(run)
+
+
+def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_server({"tiny": ScriptedEngine()}) as server:
+        command.connect("goose", None, server.url, None, False, False)
+        assert "not checked here" in capsys.readouterr().err
+        command.connect("codex", None, server.url, None, False, False)
+        assert "not checked here" not in capsys.readouterr().err
+
+
+def test_the_key_that_the_server_made_up_and_keeps_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
+    with running_server({"tiny": engine}, api_key=kept_key()) as server:
+        command.connect("codex", None, server.url, None, False, True)
+        said = capsys.readouterr().out
+        assert "FAILED" not in said
+        assert f"export LOCALLLM_API_KEY={kept_key()}" in said
+        with pytest.raises(ServerUnreachableError, match="401"):
+            command.connect("codex", None, server.url, "another", False, False)
+    with running_server({"tiny": engine}) as server:
+        command.connect("codex", None, server.url, None, False, False)
+        assert kept_key() not in capsys.readouterr().out, "a server that asks for none needs none"
+
+
+def test_without_a_kept_key_none_is_made_up_and_none_goes_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_server({"tiny": ScriptedEngine()}, api_key="mine") as server:
+        with pytest.raises(ServerUnreachableError, match="401"):
+            command.connect("zed", None, server.url, None, False, False)
+        assert not key_path().exists()
+        kept_key()
+        asked: list[str] = []
+        real = httpx.get
+
+        def get(url: str, **more: Any) -> httpx.Response:
+            asked.append(str(more.get("headers")))
+            return real(url.replace("nas.lan", "127.0.0.1"), **more)
+
+        monkeypatch.setattr(httpx, "get", get)
+        with pytest.raises(ServerUnreachableError, match="401"):
+            command.connect("zed", None, server.url.replace("127.0.0.1", "nas.lan"), None, False, False)
+        assert asked
+        assert not any(kept_key() in headers for headers in asked)
 
 
 def test_no_server_is_said_so() -> None:

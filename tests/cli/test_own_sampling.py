@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from localllm import paths
+from localllm.cli.background_server import background_server
 from localllm.cli.launch import own_sampling, prepare
-from localllm.cli.serve import background_server
 from localllm.engine.messages import Sampling
 from localllm.library.catalog import load_catalog
 from localllm.settings import Settings
@@ -97,6 +97,12 @@ def test_the_catalog_goes_before_the_file_and_the_users_own_before_both(tmp_path
     own.mkdir(parents=True)
     (own / "mine.toml").write_text('[[models]]\nid = "qwen3-0.6b"\nsampling = { temperature = 0.4 }\n')
     assert own_sampling(prepare(str(path), Settings()).plan) == Sampling(temperature=0.4, top_k=20, min_p=0.0)
+
+
+def test_the_catalog_says_what_suits_answers_without_reasoning(tmp_path: Path) -> None:
+    plan = prepare(str(write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf")), Settings()).plan
+    assert own_sampling(plan) == Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
+    assert own_sampling(plan, thinks=False) == Sampling(temperature=0.7, top_p=0.8, top_k=20, min_p=0.0)
 
 
 def test_what_the_catalog_leaves_open_the_file_says(tmp_path: Path) -> None:

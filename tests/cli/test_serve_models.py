@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from localllm.cli.launch import prepare_all
-from localllm.cli.serve import _aliases, router_for
+from localllm.cli.serve_models import router_for
 from localllm.engine.messages import Finish, Sampling
-from localllm.errors import ModelFileError, UsageError
+from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.planner.types import Plan
 from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.router import ModelRouter
@@ -46,7 +46,7 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two
     assert [launch.name for launch in launches] == ["chatty", "filler"]
 
     async def story() -> None:
-        models = router_for(launches, _aliases(["fast=FILLER"], launches))
+        models = router_for(launches, ["fast=FILLER"])
         try:
             assert await models.preload() == ()
             assert {m.name for m in models.list() if m.loaded} == {"chatty", "filler"}
@@ -56,7 +56,7 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two
             await models.close()
 
     async def turns() -> None:
-        models = ModelRouter(router_for(launches).list(), ModelAdmission(launches[0].needs_bytes + 1))
+        models = ModelRouter(router_for(launches).named(), ModelAdmission(launches[0].needs_bytes + 1))
         try:
             assert [m.name for m in await models.preload()] == ["filler"]
             await answer(models, "filler")
@@ -157,14 +157,15 @@ def test_names_that_cannot_be_told_apart_are_refused(two: list[str | None]) -> N
     with pytest.raises(UsageError, match="named twice"):
         router_for(launches)
     with pytest.raises(UsageError, match="must be NAME=MODEL"):
-        _aliases(["fast=nothing"], launches)
+        router_for(launches[:1], ["fast=nothing"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
 def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | None]) -> None:
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         path = Path(folder) / "s.sock"
-        command = [sys.executable, "-m", "localllm", "serve", str(two[0]), "--also", str(two[1]), "--unix", str(path)]
+        command = [sys.executable, "-m", "localllm", "serve", str(two[0]), "--also", str(two[1]), "--only"]
+        command += ["--unix", str(path)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stderr is not None
@@ -191,10 +192,54 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
     are read while the model loads."""
     needed = (
-        "cli.serve, cli.launch, cli.planning, server.models.idle, server.models.router, server.models.admission, "
+        "cli.serve, cli.serve_doors, cli.serve_models, cli.serve_run, cli.launch, cli.planning, server.models.idle, "
+        "server.models.router, server.models.admission, "
         "server.http.sockets, server.http.settings, engine.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
     program = f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def _served(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """`localllm serve` with these arguments, and the first line it says."""
+    command = [sys.executable, "-m", "localllm", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    return process, process.stderr.readline()
+
+
+def test_it_listens_before_the_model_is_loaded(smollm2: Path) -> None:
+    process, said = _served(str(smollm2))
+    try:
+        url = next(word for word in said.split() if word.startswith("http://")).removesuffix("/v1")
+        with httpx.Client(base_url=url, timeout=60) as client:
+            first = client.get("/health")
+            assert first.json()["status"] in ("loading", "ok")
+            states = {m["status"]["value"] for m in client.get("/v1/models").json()["data"]}
+            assert states & {"loading", "loaded"}
+            # Nobody waits for a line of ours: the request waits for the model.
+            body = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+            assert client.get("/health").json() == {"status": "ok"}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_model_that_is_not_there_ends_the_command_before_it_listens(tmp_path: Path) -> None:
+    process, said = _served(str(tmp_path / "none.gguf"))
+    process.communicate(timeout=30)
+    assert "there is no file" in said
+    assert process.returncode == ModelNotFoundError.exit_code
+
+
+def test_the_only_model_that_can_not_be_loaded_ends_the_command(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny_model.read_bytes()[:-3000])
+    process, said = _served(str(broken), "--only")
+    _, rest = process.communicate(timeout=30)
+    assert "error: " in said + rest
+    assert process.returncode == ModelFileError.exit_code

@@ -4,13 +4,12 @@ a marker is shown."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from conversation.call_law import told
 from conversation.test_tool_formats import CASES, TOOLS, WRITERS, Calls
-from localllm.conversation.deltas import CallArguments, CallStart, Content, Delta, ReasoningText
 from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.tools import FORMATS
 
@@ -28,19 +27,6 @@ def reply_format(name: str, thinking: bool = False) -> ReplyFormat:
         in_thought=style.in_thought,
         quotable=not style.control,
     )
-
-
-def told(style: ReplyFormat, pieces: Sequence[str], cut: bool) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = style.parser()
-    deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
-    calls: list[tuple[str, str]] = []
-    for d in deltas:
-        if isinstance(d, CallStart):
-            calls.append((d.name, ""))
-        elif isinstance(d, CallArguments):
-            calls[d.index] = (calls[d.index][0], calls[d.index][1] + d.text)
-    text = "".join(d.text for d in deltas if isinstance(d, Content))
-    return text, "".join(d.text for d in deltas if isinstance(d, ReasoningText)), calls
 
 
 def whole(arguments: str) -> bool:

@@ -99,7 +99,11 @@ REPLIES: dict[str, tuple[str, Read]] = {
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>{}<|end|>" + NEXT + FINAL,
         ("", "It rains.", []),
     ),
-    "a tool that is none of ours": (NEXT + " to=python<|channel|>commentary<|message|>1+1", ("", "1+1", [])),
+    "a tool of the model's own": (NEXT + " to=python<|channel|>commentary<|message|>1+1", ("", "", [])),
+    "its call, and the answer": (
+        "<|channel|>commentary to=container.exec code<|message|>ls<|end|>" + NEXT + FINAL,
+        ("", "It rains.", []),
+    ),
     "a header without a message": (
         "<|channel|>commentary to=assistant" + "<|channel|>analysis<|message|>Weather.<|end|>" + NEXT + FINAL,
         ("Weather.", "It rains.", []),

@@ -77,12 +77,12 @@ def test_only_the_owner_can_read_it(history: History) -> None:
     assert history.path.parent.stat().st_mode & 0o077 == 0
 
 
-def test_rename_truncate_and_delete(history: History) -> None:
+def test_rename_remove_and_delete(history: History) -> None:
     conv = history.create("a", "m")
     ids = [history.append(conv, "user", str(i)) for i in range(4)]
     history.rename(conv, "b")
-    assert history.get(conv).title == "b"
-    assert history.truncate(conv, ids[2]) == 2
+    assert (history.get(conv).title, history.get(conv).titled) == ("b", 2)
+    assert history.remove(ids[2]) == 2
     assert [m.content for m in history.messages(conv)] == ["0", "1"]
     history.delete(conv)
     assert history.list() == []
@@ -96,7 +96,8 @@ def test_rename_truncate_and_delete(history: History) -> None:
         lambda h: h.get("nope"),
         lambda h: h.rename("nope", "x"),
         lambda h: h.delete("nope"),
-        lambda h: h.truncate("nope", 1),
+        lambda h: h.remove(99),
+        lambda h: h.set_head("nope", 0),
         lambda h: h.update_partial(99, "x"),
     ],
 )

@@ -14,11 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
 from localllm.conversation.tools import FORMATS
-from localllm.conversation.tools.base import FreeFormat, ToolFormat
+from localllm.conversation.tools.base import ToolFormat
 from localllm.conversation.tools.lark import SPACE
 from localllm.conversation.tools.lazy import Start, either, starts_of
-
-HELD = [f for f in FORMATS if not isinstance(f, FreeFormat)]
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -48,20 +46,26 @@ TOOLS: list[dict[str, Any]] = [
     },
 ]
 # What tells a format's spellings apart stands in the template.
-SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json")}
+SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json"), "glm": ("", "</arg_key>\n")}
 
 
 CASES = [
     pytest.param(f, template, starts_of(f, template, TOOLS), id=f"{f.name} {template}".strip())
-    for f in HELD
+    for f in FORMATS
     for template in SPELLINGS.get(f.name, ("",))
 ]
+# What stands before an opening that is not a reply's first marker, and before an answer.
+HEADERS = {
+    "harmony": {" to=functions.": "<|start|>assistant"},
+    "muse": {"<atem:function_calls>": "<|start|>assistant to=f<|message|>"},
+}
+FINAL = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}
 MARKER = 258
 CONTROL = (
     "[MARK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|tool_call_start|>",
     "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<start_function_call>", "<escape>",
-    "<|tool_call>", '<|"|>',
+    "<|tool_call>", '<|"|>', "<|open|>", "<|close|>", "<|sep|>",
 )  # fmt: skip
 
 
@@ -110,7 +114,8 @@ def walk(grammar: tuple[str, str], rng: random.Random) -> str:
     """Some text the grammar allows: single letters where anything goes, and the way out where there is one."""
     state = matcher(grammar)
     said: list[int] = []
-    ways_out = [b"\n</parameter>\n", b"</parameter>\n", b"</arg_value>\n", b'"', b"}", b"]"]
+    texts_end = [json.loads(end).encode() for end in re.findall(r'suffix=("(?:[^"\\]|\\.)*")', grammar[1])]
+    ways_out = [*texts_end, b'"', b"}", b"]"]
     while not state.is_stopped() and len(said) < 4000:
         if state.is_accepting() and rng.random() < 0.7:
             break
@@ -119,7 +124,9 @@ def walk(grammar: tuple[str, str], rng: random.Random) -> str:
         if out and rng.random() < 0.5:
             step = rng.choice(out)
         else:
-            allowed = [t for t in [*range(97, 123), *range(32, 97), 10, 123, 125] if state.validate_tokens([t])]
+            allowed = [
+                t for t in [*range(97, 123), *range(32, 127), 10, *range(128, 256)] if state.validate_tokens([t])
+            ]
             assert allowed or out, text_of(said)
             step = [rng.choice(allowed)] if allowed else rng.choice(out)
         assert state.consume_tokens(step)
@@ -172,8 +179,9 @@ def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
     for opening, start in starts.items():
         for seed in range(15):
             text = opening + start.lead + walk(start.grammar, random.Random(seed)) + start.closing
-            within = bool(before) and not any(m in opening for m in style.markers)
-            reply = before + text if within else text  # an opening of further calls stands behind a call
+            header = HEADERS.get(style.name, {}).get(opening, "")
+            within = bool(before) and not header and not any(m in opening for m in style.markers)
+            reply = before + text if within else header + text  # an opening of further calls stands behind a call
             calls = read(style, [reply])
             assert len(calls) > within, reply
             for call in calls:
@@ -190,6 +198,7 @@ def test_a_held_call_is_the_same_however_its_stream_is_cut(
     opening, start = next(iter(starts.items()))
     for seed in range(3):
         text = opening + start.lead + walk(start.grammar, random.Random(seed)) + start.closing
+        text = HEADERS.get(style.name, {}).get(opening, "") + text
         whole = read(style, [text])
         assert read(style, list(text)) == whole
         for i in range(1, len(text)):
@@ -209,15 +218,16 @@ def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, start
             continue
         assert lark is not None
         state = matcher(("lark", lark))
-        final = ids_of("<|channel|>final<|message|>") if style.name == "harmony" else []
-        if final:
+        final = ids_of(FINAL.get(style.name, ""))
+        if style.name == "harmony":
             thought = ids_of("<|channel|>analysis<|message|>So <|end|><|start|>assistant")
             assert state.validate_tokens(thought + final) == len(thought + final)
         assert state.validate_tokens([*final, *b'{"ok": true']) == len(final) + 11
         assert state.validate_tokens([*final, *b'{"ok": 1']) < len(final) + 8
         assert state.validate_tokens(list(b"Hello")) == 0
         head = [marker_id] if marker_id is not None else ids_of(opening) if named else list(opening.encode())
-        text = [*head, *ids_of(start.lead + walk(start.grammar, random.Random(1)))]
+        header = HEADERS.get(style.name, {}).get(opening, "").removeprefix(style.header)
+        text = [*ids_of(header), *head, *ids_of(start.lead + walk(start.grammar, random.Random(1)))]
         if style.name == "llama3":
             text += b"}"
         assert state.validate_tokens(text) == len(text)
@@ -231,23 +241,42 @@ def test_a_grammar_refuses_what_the_tool_would_refuse(
     for start in starts.values():
         if "unit" not in start.grammar[1]:
             continue  # the opening of the other tool
-        said = next(s for seed in range(200) if (s := walk(start.grammar, random.Random(seed))).count("unit") == 1)
-        wrong = re.sub(r"(unit\W+(?:escape|arg_value|/arg_key|[<>\s])*\W*)[CF]", r"\1K", said)
+        said = next(s for seed in range(200) if (s := walk(start.grammar, random.Random(seed))).count("unit") in (1, 2))
+        wrong = re.sub(r"(unit\W+(?:escape|arg_value|/arg_key|type|string|true|sep|\W)*)[CF]", r"\1K", said)
         assert wrong != said
         state = matcher(start.grammar)
         assert state.validate_tokens(ids_of(said)) == len(ids_of(said))
         assert state.validate_tokens(ids_of(wrong)) < len(ids_of(wrong)), wrong
 
 
+# Text, or nothing: as zod's nullish() and Pydantic's Optional[str] have it.
+@pytest.mark.parametrize("kind", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}])
+@pytest.mark.parametrize(
+    ("name", "template", "written"),
+    [
+        ("qwen_coder", "", "<function=f>\n<parameter=old>\na heron\n</parameter>\n</function>"),
+        ("glm", "", "f<arg_key>old</arg_key><arg_value>a heron</arg_value>"),
+        ("glm", "<arg_key>{{ k }}</arg_key>\n", "f\n<arg_key>old</arg_key>\n<arg_value>a heron</arg_value>\n"),
+        ("minimax", "", '<invoke name="f">\n<parameter name="old">a heron</parameter>\n</invoke>'),
+    ],
+)
+def test_text_that_may_be_null_is_written_without_quotes(name: str, template: str, written: str, kind: Any) -> None:
+    style = next(f for f in FORMATS if f.name == name)
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"old": kind}}},
+    }
+    start = next(iter(starts_of(style, template, [tool]).values()))
+    text = written.removeprefix(start.lead.lstrip("\n"))
+    state = matcher(start.grammar)
+    assert state.validate_tokens(ids_of(text)) == len(text), (start.lead, start.grammar)
+
+
 def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
     by_name = {f.name: f for f in FORMATS}
-    for style in HELD:
+    for style in FORMATS:
         assert starts_of(style, "", TOOLS)
         assert starts_of(style, "", []) == {}
-    # These are read as the model writes them.
-    free = [f for f in FORMATS if f not in HELD]
-    assert {f.name for f in free} == {"apertus", "cohere", "dsml", "kimi_k3", "minicpm", "minimax_m3", "muse"}
-    assert not any(starts_of(f, "", TOOLS) for f in free)
     # Names that Python's notation or Gemma's has no room for.
     odd = [{"type": "function", "function": {"name": "a(b", "parameters": {}}}]
     for name in ("lfm", "function_gemma", "gemma4"):

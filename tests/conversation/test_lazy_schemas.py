@@ -1,5 +1,5 @@
-"""Formats that write parameters one by one are only held by a grammar where the schema names them one by one: a grammar
-that could not write what a tool asks for would force calls the tool refuses."""
+"""Formats that write parameters one by one hold a call to its schema where that names them one by one. Where it leaves
+names open, they are the model's: a grammar that could not write what a tool asks for would force calls it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from conversation.test_lazy_calls import ids_of, matcher
 from localllm.conversation.tools import FORMATS
-from localllm.conversation.tools.lazy import either, starts_of
+from localllm.conversation.tools.lazy import starts_of
 
 ONE_BY_ONE = ("qwen_coder", "glm", "minimax", "lfm", "function_gemma", "gemma4")
 OPEN: list[dict[str, Any]] = [
@@ -36,13 +36,32 @@ def style(name: str) -> Any:
     return next(f for f in FORMATS if f.name == name)
 
 
+# One call of `f` with b = 1 and a = x, and the beginning of one of `g` with b.
+SAID = {
+    "qwen_coder": ("<function=f>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>",
+                   "<function=g>\n<parameter=b"),
+    "glm": ("f\n<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+            "g\n<arg_key>b"),
+    "minimax": ('<invoke name="f">\n<parameter name="b">1</parameter>\n<parameter name="a">x</parameter>\n</invoke>\n</minimax:tool_call>',
+                '<invoke name="g">\n<parameter name="b'),
+    "lfm": ('[f(b=1, a="x")]', "[g(b"),
+    "function_gemma": ("call:f{b:1,a:<escape>x<escape>}", "call:g{b"),
+    "gemma4": ('call:f{b:1,a:<|"|>x<|"|>}', "call:g{b"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("schema", OPEN, ids=str)
-def test_a_schema_that_leaves_names_open_is_left_to_the_model(name: str, schema: dict[str, Any]) -> None:
+def test_names_that_a_schema_leaves_open_are_left_to_the_model_and_other_tools_are_held(
+    name: str, schema: dict[str, Any]
+) -> None:
     closed = tool(CLOSED[3])
     closed["function"]["name"] = "g"
-    assert starts_of(style(name), "", [closed, tool(schema)]) == {}
-    assert either(style(name), "", [tool(schema)], "{}", None) is None
+    start, *_ = starts_of(style(name), "", [closed, tool(schema)]).values()
+    allowed, refused = map(ids_of, SAID[name])
+    state = matcher(start.grammar)
+    assert state.validate_tokens(allowed) == len(allowed)
+    assert state.validate_tokens(refused) == len(refused) - 1
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
@@ -61,17 +80,44 @@ def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
     ("name", "before", "after"),
     [
         ("qwen_coder", "<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>"),
-        ("glm", "f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ("glm", "f<arg_key>a</arg_key><arg_value>", "</arg_value>"),
         ("minimax", '<invoke name="f">\n<parameter name="a">', "</parameter>\n</invoke>\n"),
     ],
 )
 def test_a_constant_text_is_held_as_one(name: str, before: str, after: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "const": "yes"}}, "required": ["a"]}
-    (start,) = starts_of(style(name), "", [tool(schema)]).values()
+    start, *_ = starts_of(style(name), "", [tool(schema)]).values()
     state = matcher(start.grammar)
     said = before + "yes" + after
     assert state.validate_tokens(list(said.encode())) == len(said.encode())
     assert state.validate_tokens(list((before + "no").encode())) == len(before)
+
+
+TAGS = [
+    ("qwen_coder", "<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>"),
+    ("glm", "f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ("minimax", '<invoke name="f">\n<parameter name="a">', "</parameter>\n</invoke>\n"),
+]
+
+
+def text_held_to(pattern: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(("name", "before", "after"), TAGS)
+def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> None:
+    start, *_ = starts_of(style(name), "", [tool(text_held_to("^(?:a/b|\\+.*\\n)+$"))]).values()
+    for value, taken in (("+x <b>\n+\n", True), ("a/ba/b", True), ("a/b", True), ("-x\n", False), ("", False)):
+        said = (before + value + after).encode()
+        assert (matcher(start.grammar).validate_tokens(list(said)) == len(said)) == taken, value
+
+
+@pytest.mark.parametrize("pattern", ["a", "^a", "^a|b$", "^(?=a).$", "^(a)\\1$", "^(?!a)b$"])
+@pytest.mark.parametrize(("name", "before", "after"), TAGS)
+def test_a_pattern_that_can_not_be_held_leaves_the_text_free(name: str, before: str, after: str, pattern: str) -> None:
+    start, *_ = starts_of(style(name), "", [tool(text_held_to(pattern))]).values()
+    said = (before + "whatever" + after).encode()
+    assert matcher(start.grammar).validate_tokens(list(said)) == len(said)
 
 
 NESTED: dict[str, Any] = {
@@ -97,26 +143,31 @@ NESTED: dict[str, Any] = {
 )  # fmt: skip
 def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> None:
     for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
-        (start,) = starts_of(style(name), "", [tool(NESTED)]).values()
+        start, *_ = starts_of(style(name), "", [tool(NESTED)]).values()
         ids = ids_of("call:f" + said.replace("Q", quote))
         state = matcher(start.grammar)
         assert (state.validate_tokens(ids) == len(ids)) is allowed
 
 
 @pytest.mark.parametrize(
-    "described",
+    ("described", "value"),
     [
-        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-        {"type": "object"},
-        {"$ref": "#/$defs/no"},
-        {"$ref": "#"},
-        {"type": "array", "items": {"$ref": "#/properties/a"}},
-        {"enum": [["list"]]},
-        {"allOf": [{"type": "integer"}]},
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]"),
+        ({"type": "object"}, "{k:[QxQ,{m:null}]}"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "{k:1,m:2}"),
+        ({"$ref": "#/$defs/no"}, "[QxQ]"),
+        ({"$ref": "#"}, "{a:{a:{}}}"),
+        ({"type": "array", "items": {"$ref": "#/properties/a"}}, "[[[]]]"),
+        ({"enum": [["list"]]}, "[QlistQ]"),
+        ({"allOf": [{"type": "integer"}]}, "1"),
     ],
     ids=str,
 )
-def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(described: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"a": described}}
-    for name in ("function_gemma", "gemma4"):
-        assert starts_of(style(name), "", [tool(schema)]) == {}
+def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(described: dict[str, Any], value: str) -> None:
+    schema = {"type": "object", "properties": {"a": described, "b": {"type": "integer"}}}
+    for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
+        start, *_ = starts_of(style(name), "", [tool(schema)]).values()
+        ids = ids_of(f"call:f{{a:{value},b:2}}".replace("Q", quote))
+        assert matcher(start.grammar).validate_tokens(ids) == len(ids)
+        held = ids_of("call:f{b:x")
+        assert matcher(start.grammar).validate_tokens(held) == len(held) - 1

@@ -14,7 +14,7 @@ from conversation.test_lazy_calls import TOOLS, check, matcher, read, walk
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.lark import tagged_calls
+from localllm.conversation.tools.calls import Tags, tagged_calls
 from localllm.conversation.tools.lazy import either, starts_of
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.tagged import typed
@@ -41,14 +41,25 @@ class Percent(ToolFormat):
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """One call."""
-        lark = tagged_calls(tools, head=lambda n: f"{n}\n", before=lambda k: f"{k} = ", after="\n", end="")
-        return {"%call ": Start("", lark, "%end")}
+        tags = Tags(head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end")
+        return {"%call ": Start("", tagged_calls(tools, tags))}
 
 
 @pytest.fixture
 def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
     monkeypatch.setattr(tool_formats, "FORMATS", (Percent(), *FORMATS))
     return format_for(TEMPLATE)
+
+
+def test_a_file_among_the_others_is_all_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "percent_family.py").write_text(
+        "from conversation.test_new_family import Percent\n\nFORMAT = Percent()\n"
+    )
+    monkeypatch.setattr(tool_formats, "__path__", [*tool_formats.__path__, str(tmp_path)])
+    with_it = tool_formats.found()
+    assert {f.name for f in with_it} == {*(f.name for f in FORMATS), "percent"}
+    monkeypatch.setattr(tool_formats, "FORMATS", with_it)
+    assert format_for(TEMPLATE).name == "percent"
 
 
 def test_it_is_told_from_its_template(percent: ToolFormat) -> None:
@@ -60,7 +71,7 @@ def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
     ((opening, start),) = starts_of(percent, TEMPLATE, TOOLS).items()
     seen = set()
     for seed in range(15):
-        ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, random.Random(seed)) + "%end"])
+        ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, random.Random(seed))])
         check(name, arguments)
         seen.add(name)
     assert seen == {"get_weather", "stop"}
@@ -76,11 +87,13 @@ def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
         assert state.validate_tokens(list(refused)) < len(refused)
 
 
-def test_what_its_grammar_can_not_hold_is_left_to_the_model(percent: ToolFormat) -> None:
+def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolFormat) -> None:
     free: dict[str, object] = {"type": "object", "additionalProperties": {"type": "string"}}
     open_tool = {"type": "function", "function": {"name": "f", "parameters": free}}
-    assert starts_of(percent, TEMPLATE, [open_tool]) == {}
-    assert either(percent, TEMPLATE, [open_tool], "{}", None) is None
+    (start,) = starts_of(percent, TEMPLATE, [open_tool, TOOLS[1]]).values()
+    said = "f\na = b\nc = d\n%end"
+    assert matcher(start.grammar).validate_tokens(list(said.encode())) == len(said)
+    assert matcher(start.grammar).validate_tokens(list(b"stop\na = b\n")) == len("stop\n")
 
 
 def test_no_format_is_known_by_name_outside_its_file() -> None:

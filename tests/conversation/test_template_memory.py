@@ -81,7 +81,7 @@ HOSTILE = [
 @pytest.mark.parametrize("source", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_template_is_refused_before_it_takes_the_memory(source: str) -> None:
     template = ChatTemplate(source)
-    started = time.monotonic()
+    started = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(TemplateError):
@@ -90,7 +90,7 @@ def test_a_hostile_template_is_refused_before_it_takes_the_memory(source: str) -
     finally:
         tracemalloc.stop()
     assert peak < _PEAK_BYTES, f"{peak >> 20} MiB"
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_many_large_texts_one_after_another_are_no_fault() -> None:

@@ -265,6 +265,15 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
         "gigachat",
         lambda cs: "<|message_sep|>\n\nfunction call<|role_sep|>\n" + "\n".join(_call(n, a) for n, a in cs),
     ),
+    "functionary": ("functionary", lambda cs: "".join(f"<function={n}>{_json(a)}</function>" for n, a in cs)),
+    "minimax_m1": (
+        "minimax_m1",
+        lambda cs: "<tool_calls>\n" + "".join(_call(n, a) + "\n" for n, a in cs) + "</tool_calls>",
+    ),
+    "mistral, with ids": (
+        "mistral",
+        lambda cs: "[TOOL_CALLS][" + ", ".join(_call(n, a)[:-1] + ', "id": "abcdefghi"}' for n, a in cs) + "]",
+    ),
     "apertus": (
         "apertus",
         lambda cs: "<|tools_prefix|>[" + ", ".join(_json({n: a}) for n, a in cs) + "]<|tools_suffix|>",

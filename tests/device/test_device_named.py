@@ -129,6 +129,54 @@ def test_several_cards_add_memory_and_keep_one_cards_bandwidth() -> None:
         resolve("2x M4 Max")
 
 
+@pytest.mark.parametrize("typed", ["dual RTX 3090", "RTX 3090 x2", "RTX 3090 ×2", "2 x rtx3090", "rtx 3090 + rtx 3090"])
+def test_two_cards_can_be_said_in_many_ways(typed: str) -> None:
+    device, one = resolve(typed), resolve("rtx 3090")
+    assert device.n_gpus == 2
+    assert device.memory.total_bytes == 2 * one.memory.total_bytes
+    assert device.bandwidth_gbps == one.bandwidth_gbps
+
+
+@pytest.mark.parametrize(
+    ("typed", "gbps", "basis"),
+    [
+        ("rtx 3060 12GB + 64GB RAM", 51.2, "assumed"),
+        ("rtx 3060 12GB+64gb ram", 51.2, "assumed"),
+        ("rtx 3060 12GB with 64 GB of RAM", 51.2, "assumed"),
+        ("rtx 3060 12GB + 64GB DDR5", 76.8, "assumed"),
+        ("RTX 3060 12GB and 64GB DDR5-6000", 96.0, "given"),
+    ],
+)
+def test_a_card_can_be_named_with_the_memory_beside_it(typed: str, gbps: float, basis: str) -> None:
+    device = resolve(typed)
+    assert device.memory == resolve("rtx 3060 12GB").memory
+    assert device.host is not None
+    assert device.host.total_bytes == 64 * GIB
+    assert device.host_bandwidth_gbps is not None
+    assert (device.host_bandwidth_gbps.value, device.host_bandwidth_gbps.basis) == (gbps, basis)
+
+
+def test_mixed_cards_keep_what_each_of_them_holds() -> None:
+    device = resolve("RTX 5090 + RTX 3090 + 96GB DDR5")
+    large, small = (resolve(name).memory.limit_bytes for name in ("RTX 5090", "RTX 3090"))
+    assert device.cards_bytes == (large, small)
+    assert device.memory.limit_bytes == large + small
+    assert device.bandwidth_gbps is not None
+    assert 936 < device.bandwidth_gbps.value < 1792
+    assert resolve("RTX 4090 + 2x RTX 3090").n_gpus == 3
+
+
+@pytest.mark.parametrize("typed", ["RTX 4090 + M4 Max", "RTX 4090 + RX 7900 XTX", "RTX 4090 + banana"])
+def test_what_can_not_share_a_model_is_refused(typed: str) -> None:
+    with pytest.raises((UsageError, DeviceNotFoundError)):
+        resolve(typed)
+
+
+def test_a_machine_with_one_memory_takes_what_is_said_as_its_size() -> None:
+    assert resolve("Ryzen AI Max+ 395 + 64GB RAM").memory.total_bytes == 64 * GIB
+    assert resolve("Ryzen AI Max+ 395").memory.total_bytes == 128 * GIB
+
+
 def test_a_simulated_gb10_shows_what_its_system_shows_less_five_per_cent() -> None:
     memory = resolve("dgx spark").memory
     assert memory.total_bytes == pytest.approx(127600748 * 1024, rel=1e-6)
@@ -143,3 +191,14 @@ def test_an_unpublished_bandwidth_is_unknown_not_guessed() -> None:
     device = resolve("Jetson Orin Nano 2")
     assert device.bandwidth_gbps is None
     assert any("not published" in finding.message for finding in device.findings)
+
+
+def test_the_two_sizes_of_an_a770_have_different_memory() -> None:
+    """17.5 Gbps GDDR6 on the 16 GB card, 16 on the 8 GB one, both 256 bits wide."""
+    for size, gbps in ((16, 560), (8, 512)):
+        figure = resolve(f"Arc A770 {size}GB").bandwidth_gbps
+        assert figure is not None
+        assert figure.value == gbps
+        row = table.by_pci("8086", "56a0", memory_bytes=size << 30)
+        assert row is not None
+        assert row.bandwidth_gbps == gbps

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def test_every_row_has_a_source_and_sane_figures() -> None:
-    assert len(table.rows()) == 209
+    assert len(table.rows()) == 222
     for row in table.rows():
         assert row.source.startswith(("https://", "computed: ", "not published: ")), row.name
         assert row.kind in ("unified", "discrete", "system")
@@ -154,7 +154,7 @@ COMMUNITY_KNOWN = {
     "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5070", "NVIDIA GeForce RTX 5070 Laptop GPU",
     "NVIDIA GeForce RTX 5070 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", "Radeon AI PRO R9700", "Radeon RX 9060 XT",
     "Tesla T4", "AMD Radeon 780M Graphics", "Intel Arc Graphics 130V/140V (integrated)", "Intel(R) Arc(TM) B390 GPU",
-    "Radeon 840M / 860M Graphics",
+    "Radeon 840M / 860M Graphics", "NVIDIA GeForce GTX 1080 Ti",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes:
     settings = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0)
     engine = Engine(backend, settings)
     # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
-    engine.pool.prefill_tok_s = lambda: 1000.0
+    engine.pool.kv.prefill_tok_s = lambda: 1000.0
     assert engine._disk is not None
     engine._disk.read_bytes_s = 20_000.0
     return engine
@@ -114,8 +114,8 @@ def test_a_line_that_was_evicted_after_its_export_stays_while_there_are_cells() 
     engine = Engine(ScriptedBackend(n_ctx=4000, n_batch=64), EngineSettings(cache_bytes=10**6, headroom_bytes=0))
     line = [TURN, *SYSTEM[:500]]
     ask(engine, "first", line)
-    assert engine.pool.cache.shrink(10**6) > 0
-    engine.pool.cache.resize(0)
+    assert engine.pool.cache.budget.shrink(10**6) > 0
+    engine.pool.cache.budget.resize(0)
     ask(engine, "beside", [TURN, 7, *range(20, 60)])
     _, cached = ask(engine, "next", [*line, TURN, 5])
     assert cached >= len(line)

@@ -13,9 +13,11 @@ from engine.drive import GREEDY, run
 from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
+from localllm.errors import UnsupportedError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
+from support.scripted_backend import ScriptedBackend
 
 PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
 # Kernels round differently for different batches, so two texts may part where the best two tokens were this close (in
@@ -83,3 +85,12 @@ def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
     if parted is not None:
         best, second = alone[parted].top
         assert best[2] - second[2] < NEAR_TIE, f"token {parted} of 30 is another one"
+
+
+@pytest.mark.parametrize("bounds", [(-1e30, -1e29), (-(2**70), -(2**65)), (2**64, 2**65)])
+def test_bounds_that_the_grammar_engine_dies_of_never_reach_it(bounds: tuple[float, float]) -> None:
+    """The schema stands where one can hide: below a list, below a name."""
+    number = {"type": "integer", "minimum": bounds[0], "maximum": bounds[1]}
+    schema = {"anyOf": [{"type": "object", "properties": {"minimum": number}}]}
+    with pytest.raises(UnsupportedError, match="minimum is beyond"):
+        GrammarCompiler(ScriptedBackend())(("json_schema", json.dumps(schema)))

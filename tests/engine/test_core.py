@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import replace
+from itertools import count, permutations
 
 import pytest
 
@@ -213,3 +214,35 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
             outcome.take(engine.submit(request_for("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000))
     assert outcome.finish("l").usage.prompt_tokens == 3000
     assert max(gaps[5:]) <= 12 * 0.007
+
+
+def test_an_answer_made_in_parts_is_counted_once() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=512))
+    first = request_for("a", [5, 6, 7], max_tokens=3, ignore_eos=True)
+    said = run(engine, first).tokens["a"]
+    run(engine, replace(first, prompt=[5, 6, 7, *said], goes_on=True))
+    assert engine.snapshot()["requests"] == 1
+    run(engine, request_for("b", [5, 6, 7], max_tokens=1))
+    assert engine.snapshot()["requests"] == 2
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_who_waits_is_served_by_priority_whatever_the_order_they_came_in(order: tuple[int, ...]) -> None:
+    """Within half a minute of each other; the one that runs is not stopped."""
+    tick = count()
+    engine = Engine(ScriptedBackend(n_seq_max=1, n_ctx=512), clock=lambda: next(tick) / 1000)
+    tiers = [0, 1, -1, 0]
+    asked = [
+        request_for(str(i), f"question {i}", max_tokens=3, sampling=GREEDY, ignore_eos=True, priority=tiers[i])
+        for i in order
+    ]
+    first = request_for("first", "question x", max_tokens=30, sampling=GREEDY, ignore_eos=True, priority=-1)
+    outcome = Outcome()
+    outcome.take(engine.submit(first, engine.backend.tokenize("question x")))
+    outcome.take(engine.step())
+    for request in asked:
+        outcome.take(engine.submit(request, engine.backend.tokenize(str(request.prompt))))
+    while engine.has_work:
+        outcome.take(engine.step())
+    usual = [str(i) for i in order if tiers[i] == 0]
+    assert list(outcome.ends) == ["first", "1", *usual, "2"]

@@ -42,7 +42,7 @@ def opened(directory: Path) -> tuple[DiskTier, Told]:
 
 def kept(tier: DiskTier, n: int) -> DiskBlock:
     """A block that is to be written."""
-    block = tier.make_block(TOKENS, b"kv" * n, 0, 32)
+    block = tier.make_block(TOKENS, b"kv" * n, 0)
     tier.keep(block, TOKENS)
     return block
 

@@ -26,7 +26,7 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
     while (gap := cache.gap(line)) is not None:
         start, stop = gap[0], min(gap[1], gap[0] + PIECE)
         tokens = as_tokens(line[:stop])
-        block = tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start, stop)
+        block = tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start)
         assert cache.insert(tokens, block)
         tier.keep(block, tokens)
 
@@ -89,10 +89,33 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     tier, cache, _ = open_tier(tmp_path, 10**6)
     store(tier, cache, [1] * PIECE)
     tier.flush()
-    tier.news(cache)
+    tier.news([cache])
     block = cache.peek([1] * PIECE).parts[0].block
     for file in tmp_path.glob("*/*.kv"):
         file.unlink()
     assert not block.demote()
     assert block.read() == bytes([PIECE]) * BLOCK_BYTES
+    tier.close()
+
+
+def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = 10**12
+    monkeypatch.setattr(
+        "localllm.engine.disk_tier.shutil.disk_usage",
+        lambda path: type("Usage", (), {"free": free_bytes, "total": 10**12, "used": 0}),
+    )
+    tier, cache, _ = open_tier(tmp_path, 10**9)
+    store(tier, cache, [1] * 24)
+    tier.flush()
+    assert len(list(tmp_path.glob("*/*.kv"))) == 3
+    # Somebody else has filled it: what is kept makes room for what is new, and then it gives back what it has.
+    free_bytes = 2 * 10**9
+    store(tier, cache, [2] * 8)
+    tier.flush()
+    assert len(list(tmp_path.glob("*/*.kv"))) <= 3
+    free_bytes = 10**9
+    store(tier, cache, [3] * 8)
+    tier.flush()
+    assert not [p for p in tmp_path.glob("*/*.kv") if p.stat().st_size == 0]
+    assert tier.written_bytes == 4 * BLOCK_BYTES, "nothing is written to a disk that is full"
     tier.close()

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from localllm.device.probes.health import workers
 from localllm.engine.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
 from localllm.engine.messages import Failure
 from localllm.engine.supervisor import Supervisor
@@ -163,3 +165,18 @@ def test_what_is_no_embedding_model_is_refused_by_its_own_reason(tiny_model: Pat
             await Supervisor(EmbeddingOptions(str(tmp_path / "none.gguf"))).engine()
 
     asyncio.run(story())
+
+
+def test_its_process_has_the_environment_of_a_worker_and_doctor_knows_it(bert: Path) -> None:
+    async def main() -> None:
+        host = Supervisor(EmbeddingOptions(str(bert)))
+        try:
+            engine = await host.engine()
+            environment = psutil.Process(engine.pid).environ()
+            assert {"GOMP_SPINCOUNT", "MALLOC_ARENA_MAX"} <= set(environment)
+            found = {worker.pid: worker.orphan for worker in workers()}
+            assert found[engine.pid] is False
+        finally:
+            await host.close()
+
+    asyncio.run(main())

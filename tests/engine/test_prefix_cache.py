@@ -153,14 +153,14 @@ def test_what_is_being_written_is_waited_for() -> None:
     blocks = [Filed(bytes(10), 0, 1, filed=False, writing=True) for _ in range(3)]
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
-    assert cache.make_room(10) == "later"
+    assert cache.budget.make_room(10) == "later"
     assert not put(cache, [7])
     assert cache.held_bytes == 30, "nothing was evicted meanwhile"
     blocks[0].filed, blocks[0].writing = True, False
-    assert cache.make_room(10) == "now"
+    assert cache.budget.make_room(10) == "now"
     assert put(cache, [7])
     assert cache.covered([0]) == 1
-    assert cache.make_room(20, force=True) == "now", "who must have room does not wait"
+    assert cache.budget.make_room(20, force=True) == "now", "who must have room does not wait"
     cache.check_integrity()
 
 
@@ -169,7 +169,7 @@ def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one()
     line = list(range(10))
     assert cache.insert(line, Filed(bytes(50), 0, 10))
     assert not put(cache, line[:3]), "it has its tokens in memory"
-    cache.shrink(50)
+    cache.budget.shrink(50)
     assert put(cache, line[:3])
     assert [(p.start, p.stop, p.block.stop) for p in cache.peek(line).parts] == [(0, 3, 3), (3, 10, 10)]
     cache.check_integrity()
@@ -209,7 +209,7 @@ class History(RuleBasedStateMachine):
 
     @rule(need=st.integers(0, 60))
     def evict(self, need: int) -> None:
-        self.cache.make_room(need)
+        self.cache.budget.make_room(need)
 
     @invariant()
     def laws(self) -> None:

@@ -132,6 +132,17 @@ def test_what_is_read_from_disk_after_a_restart_is_in_memory_again() -> None:
         assert held.reuse([*a, 1]) == (8 if used else 0)
 
 
+def test_of_lines_held_whole_the_longest_snapshot_that_fits_is_found() -> None:
+    held = ReferenceCache(20 * BYTES, 0, BYTES, 4, whole=True)
+    a, b = line("a", 12), line("b", 6)
+    held.finished(a, [4, 8, 12])
+    assert held.held_tokens == 20, "behind 12 and behind 8"
+    assert held.reuse([*a, 1]) == 12
+    assert held.reuse([*a[:10], 1, 1]) == 8
+    held.finished(b, [6])
+    assert held.reuse([*a, 1]) == 8, "used last, it stayed, and the longer one left"
+
+
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 steps = st.lists(st.one_of(tokens, st.booleans()), max_size=25)
 

@@ -95,7 +95,7 @@ def test_one_that_is_cancelled_meanwhile_leaves_the_cache_whole(steps: int) -> N
         outcome.take(engine.step())
     outcome.take(engine.cancel("again"))
     engine.check_integrity()
-    engine.pool.cache.shrink(10**12)
+    engine.pool.cache.budget.shrink(10**12)
     engine.check_integrity()
     assert engine.pool.cache.held_bytes == 0, "nothing is locked any more"
     finish(engine, outcome)

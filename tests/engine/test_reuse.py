@@ -18,6 +18,8 @@ SHAPES: dict[str, Callable[..., ScriptedBackend]] = {
     "any": lambda **k: ScriptedBackend(**k),
     "bounded": lambda **k: ScriptedBackend(rewind="bounded", rewind_tokens=16, segments=False, **k),
     "recurrent": lambda **k: ScriptedBackend(rewind="none", segments=False, **k),
+    "states": lambda **k: ScriptedBackend(rewind="none", states=True, **k),
+    "windows": lambda **k: ScriptedBackend(rewind="bounded", rewind_tokens=16, states=True, **k),
 }
 
 
@@ -214,3 +216,53 @@ def test_random_histories_change_no_answer(
         )
         expected, got = alone.tokens["x"], outcome.tokens.get(key, [])
         assert got == (expected[: len(got)] if cancelled else expected)
+
+
+def test_a_long_line_that_is_nowhere_else_is_not_cut_for_a_short_request() -> None:
+    """It shares its first tokens with everything: they are not worth the rest of it."""
+    backend = ScriptedBackend(n_ctx=2048, n_seq_max=4, rewind="none", states=True)
+    engine = Engine(backend, EngineSettings(cache_bytes=0, headroom_bytes=0))
+    line, _ = ask(engine, "long", [TURN, *[40] * 600, TURN])
+    settle(engine)
+    ask(engine, "short", [TURN, 40, *range(60, 90)])
+    settle(engine)
+    _, cached = ask(engine, "next", [*line, TURN, 5])
+    assert cached == len(line) - 1
+
+
+def test_a_turn_copies_no_more_than_its_own_tokens_and_states() -> None:
+    """Not the whole line up to three times, as where snapshots hold everything."""
+    backend = ScriptedBackend(n_ctx=8192, n_seq_max=4, n_batch=256, rewind="none", states=True)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0))
+    exported: list[int] = []
+    export = backend.export_range
+
+    def counted(sequence: int, start: int, stop: int) -> bytes:
+        exported.append(stop - start)
+        return export(sequence, start, stop)
+
+    backend.export_range = counted  # type: ignore[method-assign]
+    line, _ = ask(engine, "first", [TURN, *[40] * 3000, TURN])
+    settle(engine)
+    for n in range(4):
+        exported.clear()
+        line, cached = ask(engine, f"turn {n}", [*line, TURN, *[50 + n] * 60, TURN])
+        settle(engine)
+        assert cached > 3000
+        assert sum(exported) < 100
+
+
+def test_an_edit_in_the_middle_of_a_history_costs_what_follows_it() -> None:
+    """Also where the prompt came as one and nobody knew where it would be edited."""
+    backend = ScriptedBackend(n_ctx=16384, n_seq_max=4, n_batch=256, rewind="none", states=True)
+    engine = Engine(backend, EngineSettings(headroom_bytes=0))
+    history = [token for n in range(40) for token in (TURN, *[60 + n] * 149)]
+    ask(engine, "first", [*history, TURN])
+    settle(engine)
+    for at in (3000, 1500, 4500):
+        _, cached = ask(engine, f"edit {at}", [*history[:at], TURN, 5, *history[at + 20 :], TURN])
+        settle(engine)
+        assert at - cached <= 512 + 150
+    # What was edited there once is edited there again.
+    _, cached = ask(engine, "again", [*history[:3000], TURN, 6, *history[3020:], TURN])
+    assert cached >= 3000

@@ -8,6 +8,7 @@ import random
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -15,19 +16,25 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
-from localllm.engine import sequence_pool
+from localllm.engine import kv_store, sequence_pool
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
 PIECE = 32
+STATE_TOKENS = 24
 TOKEN_BYTES = 2048
 ANSWER = 6
 # About what one conversation of a history has at its end.
 LINE_TOKENS = 300
-# A prompt's end that is found nowhere and a beginning too short to be copied are nobody's loss.
-_ALLOWED_PER_REQUEST = sequence_pool.MIN_TOKENS
+# A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at its end.
+_TOO_SHORT = sequence_pool.MIN_TOKENS
+Shape = Literal["plain", "states", "whole"]
+# What a single history may fall short of 95 % by: one line that was lost, where it can be taken up at points only. In little room
+# the engine may keep points of another line where the reference keeps those of the newest: it keeps some where lines part, and
+# of whole snapshots not always the same. Over many histories there is no slack.
+_SLACK_TOKENS: dict[Shape, int] = {"plain": 0, "states": LINE_TOKENS, "whole": LINE_TOKENS}
 
 
 class Packed(ScriptedBackend):
@@ -45,6 +52,14 @@ class Packed(ScriptedBackend):
         # The first token's first copy made room for `first`.
         tokens = [struct.unpack_from("<i", data, i + 4)[0] for i in range(0, len(data) - 4, TOKEN_BYTES)]
         super().import_range(sequence, json.dumps({"start": first, "tokens": tokens}).encode(), start, stop)
+
+
+class PackedStates(Packed):
+    """One whose lines can be taken up only at a state, which takes the room of `STATE_TOKENS`."""
+
+    def export_state(self, sequence: int) -> bytes:
+        state = super().export_state(sequence)
+        return state + b" " * (STATE_TOKENS * TOKEN_BYTES - len(state))
 
 
 class Clock:
@@ -65,19 +80,25 @@ class World:
     memory_bytes: int
     disk_bytes: int
     n_ctx: int
+    shape: Shape = "plain"
     reused: int = 0
     due: int = 0
+    # Of what was due, each request by itself: what one finds makes up for no other.
+    matched: int = 0
     asked: int = 0
     story: list[str] = field(default_factory=list)
     newest: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reference = ReferenceCache(self.memory_bytes, self.disk_bytes, TOKEN_BYTES, PIECE)
+        state_tokens = STATE_TOKENS if self.shape == "states" else 0
+        self.reference = ReferenceCache(
+            self.memory_bytes, self.disk_bytes, TOKEN_BYTES, PIECE, state_tokens, whole=self.shape == "whole"
+        )
         self.engine = self.start()
 
     def start(self) -> Engine:
         return Engine(
-            Packed(n_ctx=self.n_ctx, n_batch=64, n_seq_max=4),
+            self.backend(),
             EngineSettings(
                 cache_bytes=self.memory_bytes,
                 disk_dir=str(self.folder) if self.disk_bytes else None,
@@ -86,6 +107,12 @@ class World:
             ),
             clock=Clock(),
         )
+
+    def backend(self) -> Packed:
+        size: dict[str, Any] = {"n_ctx": self.n_ctx, "n_batch": 64, "n_seq_max": 4}
+        if self.shape == "whole":
+            return Packed(rewind="none", segments=False, **size)
+        return PackedStates(rewind="none", states=True, **size) if self.shape == "states" else Packed(**size)
 
     def restart(self, *, clean: bool) -> None:
         self.idle()
@@ -124,17 +151,25 @@ class World:
             outcome.take(self.engine.step())
         assert not self.engine.has_work, "the engine does not come to an end"
         self.engine.check_integrity()
-        assert self.engine.pool.cache.held_bytes <= self.memory_bytes
+        assert self.engine.pool.kv.budget.held_bytes <= self.memory_bytes
         found = []
         for key, prompt, expected in zip(keys, prompts, due, strict=True):
             cached = outcome.finish(key).usage.cached_tokens
             line = prompt + outcome.tokens[key]
-            self.reference.finished(line[:-1])
-            self.reused += min(cached, expected)
-            self.due += max(0, expected - _ALLOWED_PER_REQUEST)
+            turns = [i for i, token in enumerate(prompt) if token == TURN]
+            self.reference.finished(line[:-1], [*turns[-2:], len(line) - 1])
+            # With states and little room there is a choice no history is right for: the reference keeps the beginnings of
+            # lines, the engine the states near their ends. So what one finds makes up for what the other does.
+            self.reused += cached if self.shape != "plain" else min(cached, expected)
+            self.matched += min(cached, expected) if expected >= _TOO_SHORT else 0
+            if self.shape == "plain":
+                self.due += max(0, expected - _TOO_SHORT)
+            else:
+                self.due += expected if expected >= _TOO_SHORT else 0
             self.story.append(f"{key}: {len(prompt)} tokens, {cached} cached, {expected} due")
             if (
-                prompt[: len(self.newest)] == self.newest
+                self.shape == "plain"
+                and prompt[: len(self.newest)] == self.newest
                 and (len(self.newest) + PIECE) * TOKEN_BYTES < self.memory_bytes
             ):
                 assert cached >= len(self.newest) - 1, "a line that was just used, and fits, is not there"
@@ -202,34 +237,63 @@ def play(world: World, chats: Chats, action: str, i: int, n: int) -> None:
         chats.lines[k] = line
 
 
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    actions=st.lists(ACTION, min_size=4, max_size=40),
-    memory_lines=st.sampled_from([0.5, 1.0, 2.0, 4.0, 10.0]),
-    disk_lines=st.sampled_from([0, 3, 8, 40]),
-    n_ctx=st.sampled_from([1024, 8192]),
-)
+def history(world: World, seed: int, actions: list[tuple[str, int, int]]) -> None:
+    """Play it all; AssertionError where less was reused than the law says."""
+    chats = Chats(random.Random(seed))
+    shared = chats.words(60)
+    for k in range(4):
+        # Three over one system prompt, one of its own.
+        chats.new(shared if k < 3 else chats.words(60))
+    for action, i, n in actions:
+        play(world, chats, action, i, n)
+    world.engine.close()
+    assert world.reused >= 0.95 * world.due - _SLACK_TOKENS[world.shape], "\n".join(world.story)
+
+
+LINE_BYTES = LINE_TOKENS * TOKEN_BYTES
+HISTORIES = {
+    "seed": st.integers(0, 10**6),
+    "actions": st.lists(ACTION, min_size=4, max_size=40),
+    "memory_lines": st.sampled_from([0.5, 1.0, 2.0, 4.0, 10.0]),
+    "disk_lines": st.sampled_from([0, 3, 8, 40]),
+    "n_ctx": st.sampled_from([1024, 8192]),
+}
+
+
+@pytest.mark.parametrize("shape", ["plain", "states", "whole"])
+@settings(max_examples=60, deadline=None)
+@given(**HISTORIES)
 def test_reuse_is_that_of_perfect_knowledge(
     tmp_path_factory: pytest.TempPathFactory,
+    shape: Shape,
     seed: int,
     actions: list[tuple[str, int, int]],
     memory_lines: float,
     disk_lines: int,
     n_ctx: int,
 ) -> None:
-    line_bytes = LINE_TOKENS * TOKEN_BYTES
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence_pool, "_PIECE_TOKENS", PIECE)
+        patch.setattr(kv_store, "PIECE_TOKENS", PIECE)
         folder = tmp_path_factory.mktemp("kv")
-        world = World(folder, int(memory_lines * line_bytes), disk_lines * line_bytes, n_ctx)
-        chats = Chats(random.Random(seed))
-        shared = chats.words(60)
-        for k in range(4):
-            # Three over one system prompt, one of its own.
-            chats.new(shared if k < 3 else chats.words(60))
-        for action, i, n in actions:
-            play(world, chats, action, i, n)
-        world.engine.close()
-    assert world.reused >= 0.95 * world.due, "\n".join(world.story)
+        memory_bytes, disk_bytes = int(memory_lines * LINE_BYTES), disk_lines * LINE_BYTES
+        history(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["states", "whole"])
+def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
+    shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request by request, without any slack."""
+    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    kinds = ["turn", "turn", "turn", "edit", "branch", "together", "title", "pause", "restart", "kill"]
+    reused = due = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        actions = [(rng.choice(kinds), rng.randint(0, 5), rng.randint(2, 50)) for _ in range(rng.randint(10, 40))]
+        memory, disk = rng.choice([0.5, 1, 2, 4, 10]), rng.choice([0, 3, 8, 40])
+        world = World(tmp_path / str(seed), int(memory * LINE_BYTES), disk * LINE_BYTES, 1024, shape)
+        history(world, seed, actions)
+        reused, due = reused + world.matched, due + world.due
+    assert reused >= 0.95 * due
+    assert due > 10_000

@@ -7,12 +7,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.seen import common
+from localllm.bench.seen import common
 from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.library import starter
@@ -167,7 +167,6 @@ async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life
         await client.close()
 
 
-@pytest.mark.slow
 def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path) -> None:
     """Each start: a file is edited, then three chats over the system prompt of the starts before."""
     twice: list[int] = []
@@ -188,7 +187,7 @@ def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path
     assert max(twice) <= MOST_TWICE, f"tokens computed twice in each start: {twice}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path: Path) -> None:
     """Six rounds of three new chats, where memory holds one and a half rounds."""
     twice: list[int] = []
@@ -206,8 +205,7 @@ def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path:
     assert max(twice) <= MOST_TWICE, f"tokens computed twice in each round: {twice}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("disk", [True, False], ids=["disk", "no disk"])
+@pytest.mark.parametrize("disk", [True, pytest.param(False, marks=pytest.mark.long)], ids=["disk", "no disk"])
 def test_a_line_larger_than_the_cache_survives_a_short_request(model: Model, disk: bool, tmp_path: Path) -> None:
     """There are cells for both, so at most its last block (512 tokens) is computed again, or no turn of a whole model."""
     found: list[tuple[int, int]] = []
@@ -231,3 +229,45 @@ def test_a_line_larger_than_the_cache_survives_a_short_request(model: Model, dis
     asyncio.run(main())
     ((cached, reusable),) = found
     assert cached >= reusable - (0 if model.whole else 512), f"{cached} of {reusable} tokens"
+
+
+def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: Path) -> None:
+    """What editors and plain completions send has no turns that a state could be kept before."""
+    found: list[tuple[int, int]] = []
+
+    async def main() -> None:
+        known = Known(model)
+        for _ in range(2):
+            async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
+                text = await worker.tokens("".join(f"line {i}: {i * 7919 % 997}\n" for i in range(400)), first=True)
+                prompt = text[:1864]
+                _, cached = await worker.ask(prompt)
+                found.append((cached, len(prompt)))
+                # One of its last lines is changed.
+                _, cached = await worker.ask(prompt[:1700] + await worker.tokens("something else is here now"))
+                found.append((cached, 1700))
+
+    asyncio.run(main())
+    print(found)
+    assert found[0][0] == 0
+    assert found[1][0] >= 0.95 * found[1][1]
+    assert found[2][0] >= 0.95 * found[2][1], f"{found[2][0]} of {found[2][1]} tokens after the restart"
+    assert found[3][0] >= 0.95 * found[3][1]
+
+
+def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(model: Model, tmp_path: Path) -> None:
+    """No state was kept where they leave each other, but a window is still there, and then there is one."""
+    twice: list[int] = []
+
+    async def main() -> None:
+        known = Known(replace(model, whole=False))
+        for start in range(2):
+            async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
+                for i in range(3):
+                    head = await worker.tokens(f"{model.begins}user\n{RULES * 60}", first=True)
+                    mine = await worker.tokens(f"I am person {i} of start {start}.{model.ends}{model.opening}")
+                    await worker.ask(head + mine)
+                twice.append(worker.twice)
+
+    asyncio.run(main())
+    assert max(twice) <= MOST_TWICE, f"tokens computed twice in each start: {twice}"

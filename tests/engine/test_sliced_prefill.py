@@ -315,7 +315,7 @@ def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() ->
     for key, rest in (("first", words(25, 4)), ("second", known)):
         run(engine, ask(key, head + rest))
         settle(engine)
-    engine.pool.lost(engine.pool.cache.peek(head).parts[0].block)
+    engine.pool.kv.lost(engine.pool.cache.peek(head).parts[0].block)
     outcome = start(engine, ask("stream", words(5, 1), 400))
     outcome.take(engine.submit(ask("long", words(900, 2)), words(900, 2)))
     for _ in range(3):

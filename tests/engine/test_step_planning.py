@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.scheduler import STALL_RATIO, ChunkSizer, Grant, Limits, Want, admission_order, plan_step
+from localllm.engine.scheduler import (
+    STALL_RATIO,
+    ChunkSizer,
+    Grant,
+    Limits,
+    Waiting,
+    Want,
+    admission_order,
+    arrival,
+    plan_step,
+)
 
 TINY = 16  # a prompt with so few tokens left is as impatient as a decoding stream
 
@@ -73,21 +86,22 @@ def test_age_beats_length() -> None:
     within = Limits(128, 8, 128, 128)
     assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
     assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
-    assert admission_order([("long", 2000, 1.0), ("short", 100, 0.0)]) == ["short", "long"]
-    assert admission_order([("long", 2000, 30.0), ("short", 100, 0.0)]) == ["long", "short"]
+    assert admission_order([Waiting("long", 2000, 1.0), Waiting("short", 100, 0.0)]) == ["short", "long"]
+    assert admission_order([Waiting("long", 2000, 30.0), Waiting("short", 100, 0.0)]) == ["long", "short"]
 
 
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
     """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks for seconds."""
     fast, slow = ChunkSizer(512), ChunkSizer(512)
-    assert fast.lone == slow.lone == 128  # nothing is known yet
+    assert fast.lone(0.35) == slow.lone(1.0) == 128  # nothing is known yet
     fast.observe(decoded=0, prefilled=128, seconds=128 / 2000)
     slow.observe(decoded=0, prefilled=128, seconds=128 / 100)
-    assert fast.lone == 512
-    assert slow.lone == 128
+    assert fast.lone(0.35) == 512
+    assert slow.lone(0.35) == slow.lone(1.0) == 128
     middle = ChunkSizer(512)
     middle.observe(decoded=0, prefilled=128, seconds=128 / 700)
-    assert 128 < middle.lone < 256
+    assert middle.lone(0.35) == 192, "no tile of the attention is filled in part"
+    assert middle.lone(1.0) == 512
 
 
 def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
@@ -143,3 +157,40 @@ def test_a_slice_leaves_the_step_behind_it_its_time_but_is_never_a_sliver(decode
     assert 5 * decode_s <= slice_s + 1e-9
     assert slice_s + last_steps * decode_s <= max(whole, (5 + last_steps) * decode_s) + 1e-9
     assert whole < 12 * decode_s
+
+
+Asked = tuple[float, int, float]
+"""Seconds after the one before it, priority, seconds it takes."""
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.integers(-1, 1), st.floats(0.1, 20)), min_size=1, max_size=30), st.randoms()
+)
+def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], chance: random.Random) -> None:
+    """One server, requests of equal work: of those that wait the next one is who came first, a step of priority being
+    30 seconds; so nobody is passed by one who came more than 30 seconds per step later."""
+    came: list[tuple[float, int, float]] = []
+    now = 0.0
+    for gap, priority, takes in asked:
+        now += gap
+        came.append((now, priority, takes))
+    pending, served, now = list(range(len(came))), [], 0.0
+    while pending:
+        waiting = [i for i in pending if came[i][0] <= now]
+        if not waiting:
+            now = min(came[i][0] for i in pending)
+            continue
+        chance.shuffle(waiting)
+        first, *_ = admission_order([Waiting(str(i), 100, now - arrival(came[i][0], came[i][1])) for i in waiting])
+        assert came[int(first)][0] - 30 * came[int(first)][1] == pytest.approx(
+            min(came[i][0] - 30 * came[i][1] for i in waiting), abs=1e-6
+        )
+        served.append(int(first))
+        pending.remove(int(first))
+        now += came[int(first)][2]
+    place = {i: n for n, i in enumerate(served)}
+    for i, (at, priority, _) in enumerate(came):
+        passed_by = [j for j in range(len(came)) if came[j][0] > at + 1e-6 and place[j] < place[i]]
+        for j in passed_by:
+            assert came[j][1] > priority
+            assert came[j][0] - at <= 30 * (came[j][1] - priority) + 1e-6

@@ -173,7 +173,7 @@ def test_40_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypa
     run_all(range(40), hub, cache, small_disk, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_200_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all(range(1000, 1000 + _RUNS), hub, cache, small_disk, monkeypatch)
 

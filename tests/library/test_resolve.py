@@ -271,3 +271,13 @@ def test_resolving_loads_nothing_heavy_and_takes_milliseconds() -> None:
     assert time.monotonic() - began < 20
     assert out[1] == "[]"
     assert float(out[0]) < 500, "it is 25 ms where nothing else runs"
+
+
+def test_a_quant_that_no_catalog_lists_is_answered_with_those_that_are() -> None:
+    with pytest.raises(ModelNotFoundError) as e:
+        resolve("qwen3-8b:Q99")
+    assert "Q99" in e.value.message
+    assert "Q4_K_M" in e.value.hint
+    with pytest.raises(ModelNotFoundError) as e:
+        resolve("qwen3-8b:Q4_K_M")
+    assert "localllm pull qwen3-8b:Q4_K_M" in e.value.hint

@@ -187,6 +187,41 @@ def _qwen35(s: Shape) -> Iterator[Tensor]:
             yield from list(_ffn(s, i))[1:]
 
 
+def _qwen4exp(s: Shape) -> Iterator[Tensor]:
+    """Qwen3.5's layers with four residual streams, an indexer beside full attention, and a table of n-grams in layer 2."""
+    extra = s.extra
+    rank, streams = int(extra["hyper_connection.low_rank"]), int(extra["hyper_connection.count"])
+    wide, index = streams * s.hidden, int(extra["attention.indexer.key_length"])
+    yield "output_hc_norm.weight", (s.hidden, streams)
+    yield "output_hc_down.weight", (wide, rank)
+    yield "output_hc_up.weight", (rank, wide)
+    yield (
+        "per_layer_token_embd.weight",
+        (int(extra["embedding_length_per_layer_input"]), sum(extra["ple.head_vocab_sizes"])),
+    )
+    for name, dims in _qwen35(s):
+        if "norm.weight" not in name or name.split(".")[2] in ("attn_q_norm", "attn_k_norm", "ssm_norm"):
+            yield name, dims
+    for i in range(s.n_layers):
+        p = f"blk.{i}."
+        for part in ("attn", "ffn"):
+            yield p + f"hc_{part}_norm.weight", (s.hidden, streams)
+            yield p + f"hc_{part}_down.weight", (wide, rank)
+            yield p + f"hc_{part}_up.weight", (rank, wide)
+            yield p + f"hc_{part}_inject.weight", (wide, streams)
+        if (i + 1) % int(extra["full_attention_interval"]) == 0:
+            yield p + "indexer.q_proj.weight", (s.hidden, int(extra["attention.indexer.head_count"]) * index)
+            yield p + "indexer.k_proj.weight", (s.hidden, index)
+            yield p + "indexer.q_norm.weight", (index,)
+            yield p + "indexer.k_norm.weight", (index,)
+        if i in extra["ple.layers"]:
+            yield p + "ple_key.weight", (s.hidden, wide)
+            yield p + "ple_value.weight", (s.hidden, s.hidden)
+            for part in ("key", "query", "conv"):
+                yield p + f"ple_norm_{part}.weight", (s.hidden, streams)
+            yield p + "ple_conv1d.weight", (int(extra["ple.conv_kernel"]), wide)
+
+
 def _lfm2(s: Shape) -> Iterator[Tensor]:
     kernel = int(s.extra["shortconv.l_cache"])
     for i in range(s.n_layers):
@@ -211,6 +246,7 @@ _LAYERS: dict[str, Callable[[Shape], Iterator[Tensor]]] = {
     "deepseek2": _deepseek2,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "qwen4exp": _qwen4exp,
     "lfm2": _lfm2,
 }
 
@@ -218,22 +254,24 @@ _LAYERS: dict[str, Callable[[Shape], Iterator[Tensor]]] = {
 def tensors(s: Shape) -> list[Tensor]:
     """Every tensor of `s` with its ggml dimensions (fastest first)."""
     out: list[Tensor] = [("token_embd.weight", (s.hidden, s.vocab))]
-    out.append(("token_embd_norm.weight" if s.arch == "lfm2" else "output_norm.weight", (s.hidden,)))
+    if s.arch != "qwen4exp":
+        out.append(("token_embd_norm.weight" if s.arch == "lfm2" else "output_norm.weight", (s.hidden,)))
     if not s.tied:
         out.append(("output.weight", (s.hidden, s.vocab)))
     return out + list(_LAYERS[s.arch](s))
 
 
 def _type_of(s: Shape, name: str, dims: tuple[int, ...]) -> gguf.GGMLQuantizationType:
-    if len(dims) == 1 or "_inp" in name or "ssm_conv1d" in name or "shortconv.conv" in name or name.endswith("bias"):
+    if len(dims) == 1 or "_inp" in name or "conv1d" in name or "shortconv.conv" in name or name.endswith("bias"):
         return _SMALL
     wanted = gguf.GGMLQuantizationType[s.quant]
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     return wanted if dims[0] % block == 0 else gguf.GGMLQuantizationType.Q8_0
 
 
-def write(s: Shape, folder: Path) -> Path:
-    """Write `s` as a sparse GGUF under `folder` and return its path (reused when it is already there)."""
+def write(s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None) -> Path:
+    """Write `s` as a sparse GGUF under `folder` and return its path (reused when it is already there). `vocabulary` adds a
+    tokenizer of so many tokens, without which the file can be planned and not served."""
     path = folder / f"{s.name}.gguf"
     if path.exists():
         return path
@@ -250,7 +288,10 @@ def write(s: Shape, folder: Path) -> Path:
         w.add_value_length(s.head_dim)
     w.add_layer_norm_rms_eps(1e-6)
     w.add_vocab_size(s.vocab)
-    w.add_tokenizer_model("none")
+    if vocabulary is None:
+        w.add_tokenizer_model("none")
+    else:
+        vocabulary(w, s.vocab)
     if s.experts:
         w.add_expert_count(s.experts)
         w.add_expert_used_count(s.experts_used)
@@ -265,6 +306,8 @@ def write(s: Shape, folder: Path) -> Path:
             w.add_float32(name, value)
         elif isinstance(value, list):
             w.add_array(name, value)
+        elif isinstance(value, tuple):
+            w.add_key_value(name, list(value), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT64)
         else:
             w.add_uint32(name, value)
     end = 0
@@ -332,6 +375,20 @@ _GLM_FLASH = {
     "leading_dense_block_count": 1,
 }
 _LFM2_KV = tuple(8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16))
+
+_TABLE_ROWS = 2_000_003
+# As wide as Qwen3.8-Flash-Next, with fewer layers and experts, and a table of 5.4 GB (Q8_0) where that has 28.8.
+FLASH_NEXT = Shape(
+    "qwen4exp", "qwen4exp", 8, 2560, 640, 24, 2, 256, 248320, n_ctx_train=262144, experts=32, experts_used=10, expert_ff=640,
+    extra={
+        **_QWEN35_27B, "expert_shared_feed_forward_length": 640, "hyper_connection.count": 4,
+        "hyper_connection.low_rank": 320, "attention.indexer.head_count": 4, "attention.indexer.key_length": 128,
+        "attention.indexer.top_k": 512, "ple.layers": [1], "ple.ngram_size": 3, "ple.heads_per_ngram": 8,
+        "ple.conv_kernel": 4, "ple.eos_token_id": 2, "embedding_length_per_layer_input": 160,
+        "ple.layer_multipliers": (3, 5, 7), "ple.head_offsets": tuple(i * _TABLE_ROWS for i in range(16)),
+        "ple.head_vocab_sizes": (_TABLE_ROWS,) * 16,
+    },
+)  # fmt: skip
 
 SHAPES: dict[str, Shape] = {
     s.name: s

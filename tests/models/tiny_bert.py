@@ -12,7 +12,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?"
 
 
 def write_bert(path: Path, *, pooling: int = 1, seed: int = 5) -> Path:
-    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank)."""
+    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank: with a head that scores)."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "bert")
     w.add_name("tiny-bert")
@@ -58,6 +58,11 @@ def write_bert(path: Path, *, pooling: int = 1, seed: int = 5) -> Path:
     for norm in norms:
         add(f"{norm}.weight", E, around=1.0)
         add(f"{norm}.bias", E)
+    if pooling == 4:
+        add("cls.weight", E, E)
+        add("cls.bias", E)
+        add("cls.output.weight", 1, E)
+        add("cls.output.bias", 1)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

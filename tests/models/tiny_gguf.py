@@ -85,6 +85,7 @@ def write_llama(
     seed: int = 0,
     n_ctx: int = 4096,
     sampling: dict[str, float] | None = None,
+    template: str | None = None,
 ) -> Path:
     """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under general.sampling."""
     rng = np.random.default_rng(seed)
@@ -94,6 +95,8 @@ def write_llama(
     for name, value in (sampling or {}).items():
         add = w.add_int32 if isinstance(value, int) else w.add_float32
         add(f"general.sampling.{name}", value)
+    if template:
+        w.add_chat_template(template)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
     for i in range(layers):
         _attention(w, rng, i, e, 4, 2, 32)
@@ -103,7 +106,7 @@ def write_llama(
     return _finish(w, path)
 
 
-def write_sliding(path: Path, *, window: int = 32, seed: int = 1) -> Path:
+def write_sliding(path: Path, *, window: int = 32, seed: int = 1, template: str | None = None) -> Path:
     """Gemma-3-shaped: every sixth layer full, the others a sliding window."""
     rng = np.random.default_rng(seed)
     e, d, layers = 64, 32, 6
@@ -112,6 +115,8 @@ def write_sliding(path: Path, *, window: int = 32, seed: int = 1) -> Path:
     w.add_sliding_window(window)
     w.add_rope_freq_base(1_000_000.0)
     _vocabulary(w)
+    if template:
+        w.add_chat_template(template)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
     for i in range(layers):
         _attention(w, rng, i, e, 4, 1, d)

@@ -138,10 +138,27 @@ def test_a_named_draft_is_in_the_plans_memory_and_gain() -> None:
 
 
 def test_a_draft_model_is_offered_with_its_gain_its_bytes_and_what_was_assumed() -> None:
-    answer = recommend.recommend(resolve("M3 Ultra 512GB"), CATALOG.models, Workload(), limit=0)
+    models = [CATALOG.by_id[name] for name in ("qwen3-32b", "qwen3-0.6b")]
+    answer = recommend.recommend(resolve("RTX PRO 6000"), models, Workload(), limit=0)
     said = [r for p in answer.plans for r in p.reasons if r.startswith("with --draft ")]
     assert said
     assert all(f"{speed.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r for r in said)
+
+
+def test_a_radeon_is_told_what_the_other_build_would_do_and_nobody_else_is() -> None:
+    models = [CATALOG.by_id["llama-3.1-8b-instruct"]]
+    said = {
+        machine: [
+            r
+            for r in recommend.recommend(resolve(machine), models, Workload()).plans[0].reasons
+            if " build instead" in r
+        ]
+        for machine in ("Strix Halo 128GB", "RTX 4090", "M4 Max 128GB")
+    }
+    (line,) = said.pop("Strix Halo 128GB")
+    assert "Vulkan build instead of ROCm" in line
+    assert "predicted" in line
+    assert not any(said.values())
 
 
 def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:

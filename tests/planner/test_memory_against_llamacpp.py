@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from localllm_backends.llamacpp import backend_type, plan_probe
 from localllm_backends.llamacpp.plan_probe import Planned, ProbeSettings
 from localllm_catalog import from_gguf, gguf
 from localllm_catalog.types import Model
-from models import sparse_gguf
+from models import sparse_gguf, tiny_gguf
 
 CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")
@@ -22,12 +24,12 @@ GRID = [
     ProbeSettings(n_ctx=c, n_seq_max=s, kv_type_k=k, kv_type_v=k) for c in CONTEXTS for k in KV_TYPES for s in SLOTS
 ]
 # llama.cpp's graph of this hybrid takes it a second to plan, eighteen times.
-SLOW = {"qwen3.5-27b"}
+LONG = {"qwen3.5-27b"}
 _LOG_ROUNDING = 0.00501 * memory.MIB
 
 
 def shapes() -> list[object]:
-    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in sparse_gguf.SHAPES]
+    return [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in sparse_gguf.SHAPES]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,8 @@ def test_closed_form_follows_the_settings_our_backend_uses(files: Path) -> None:
         ProbeSettings(n_ctx=32768, n_seq_max=4, n_rewind=4),
         ProbeSettings(n_ctx=8192, flash_attention=False),
         ProbeSettings(n_ctx=4096, n_ubatch=2048),
+        ProbeSettings(n_ctx=65536, n_seq_max=9, n_ubatch=1024, n_outputs=64),
+        ProbeSettings(n_ctx=65536, n_seq_max=9, n_ubatch=4096, n_outputs=64),
     ]
     for name in ("llama-3.2-1b", "gemma-3-270m", "gpt-oss-20b", "lfm2-1.2b", "qwen3-30b-a3b"):
         model, path = read(name, files)
@@ -92,11 +96,14 @@ def test_closed_form_follows_the_settings_our_backend_uses(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_ctx", "n_batch", "slots", "kv"), [(8192, 0, 8, "f16"), (4096, 512, 2, "f16"), (8192, 128, 4, "q8_0")]
+    ("n_ctx", "n_batch", "slots", "kv"),
+    [(8192, 0, 8, "f16"), (4096, 512, 2, "f16"), (8192, 128, 4, "q8_0"), (8192, 2048, 4, "f16")],
 )
 def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_batch: int, slots: int, kv: str) -> None:
     model = from_gguf.model_from_gguf(gguf.read(smollm2))
-    spec = LoadSpec(str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, kv_type_k=kv, kv_type_v=kv)  # type: ignore[arg-type]
+    kv_types: Any = {"kv_type_k": kv, "kv_type_v": kv}
+    # One pool, as a plan without a device has: a card's host keeps a copy of the mask (tests/backends/test_placement.py).
+    spec = LoadSpec(str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, n_gpu_layers=0, **kv_types)
     backend = backend_type.load(spec)
     try:
         ran = RunSettings(
@@ -111,6 +118,24 @@ def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_b
         backend.close()
     assert abs(need.kv_bytes - real.kv_bytes) <= _LOG_ROUNDING
     assert need.total_bytes == pytest.approx(real.total_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
+def test_the_sequence_a_backend_keeps_for_itself_is_counted(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Where each sequence has a window or a state of its own, one more than are served costs memory."""
+    path = write(tmp_path / "model.gguf")
+    model = from_gguf.model_from_gguf(gguf.read(path))
+    for slots in (1, 4):
+        spare = memory.spare_sequences(model, model.variants[0], heads=False)
+        ran = RunSettings(n_ctx=512, slots=slots, spare=spare, n_batch=64, n_outputs=slots)
+        backend = backend_type.load(LoadSpec(str(path), n_ctx=512, n_batch=64, n_seq_max=slots, n_outputs=slots))
+        try:
+            real = backend.memory()
+        finally:
+            backend.close()
+        need = memory.need(model, model.variants[0], ran)
+        assert abs(need.kv_bytes - real.kv_bytes) <= 4 * _LOG_ROUNDING, (slots, need, real)
+        assert abs(need.recurrent_bytes - real.recurrent_bytes) <= _LOG_ROUNDING, (slots, need, real)
 
 
 def test_a_file_llamacpp_refuses_is_an_error_not_a_crash(tmp_path: Path) -> None:

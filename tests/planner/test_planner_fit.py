@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("numpy")
 
-from benchmarks import planner_fit
+import numpy as np
+
+from benchmarks.planner_fit import batched, fit, report
+from benchmarks.planner_fit import rows as planner_rows
+from benchmarks.planner_fit.rows import Row
+from localllm.planner import families, laws
 
 
-def _rows(device: str, slowdown: float) -> list[planner_fit.Row]:
+def _rows(device: str, slowdown: float) -> list[Row]:
     """Four dense models on one simulated part whose true efficiency is 0.8 / slowdown."""
     keys = ("cuda", "nvidia-ada.cuda", f"part:{device}.cuda")
     return [
-        planner_fit.Row(
+        Row(
             device, "cuda", f"model-{ms}", "Q8_0", False, 0, slowdown * ms / 0.8 / 1e3, keys,
             ((ms / 1e3, (("eta", -1),)), (0.0, (("eta", -1),))),
         )
@@ -22,33 +29,104 @@ def _rows(device: str, slowdown: float) -> list[planner_fit.Row]:
 
 
 def _unseen_error(monkeypatch: pytest.MonkeyPatch, freedom: float | None) -> float:
-    monkeypatch.setitem(planner_fit.PART_FREEDOM, "decode", freedom)
+    monkeypatch.setitem(fit.PART_FREEDOM, "decode", freedom)
     seen = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)] + _rows("RTX 4090", 3.0)
-    fit = planner_fit.Fit("decode", seen)
-    return abs(fit.error(_rows("RTX 4060", 1.0)[0]))
+    design = fit.Design("decode", [*seen, _rows("RTX 4060", 1.0)[0]])
+    return abs(float(fit.Fit(design, range(len(seen))).errors([len(seen)])[0]))
 
 
 def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three machines agree and one is three times slower: the fourth of the kind is predicted like the three."""
-    shipped = planner_fit.PART_FREEDOM["decode"]
+    shipped = fit.PART_FREEDOM["decode"]
     normal = _unseen_error(monkeypatch, None)
     robust = _unseen_error(monkeypatch, shipped)
     assert robust < 0.5 * normal
     assert robust < 0.08
 
 
-@pytest.mark.parametrize("split", [planner_fit.by_device, planner_fit.by_device_in_family])
-def test_splits_by_device_never_share_a_device(split: planner_fit.Split) -> None:
-    """What is predicted comes from machines the fit has not seen, and every row is in exactly one half."""
-    rows = [row for name in ("RTX 4090", "RTX 4080", "RTX 3090", "RTX 3080", "Apple M1") for row in _rows(name, 1.0)]
-    for seed in range(5):
-        one, two = split(rows, seed)
-        assert not {r.device for r in one} & {r.device for r in two}
-        assert len(one) + len(two) == len(rows)
+def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device is predicted by a fit without it: one that is three times slower than its kin is missed threefold."""
+    rows = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)] + _rows("RTX 4090", 3.0)
+    errors = fit.leave_out(fit.Design("decode", rows), lambda r: r.device)
+    assert all(abs(e) < 0.15 for e in errors[:12])
+    assert all(e > 1.5 for e in errors[12:])
 
 
-def test_within_families_both_halves_see_every_family_of_two() -> None:
-    """Two Ada cards and two Ampere cards: each half gets one of each."""
-    rows = [row for name in ("RTX 4090", "RTX 4080", "RTX 3090", "RTX 3080") for row in _rows(name, 1.0)]
-    for half in planner_fit.by_device_in_family(rows, 1):
-        assert {planner_fit.family(r.device) for r in half} == {"nvidia ada", "nvidia ampere"}
+def test_an_older_engine_is_learnt_as_older() -> None:
+    """Half of the rows are of an engine that was a fifth slower: today's is predicted as it is today."""
+    old = [replace(row, era="2023", seconds=row.seconds * 1.2) for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
+    new = [row for i in range(3) for row in _rows(f"RTX 41{i}0", 1.0)]
+    design = fit.Design("decode", [*old, *new, *_rows("RTX 4200", 1.0)])
+    errors = fit.Fit(design, range(len(old) + len(new))).errors(range(len(old) + len(new), len(design.data)))
+    assert np.abs(errors).max() < 0.06
+
+
+def test_every_row_has_an_era_and_suspect_ones_are_known() -> None:
+    rows = planner_rows.rows("decode")
+    assert {row.era for row in rows} <= set(planner_rows.ERAS)
+    assert len({row.era for row in rows}) == len(planner_rows.ERAS)
+    assert any(row.suspect for row in rows)
+    assert {row.device for row in rows if row.suspect} == {"Apple M2 Max", "Apple M5"}
+
+
+def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
+    """Rows that follow the law exactly: further sequences at a tenth of the nominal rate."""
+    single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
+    step_s, token_s = single[0].seconds, 1e-4
+    many = [
+        replace(single[0], batch=n, seconds=step_s + laws.further(n) * token_s * 10, token_s=token_s)
+        for n in (2, 4, 8, 16)
+    ]  # fmt: skip
+    design = fit.Design("decode", [*single, *many])
+    law = batched.law_of(design, fit.Fit(design, range(len(single))))
+    assert np.abs(fit.Fit(law).errors(range(len(many)))).max() < 0.05
+
+
+def test_repeated_rows_that_disagree_are_the_noise() -> None:
+    one = _rows("RTX 4090", 1.0)[0]
+    rows = [one, replace(one, seconds=one.seconds * 1.1)]
+    assert "the 2 rows" in report.noise(rows)[0]
+    assert report.noise(rows[:1]) == []
+
+
+def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() -> None:
+    """mlx-lm's 512-token prompts begin at nothing: their weights are read once for 512 tokens, not for 2,048."""
+    short = [r for r in planner_rows.rows("prefill") if "john-rocky" in r.source and r.depth == 512]
+    assert short
+    for row in short:
+        launches = next(value for value, powers in row.parts if powers == (("layer_s", 1),))
+        assert launches == pytest.approx(row.n_layers / 512)
+
+
+def test_no_row_that_counts_has_more_arithmetic_than_the_chip_can_do() -> None:
+    """Apple GPUs before M5 multiply at their nominal rate at most: a row above it is filed with wrong units, or wrong."""
+    counted = [
+        row
+        for row in planner_rows.rows("prefill")
+        if row.device.startswith(("Apple M1", "Apple M2", "Apple M3", "Apple M4")) and not row.suspect
+    ]
+    assert len(counted) > 60
+    assert max(row.token_s / row.seconds for row in counted) < 1.0
+
+
+def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
+    def runs(law: str) -> list[Row]:
+        found = planner_rows.rows(law)
+        return [row for row in found if row.engine == "rocm" and "strix-halo-testing/tree" in row.source]
+
+    assert runs("prefill")
+    assert all(row.suspect for row in runs("prefill"))
+    assert not any(row.suspect for row in runs("decode"))
+    table = [row for row in planner_rows.rows("prefill") if row.source.endswith("llm-bench/README.md")]
+    assert len(table) == 6
+    assert not any(row.suspect for row in table)
+    assert all(doubt.why in report.INTRODUCTION for doubt in planner_rows.SUSPECTS)
+
+
+def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> None:
+    plain, _ = families.part_tflops("M5 Max", 40, engine="metal")
+    mlx, basis = families.part_tflops("M5 Max", 40, engine="mlx")
+    assert mlx == pytest.approx(4 * families.part_tflops("M4 Max", 40)[0])
+    assert mlx > 3 * plain
+    assert basis == "derived"
+    assert families.part_tflops("M4 Max", 40, engine="mlx") == families.part_tflops("M4 Max", 40)

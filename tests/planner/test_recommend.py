@@ -133,8 +133,13 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     variant = next(v for v in model.variants if v.format == "gguf")
     plan = plan_for(device, model, variant, Workload())
     assert plan.fits == "split"
-    assert 0 < plan.settings.n_gpu_layers < len(model.layers)
+    # Every layer is the card's, but of as few as must be the experts are not.
+    assert plan.settings.n_gpu_layers == -1
+    kept = plan.settings.placement.experts_on_host
+    assert 0 < kept < len(model.layers)
     assert plan.memory.total_bytes <= card.memory.limit_bytes
+    one_more = plan.settings.placed(experts_on_host=kept - 1)
+    assert memory.need(model, variant, one_more, device).total_bytes > card.memory.limit_bytes
     assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant.file_bytes
     assert plan_for(card, model, variant, Workload()).fits == "no"
 

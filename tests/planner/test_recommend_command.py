@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from localllm.cli import measurements, recommend
+from localllm.cli.device import lines as device_lines
+from localllm.device.named import resolve
 from localllm.errors import ModelNotFoundError, UsageError
 
 app = typer.Typer()
@@ -36,11 +39,51 @@ def run(*arguments: str) -> str:
         ["--device", "H100", "--for", "long"],
         ["--device", "M4 Max 128GB", "--explain"],
         ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
+        ["--compare", "M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"],
+        ["-m", "qwen3-8b", "--at", "60"],
     ],
 )
 def test_everything_fits_80_columns(arguments: list[str]) -> None:
     for line in run(*arguments).splitlines():
         assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_the_terminals_width_is_used(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in (
+        ["--device", "M4 Max 128GB", "--explain"],
+        ["--device", "RTX 4090", "--for", "agents", "--all"],
+        ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
+        ["--device", "DGX Spark", "--what-if", "RTX 5090"],
+    ):
+        lines = run(*arguments).splitlines()
+        assert all(len(line) <= columns for line in lines), max(lines, key=len)
+        assert (max(len(line) for line in lines) > 80) == (columns > 80)
+
+
+def test_a_wide_terminal_shows_names_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    everything = run("--device", "M4 Max 128GB", "--all")
+    assert "DeepSeek-R1-Distill-Qwen-32B" in everything.replace(" Distill", "-Distill")
+    assert "…" not in everything
+
+
+def test_what_nobody_lists_is_marked_and_the_mark_explained() -> None:
+    text = run("--device", "RTX 3060 12GB")
+    assert "~Q6_K" in text
+    assert "no listing shows" in text
+    body = json.loads(run("--device", "RTX 3060 12GB", "--json"))
+    constructed = [p["variant"]["listed"] for p in body["plans"]]
+    assert {True, False} == set(constructed)
+    assert text.partition("\nabout the first")[0].count("~") == constructed.count(False) + 1  # and the footnote
+
+
+def test_what_is_installed_is_marked(smollm2: Path) -> None:
+    text = run("-m", "smollm2-135m-instruct")
+    assert "Q4_1+" in text
+    assert "+ installed" in text
+    assert "+ installed" not in run("--device", "RTX 4090", "-m", "smollm2-135m-instruct")
 
 
 def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
@@ -97,6 +140,9 @@ def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
         (["-m", "qwen3-9b"], ModelNotFoundError),
         (["--for", "poetry"], UsageError),
         (["--device", "RTX 5090", "picture.svg"], UsageError),
+        (["--compare", "RTX 5090"], UsageError),
+        (["--plot", "one.svg", "two.svg"], UsageError),
+        (["--at", "30"], UsageError),
     ],
 )
 def test_wrong_use_is_one_clear_error(arguments: list[str], error: type[Exception]) -> None:
@@ -108,6 +154,22 @@ def test_an_unknown_model_is_answered_with_near_names() -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         run("-m", "qwen3-9b")
     assert "qwen3" in caught.value.hint
+
+
+def test_the_quant_asked_for_is_the_one_explained() -> None:
+    text = run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:Q4_K_M", "--explain")
+    assert "about Q4_K_M" in text
+    assert "4bit " not in text.partition("memory at")[0]
+    body = json.loads(run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:q4_k_m", "--json"))
+    assert [p["variant"]["quant"] for p in body["plans"]] == ["Q4_K_M"]
+
+
+@pytest.mark.parametrize(("reference", "device"), [("qwen3-8b:Q99", "M4 Max 128GB"), ("qwen3-8b:4bit", "RTX 4090")])
+def test_a_quant_that_is_not_there_is_answered_with_those_that_are(reference: str, device: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        run("--device", device, "-m", reference)
+    assert reference.partition(":")[2] in caught.value.message
+    assert "Q4_K_M" in caught.value.hint
 
 
 def test_what_was_measured_here_is_remembered_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +207,68 @@ def test_loading_the_command_loads_no_heavy_library() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_device_and_recommend_count_memory_in_one_unit() -> None:
+    usable = "124.1 GB usable of 130.7"
+    assert usable in run("--device", "DGX Spark")
+    assert usable in "\n".join(device_lines(resolve("DGX Spark")))
+
+
+def test_machines_are_compared_for_one_purpose() -> None:
+    names = ["M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"]
+    text = run("--compare", *names, "--for", "agents")
+    assert [text.count(f"Best on {resolve(name).name}") for name in names] == [1, 1, 1]
+    assert "what more than one runs" in text
+    body = json.loads(run("--compare", *names, "--json"))
+    assert [machine["device"]["name"] for machine in body["machines"]] == [resolve(name).name for name in names]
+
+
+def test_the_machines_that_reach_a_speed_are_named_and_those_that_do_not_are_not() -> None:
+    body = json.loads(run("-m", "llama-3.3-70b-instruct:Q4_K_M", "--at", "20", "--json"))
+    found = {machine["device"]: machine for machine in body["machines"]}
+    assert all(m["decode_tok_s"] >= 20 and m["quant"] == "Q4_K_M" and m["fits"] != "no" for m in found.values())
+    assert any(name.startswith("H100") for name in found)
+    assert not any("3060" in name or "DGX Spark" in name for name in found)  # too small, too slow
+    assert "does not: " in run("-m", "llama-3.3-70b-instruct:Q4_K_M", "--at", "20")
+    assert "no machine of the table reaches that" in run("-m", "llama-3.3-70b-instruct:Q8_0", "--at", "900")
+
+
+def test_the_arithmetic_comes_before_the_table() -> None:
+    text = run("--device", "RTX 4090", "--explain")
+    assert text.index("decode, one token") < text.index("Recommended for chat")
+
+
+def test_only_models_that_see_are_listed_where_that_is_asked_for() -> None:
+    from localllm_catalog import catalog
+
+    seeing = {m.id for m in catalog.load().models if "image" in m.modality}
+    plans = json.loads(run("--device", "DGX Spark", "--sees", "--json"))["plans"]
+    assert plans
+    assert {p["model"] for p in plans} <= seeing
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--explain", "--device", "RTX 3060 12GB + 64GB RAM"],
+        ["-m", "gpt-oss-120b", "--explain", "--device", "RTX 4090 + 96GB DDR5-6000"],
+        ["-m", "qwen3-8b", "--device", "M4 Max 128GB"],
+        ["--all", "--device", "M2 16GB"],
+    ],
+)
+def test_what_a_person_reads_is_in_the_unit_of_device(asked: list[str]) -> None:
+    """GB are 10^9 bytes, as `localllm device` prints them: one machine, one unit."""
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": "120"}).output
+    assert " GB" in shown
+    assert [line for line in shown.splitlines() if re.search(r"\d ?[KMGT]iB\b", line)] == []
+
+
+def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
+    shown = CliRunner().invoke(app, ["--explain", "--device", "RTX 4090"], env={"COLUMNS": "120"}).output
+    memory = shown.partition("memory\n")[2].partition("decode, one token")[0]
+    figures = {
+        m[1].strip(): float(m[2].replace(",", "")) for m in re.finditer(r"^  (\S.{11}) +([\d,.]+) GB", memory, re.M)
+    }
+    parts = sum(figures.get(name, 0.0) for name in ("weights", "KV cache", "state", "compute", "runtime", "draft"))
+    assert figures["total"] == pytest.approx(parts, abs=0.0035)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import families, laws, memory, speed
+from localllm.planner import families, laws, memory, recommend, speed, sustained
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
-from localllm.planner.types import RunSettings
+from localllm.planner.types import Placement, RunSettings, Workload
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Model, Variant
 
@@ -92,7 +92,8 @@ def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
     hardware = families.hardware_keys(row["device"], row["engine"])
     generated = int(row["test"][2:]) if row["test"].startswith("tg") else 0
     depth = int(float(row["depth"] or 0) + generated / 2)
-    machine = laws.Hardware(hardware, families.generation(row["device"])[0], float(row["bandwidth_gbps"]), tflops=0.0)
+    tflops = families.part_tflops(row["device"], int(float(row["units"] or 0)))[0]
+    machine = laws.Hardware(hardware, float(row["bandwidth_gbps"]), tflops)
     return 1 / laws.decode_terms(m, v, machine, depth=depth).total_s
 
 
@@ -104,14 +105,19 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
             decoding = row["test"].startswith("tg") or row["test"] == "decode"
             if m is None or not row["file_bytes"] or not decoding or float(row["batch"]) != 1:
                 continue
+            # The table is for today's engines; of one M2 Max nothing is learnt (benchmarks/planner_fit/rows.py).
+            if row["era"] != "2026" or (row["device"] == "Apple M2 Max" and "mac-llm-bench" in row["source"]):
+                continue
             v = Variant("mlx" if row["engine"] == "mlx" else "gguf", row["quant"], "", (), int(row["file_bytes"]))
             error = abs(_predicted(row, m, v) / float(row["tok_s"]) - 1)
             (deep if float(row["depth"] or 0) >= 8192 else short).append(error)
     assert len(short) > 200
     assert len(deep) > 80
-    assert statistics.median(short) <= 0.05
-    assert statistics.median(deep) <= 0.08
-    assert statistics.quantiles(short, n=10)[-1] <= 0.15
+    # Rows the table was learnt from. Coefficients are chosen by rows left out (benchmarks/planner_fit.md): three times as
+    # many fit these to 3 %, and the left-out ones no better.
+    assert statistics.median(short) <= 0.06
+    assert statistics.median(deep) <= 0.07
+    assert statistics.quantiles(short, n=10)[-1] <= 0.18
 
 
 def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
@@ -166,7 +172,10 @@ def test_layers_in_system_memory_add_their_own_time() -> None:
     m = model("llama-3.3-70b-instruct")
     v = variant(m, "Q4_K_M")
     layers = len(m.layers) + 1
-    whole, most = (speed.decode(device, m, v, RunSettings(n_gpu_layers=n)).value for n in (layers, round(0.9 * layers)))
+    whole, most = (
+        speed.decode(device, m, v, RunSettings(placement=Placement(gpu_layers=n))).value
+        for n in (layers, round(0.9 * layers))
+    )
     assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s beside 1,008
 
 
@@ -236,3 +245,18 @@ def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
     small = speed.draft_gain(device, (mixture, variant(mixture, "Q4_K_M")), draft)
     assert big > 1.3
     assert small < big
+
+
+def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
+    """RTX 3080 Ti Laptop held to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request 56)."""
+    m = CATALOG.by_id["qwen3.8-27b"]
+    file = Variant("gguf", "UD-Q3_K_XL", "", (), 14_500_000_000)
+    laptop = speed.decode(resolve("RTX 3080 Ti Laptop"), m, file)
+    assert laptop.low <= 15.5 < laptop.value
+    assert laptop.low == pytest.approx(0.6 * laptop.value)
+    desktop = speed.decode(resolve("RTX 3090"), m, file)
+    assert desktop.low > 0.7 * desktop.value
+    plans = recommend.recommend(resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()).plans
+    assert any("lasting load" in reason for reason in plans[0].reasons)
+    assert sustained.limit_of(resolve("Tesla T4")) is not None
+    assert sustained.limit_of(resolve("M4 Max 128GB")) is None

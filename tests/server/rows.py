@@ -35,6 +35,21 @@ class Row:
     script: Any = ("Hello", " world")
 
 
+def check(row: Row, response: httpx.Response, reached: Any) -> None:
+    """Is `response` what the row says? `reached`: the request that the engine got, if any."""
+    if row.refused:
+        assert response.status_code == row.refused, response.text
+        error = response.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert row.says.lower() in (message + str(response.json())).lower()
+        if not row.path.startswith("/api/") and row.path != ANTH:
+            assert set(error) >= {"message", "type", "code", "param"}
+        return
+    assert response.status_code == 200, response.text
+    assert row.effect is not None
+    assert row.effect(reached, response.json(), response), response.text
+
+
 def honoured(name: str, body: dict[str, Any], effect: Callable[[Any, Any, Any], bool], **more: Any) -> Row:
     path = more.pop("path", CHAT)
     return Row(name, path, _complete(path, body), effect, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from localllm.engine.messages import LoopLimits
 from server.rows import (
@@ -21,6 +22,11 @@ from server.rows import (
     text,
     tolerated,
 )
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
 
 OPENAI: list[Row] = [
     # --- OpenAI chat: how tokens are chosen ---
@@ -129,9 +135,48 @@ OPENAI: list[Row] = [
     tolerated("modalities text", {"modalities": ["text"]}),
     refused("audio", {"audio": {"voice": "x"}}, "text only"),
     refused("web search", {"web_search_options": {}}, "search"),
-    refused("store", {"store": True}, "stored"),
+    tolerated("store", {"store": True}, "store"),
     tolerated("store false", {"store": False}),
-    refused("verbosity low", {"verbosity": "low"}, "verbosity"),
+    tolerated("verbosity low", {"verbosity": "low"}, "verbosity"),
+    *(
+        honoured(f"{key} {sent}", {key: sent}, lambda r, j, h: r.generation.max_tokens is None)
+        for key, sent in (("max_tokens", -1), ("max_completion_tokens", -1), ("n_predict", -2))
+    ),
+    refused("max_tokens -3", {"max_tokens": -3}, "max_tokens"),
+    *(
+        tolerated(f"reasoning_effort {effort}", {"reasoning_effort": effort}, "reasoning_effort")
+        for effort in ("none", "minimal", "xhigh", "max")
+    ),
+    refused("an effort nobody knows", {"reasoning_effort": "heroic"}, "reasoning_effort"),
+    honoured(
+        "tool_choice as an object",
+        {"tools": [TOOL], "tool_choice": {"type": "auto"}},
+        lambda r, j, h: '"look"' in r.prompt,
+    ),
+    honoured(
+        "tool_choice none as an object",
+        {"tools": [TOOL], "tool_choice": {"type": "none"}},
+        lambda r, j, h: '"look"' not in r.prompt,
+    ),
+    honoured(
+        "allowed tools",
+        {"tools": [TOOL, BARE_TOOL], "tool_choice": allowed("auto", {"type": "function", "function": {"name": "now"}})},
+        lambda r, j, h: '"now"' in r.prompt and '"look"' not in r.prompt,
+    ),
+    honoured(
+        "an allowed tool that must be called",
+        {
+            "tools": [TOOL, BARE_TOOL],
+            "tool_choice": allowed("required", {"type": "function", "function": {"name": "look"}}),
+        },
+        lambda r, j, h: j["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look",
+        script=['{"q": "x"}'],
+    ),
+    refused(
+        "an allowed tool that is none",
+        {"tools": [TOOL], "tool_choice": allowed("auto", {"type": "function", "function": {"name": "gone"}})},
+        "allowed_tools",
+    ),
     tolerated("verbosity medium", {"verbosity": "medium"}),
     honoured("stream null", {"stream": None}, lambda r, j, h: j["object"] == "chat.completion"),
     refused("stream is text", {"stream": "maybe"}, "stream"),

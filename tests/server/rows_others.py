@@ -65,6 +65,21 @@ OTHERS: list[Row] = [
         says("<tool_response>\n42"),
         path=RESP,
     ),
+    tolerated("a verbosity", {"text": {"verbosity": "low"}}, "text.verbosity", path=RESP),
+    tolerated("a usual verbosity", {"text": {"verbosity": "medium"}}, path=RESP),
+    tolerated("what Codex wants included", {"include": ["reasoning.encrypted_content"]}, path=RESP),
+    honoured(
+        "max_output_tokens -1", {"max_output_tokens": -1}, lambda r, j, h: r.generation.max_tokens is None, path=RESP
+    ),
+    honoured(
+        "allowed tools of the responses",
+        {
+            "tools": [{"type": "function", "name": "now"}, {"type": "function", "name": "look"}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]},
+        },
+        lambda r, j, h: '"now"' in r.prompt and '"look"' not in r.prompt,
+        path=RESP,
+    ),
     tolerated("tools of OpenAI's servers", {"tools": [{"type": "web_search"}]}, "tools.web_search", path=RESP),
     honoured(
         "text.format",
@@ -162,9 +177,16 @@ OTHERS: list[Row] = [
     ),
     tolerated("keep_alive", {"keep_alive": -1}, path=OCHAT),
     honoured(
+        "a forced call", {"tools": [TOOL], "tool_choice": "required"}, lambda r, j, h: r.grammar is not None, path=OCHAT
+    ),
+    refused("a call without tools", {"tool_choice": "required"}, "no tools", path=OCHAT),
+    honoured(
         "tools",
         {"tools": [TOOL]},
-        lambda r, j, h: j["message"]["tool_calls"] == [{"function": {"name": "look", "arguments": {"q": "x"}}}],
+        lambda r, j, h: (
+            [c["function"] for c in j["message"]["tool_calls"]]
+            == [{"index": 0, "name": "look", "arguments": {"q": "x"}}]
+        ),
         path=OCHAT,
         script=CALL,
     ),

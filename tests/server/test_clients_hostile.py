@@ -65,7 +65,12 @@ def test_one_connection_more_than_allowed_is_told_to_come_back() -> None:
             for s in held:
                 s.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 _read_health(s)
-            assert httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 503
+            page = {"Origin": "http://localhost:3000"}
+            refused = httpx.get(server.url + "/health", trust_env=False, timeout=5, headers=page)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "server_busy"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["access-control-allow-origin"] == page["Origin"]
         finally:
             for s in held:
                 s.close()

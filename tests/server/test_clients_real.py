@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 
 from localllm.engine.client import WorkerOptions
 from localllm.engine.supervisor import Supervisor
+from localllm.server.elsewhere.upstreams import Upstream, Upstreams
+from localllm.server.models.router import ModelRouter
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 
@@ -38,10 +41,16 @@ class Form(pydantic.BaseModel):
     good: bool
 
 
-@pytest.fixture(scope="module")
-def server(smollm2: Path) -> Iterator[Running]:
+@pytest.fixture(scope="module", params=["itself", pytest.param("upstream", marks=pytest.mark.long)])
+def server(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """The server with the model; or one that has it as an upstream."""
     supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=2)))
-    with running_server({"smollm2": supervisor}) as running:
+    with ExitStack() as stack:
+        running = stack.enter_context(running_server({"smollm2": supervisor}))
+        if request.param == "upstream":
+            every = ("openai", "responses", "anthropic", "ollama")
+            upstream = Upstream("behind", running.url + "/v1", models={"smollm2": "smollm2"}, speaks=every)
+            running = stack.enter_context(running_server(ModelRouter([], elsewhere=Upstreams([upstream]))))
         yield running
 
 
@@ -56,6 +65,18 @@ def _package(name: str) -> Any:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as c:
         yield c
+
+
+def _anthropic(server: Running, request: pytest.FixtureRequest) -> Any:
+    client = _package("anthropic").Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    request.addfinalizer(client.close)
+    return client
+
+
+def _ollama(server: Running, request: pytest.FixtureRequest) -> Any:
+    client = _package("ollama").Client(host=server.url)
+    request.addfinalizer(client._client.close)  # it has no close of its own
+    return client
 
 
 def test_openai_stream_helper_builds_a_tool_call(client: openai.OpenAI) -> None:
@@ -97,8 +118,8 @@ def test_openai_responses_call_a_function(client: openai.OpenAI) -> None:
     assert set(json.loads(call.arguments)) == {"city"}
 
 
-def test_ollama(server: Running) -> None:
-    client = _package("ollama").Client(host=server.url)
+def test_ollama(server: Running, request: pytest.FixtureRequest) -> None:
+    client = _ollama(server, request)
     assert client.list().models[0].model == "smollm2"
     assert "completion" in client.show("smollm2").capabilities
     few = {"num_predict": 8, "num_ctx": 99999}
@@ -109,8 +130,8 @@ def test_ollama(server: Running) -> None:
     assert client.generate(model="smollm2", prompt="Hi", options=few).response
 
 
-def test_anthropic(server: Running) -> None:
-    client = _package("anthropic").Anthropic(base_url=server.url, api_key="none", max_retries=0)
+def test_anthropic(server: Running, request: pytest.FixtureRequest) -> None:
+    client = _anthropic(server, request)
     assert client.messages.create(model="smollm2", max_tokens=8, messages=HI).content[0].text
     tool = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
     ask = {"model": "smollm2", "max_tokens": 60, "messages": HI, "tools": [tool]}
@@ -118,6 +139,69 @@ def test_anthropic(server: Running) -> None:
         final = stream.get_final_message()
     assert (final.stop_reason, set(final.content[0].input)) == ("tool_use", {"city"})
     assert client.messages.count_tokens(model="smollm2", messages=HI).input_tokens > 0
+
+
+def test_ollama_finishes_a_tool_loop_and_unloads(server: Running, request: pytest.FixtureRequest) -> None:
+    ollama = _package("ollama")
+    client = _ollama(server, request)
+
+    def get_weather(city: str) -> str:
+        """Weather.
+
+        Args:
+          city: its name
+        """
+        return f"{city}: rain"
+
+    messages: list[Any] = [{"role": "user", "content": "Answer with <tool_call> for get_weather with city Paris."}]
+    few = {"temperature": 0, "num_predict": 60}
+    said = client.chat(model="smollm2", messages=messages, tools=[get_weather], options=few).message
+    (call,) = said.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    result = get_weather(**call.function.arguments)
+    messages += [said, {"role": "tool", "tool_name": "get_weather", "content": result}]
+    pieces = list(client.chat(model="smollm2", messages=messages, tools=[get_weather], options=few, stream=True))
+    assert pieces[-1].done
+    assert pieces[-1].prompt_eval_count > 0
+    with_logprobs = client.generate(model="smollm2", prompt="Hi", options=few, logprobs=True, top_logprobs=1)
+    # The token that ends an answer is counted and has no text.
+    assert with_logprobs.eval_count - len(with_logprobs.logprobs) in (0, 1)
+    here = [m.digest for m in client.ps().models]
+    assert here in ([], [client.list().models[0].digest])  # what runs elsewhere is loaded there
+    assert client.generate(model="smollm2", keep_alive=0).done_reason == "unload"
+    assert client.ps().models == []
+    with pytest.raises(ollama.ResponseError, match="--allow-pull"):
+        client.pull("org/name")
+    with pytest.raises(ollama.ResponseError, match="prompt too long"):
+        client.chat(model="smollm2", messages=[{"role": "user", "content": "word " * 3000}])
+
+
+def test_anthropic_finishes_a_tool_loop(server: Running, request: pytest.FixtureRequest) -> None:
+    anthropic = _package("anthropic")
+    client = _anthropic(server, request)
+    shell = {"type": "bash_20250124", "name": "bash"}
+    weather = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
+    ask: dict[str, Any] = {
+        "model": "smollm2",
+        "max_tokens": 80,
+        "tools": [weather, shell],
+        "extra_body": {"temperature": 0},
+    }
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    with client.messages.stream(**ask, messages=messages, tool_choice={"type": "any"}) as stream:
+        said = stream.get_final_message()
+    assert said.stop_reason == "tool_use"
+    uses = [block for block in said.content if block.type == "tool_use"]
+    assert {use.name for use in uses} <= {"get_weather", "bash"}
+    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "rain", "is_error": True} for use in uses]
+    messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+    final = client.messages.create(**ask, messages=messages, tool_choice={"type": "none"})
+    assert final.content[0].type == "text"
+    counted = client.messages.count_tokens(model="smollm2", messages=messages, tools=[weather, shell])
+    assert counted.input_tokens > client.messages.count_tokens(model="smollm2", messages=messages).input_tokens
+    long = [{"role": "user", "content": "word " * 3000}]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"):
+        client.messages.create(**ask, messages=long)
 
 
 def test_litellm(server: Running) -> None:

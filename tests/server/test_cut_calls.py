@@ -8,23 +8,35 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.engine.messages import Failure, Request
+from localllm.errors import UnsupportedError
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
-# Open parameters are held by no grammar, so the script is the model's own words from beginning to end.
 WRITE = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call><function=…>{% endif %}"
+TEMPLATE = "{% if tools %}<tool_call><function=…>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+ASKED = "Write."
 CALL = (
-    "I write it.\n<tool_call>\n<function=write>\n<parameter=text>\nint main() { return 0; }\n</parameter>\n"
-    "</function>\n</tool_call>"
+    "I write it.\n<tool_call>\n<function=write>\n<parameter=text>\nto return 0\n</parameter>\n</function>\n</tool_call>"
 )
+
+
+def writes(reply: str, held: bool) -> Any:
+    """A model's words, letter by letter. Where its calls are not `held`, no grammar can be made for them."""
+
+    def script(request: Request) -> list[Any]:
+        if request.grammar is not None and not held:
+            return [Failure("", UnsupportedError.code, "the lark can't be enforced")]
+        return list(reply)
+
+    return script
 
 
 def choice(**body: Any) -> dict[str, Any]:
     """The one choice of a reply, whole; the stream is folded and must say the same."""
-    engine = ScriptedEngine([CALL], chat_template=TEMPLATE)
-    asked = {"messages": [{"role": "user", "content": "Write."}], "tools": [WRITE], **body}
+    engine = ScriptedEngine(writes(CALL, held=False), chat_template=TEMPLATE)
+    asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [WRITE], **body}
     with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
         whole: dict[str, Any] = http.post(CHAT, json=asked).json()["choices"][0]
         stream = http.post(CHAT, json={**asked, "stream": True}).text
@@ -40,10 +52,10 @@ def choice(**body: Any) -> dict[str, Any]:
 def test_a_whole_call_is_one() -> None:
     got = choice()
     assert got["finish_reason"] == "tool_calls"
-    assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"]) == {"text": "int main() { return 0; }"}
+    assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"]) == {"text": "to return 0"}
 
 
-@pytest.mark.parametrize("at", ["<tool_", "<function=wri", "return", "</param", "</function"])
+@pytest.mark.parametrize("at", ["<tool_", "<function=wri", "return", "</param", "</funct"])
 def test_one_that_max_tokens_cut_is_none(at: str) -> None:
     got = choice(max_tokens=CALL.index(at) + len(at))
     assert (got["finish_reason"], got["message"]["content"]) == ("length", "I write it.")
@@ -54,3 +66,56 @@ def test_one_that_a_stop_text_cut_is_none() -> None:
     got = choice(stop=["return"])
     assert (got["finish_reason"], got["message"]["content"]) == ("stop", "I write it.")
     assert not got["message"].get("tool_calls")
+
+
+JSON_TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+JSON_CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "int main() { return 0; }"}}\n</tool_call>'
+DIALECTS = {
+    "/v1/chat/completions": lambda reply: (reply["choices"][0]["finish_reason"], reply["choices"][0]["message"]),
+    "/v1/messages": lambda reply: (reply["stop_reason"], reply["content"]),
+    "/api/chat": lambda reply: (reply["done_reason"], reply["message"]),
+}
+
+
+def json_reply(path: str, stream: bool, held: bool = True, **body: Any) -> str:
+    engine = ScriptedEngine(writes(JSON_CALL, held), chat_template=JSON_TEMPLATE)
+    tool = {"name": "write", "input_schema": {"type": "object"}} if "messages" in path else WRITE
+    asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [tool], "stream": stream, **body}
+    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        return http.post(path, json={"model": "m", **asked}).text
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("at", ['"name": "wri', '"text": "int', "0; }"])
+def test_arguments_in_json_that_were_cut_are_no_call_where_a_reply_comes_whole(path: str, at: str) -> None:
+    most = JSON_CALL.index(at) + len(at)
+    limit = {"options": {"num_predict": most}} if "api" in path else {"max_tokens": most}
+    reason, message = DIALECTS[path](json.loads(json_reply(path, False, **limit)))
+    assert reason in ("length", "max_tokens")
+    assert "write" not in json.dumps(message)
+
+
+def test_arguments_that_a_stop_text_cut_do_not_end_in_a_call() -> None:
+    path = "/v1/chat/completions"
+    reason, message = DIALECTS[path](json.loads(json_reply(path, False, held=False, stop=["return"])))
+    assert (reason, message.get("tool_calls")) == ("stop", None)
+    stream = json_reply(path, True, held=False, stop=["return"])
+    assert '"finish_reason":"stop"' in stream
+    assert '"finish_reason":"tool_calls"' not in stream
+
+
+def test_a_stream_that_was_cut_says_so_and_its_arguments_are_no_json() -> None:
+    most = JSON_CALL.index("return")
+    stream = json_reply("/v1/chat/completions", True, max_tokens=most)
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    choices = [c for chunk in chunks for c in chunk["choices"]]
+    calls = [call for c in choices for call in c["delta"].get("tool_calls") or []]
+    with pytest.raises(ValueError, match="Unterminated"):
+        json.loads("".join(call["function"].get("arguments") or "" for call in calls))
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+
+
+def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
+    lines = json_reply("/api/chat", True, options={"num_predict": JSON_CALL.index("return")}).splitlines()
+    assert not any(json.loads(line).get("message", {}).get("tool_calls") for line in lines)
+    assert json.loads(lines[-1])["done_reason"] == "length"

@@ -14,8 +14,9 @@ import numpy as np
 import openai
 import pytest
 
-from localllm.cli.launch import makes_embeddings, prepare, prepare_all
-from localllm.cli.serve import background_server, router_for
+from localllm.cli.background_server import background_server
+from localllm.cli.launch import pooled_use, prepare, prepare_all
+from localllm.cli.serve_models import router_for
 from localllm.engine.embedding import EmbeddingOptions
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import UsageError
@@ -185,6 +186,6 @@ def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Pa
     assert launch.needs_bytes > bert.stat().st_size
     assert prepare(str(tiny_model), Settings()).embedding is None
     ranker = prepare(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings()).local
-    assert not makes_embeddings(ranker)
+    assert pooled_use(ranker) == "ranks"
     with pytest.raises(UsageError, match="makes embeddings, not text"), background_server(str(bert)):
         pass

@@ -9,6 +9,7 @@ from typing import Any
 from localllm.engine.messages import Event, Request
 from localllm.server.models.idle import unload_idle
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.worker import Facts, ModelWorker
 from support.scripted_backend import ScriptedBackend
 
 
@@ -61,13 +62,33 @@ def test_an_idle_model_is_closed_and_comes_back() -> None:
     asyncio.run(main())
 
 
+def test_a_model_may_have_a_time_of_its_own() -> None:
+    async def main() -> None:
+        kept, brief = Host(), Host()
+        workers = [
+            ModelWorker("kept", kept, Facts(), idle_s=0),  # never
+            ModelWorker("brief", brief, Facts(), idle_s=0.05),
+        ]
+        for worker in workers:
+            await worker.engine()
+        models = ModelRouter([ServedModel(w.name, worker=w) for w in workers])
+        watch = asyncio.create_task(unload_idle(models, idle_s=3600, pressed=lambda: True, pressed_idle_s=0.01))
+        async with asyncio.timeout(30):
+            await brief.closed.wait()
+        assert not kept.closed.is_set()
+        watch.cancel()
+
+    asyncio.run(main())
+
+
 def test_a_model_in_use_is_never_closed_and_short_memory_hurries_the_others() -> None:
     async def main() -> None:
         busy, idle = Host(), Host()
         models = [ServedModel("busy", busy), ServedModel("idle", idle)]
         for model in models:
             await model.engine()
-        models[0].in_use = 1
+        held = models[0].lease()
+        held.__enter__()
         watch = asyncio.create_task(
             unload_idle(ModelRouter(models), idle_s=0.5, pressed=lambda: True, pressed_idle_s=0.01)
         )

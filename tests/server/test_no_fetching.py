@@ -215,7 +215,7 @@ ROWS = [
     Row("a stored prompt", RESP, {"input": "x", "prompt": {"id": "{file}"}}, "prompt"),
     Row("an Anthropic file", ANTH, user({"type": "document", "source": {"type": "file", "file_id": "x"}}), "documents"),
     Row("an image in a tool's result", ANTH, user({"type": "tool_result", "tool_use_id": "t", "content": [
-        {"type": "image", "source": {"type": "url", "url": "{web}"}}]}), "type"),
+        {"type": "image", "source": {"type": "url", "url": "{web}"}}]}), skips="messages.images"),
     Row("an upload", ANTH, user({"type": "container_upload", "file_id": "{file}"}), "container_upload"),
     # --- tools somebody would have to connect to ---
     *(

@@ -261,3 +261,4 @@ def test_metrics_and_health(http: httpx.Client) -> None:
     text = http.get("/metrics").text
     assert 'localllm_requests_total{model="tiny"} 1' in text
     assert 'localllm_decode_tok_s{model="tiny"} 12.5' in text
+    assert 'localllm_generated_tokens_total{model="tiny"} 1234567' in text

@@ -62,6 +62,27 @@ def test_max_tokens_stop_and_seed_are_honoured(client: openai.OpenAI) -> None:
     assert first == second != other
 
 
+def test_a_form_goes_on_behind_the_beginning_that_was_given(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 20}},
+        "required": ["capital"],
+        "additionalProperties": False,
+    }
+    begun = '{"capital": "P'
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[*QUESTION, {"role": "assistant", "content": begun}],
+        temperature=0,
+        max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    )
+    value = json.loads(begun + (answer.choices[0].message.content or ""))
+    assert list(value) == ["capital"]
+    assert value["capital"].startswith("P")
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
     content = _ask(client, max_tokens=4, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert len(content) == 4

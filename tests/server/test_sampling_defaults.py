@@ -19,6 +19,7 @@ OWN = Sampling(
     presence_penalty=1.5, frequency_penalty=0.4, seed=12, logit_bias={7: -2.0}, dry_multiplier=0.3, dry_base=1.5,
     dry_allowed_length=5, dry_penalty_last_n=77, dry_sequence_breakers=("q",), xtc_probability=0.2, xtc_threshold=0.3,
 )  # fmt: skip
+UNTHINKING = replace(OWN, temperature=0.72, top_p=0.81)
 HI = [{"role": "user", "content": "hi"}]
 PLAIN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
@@ -41,7 +42,7 @@ def engine() -> ScriptedEngine:
 @pytest.fixture(scope="module")
 def http(engine: ScriptedEngine):
     with (
-        running_server([ServedModel("tiny", engine, sampling=OWN)]) as running,
+        running_server([ServedModel("tiny", engine, sampling=OWN, sampling_unthinking=UNTHINKING)]) as running,
         httpx.Client(base_url=running.url, trust_env=False) as client,
     ):
         yield client
@@ -63,6 +64,26 @@ def test_a_request_that_says_one_thing_changes_that_one(http: httpx.Client, engi
     said = {"temperature": 0.5}
     body = {**PLAIN[path], **({"options": said} if path.startswith("/api/") else said)}
     assert reached(http, engine, path, body) == replace(OWN, temperature=0.5)
+
+
+OFF: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"reasoning_effort": "none"}),
+    ("/v1/chat/completions", {"reasoning": {"enabled": False}}),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("/v1/responses", {"reasoning": {"effort": "none"}}),
+    ("/v1/messages", {"thinking": {"type": "disabled"}}),
+    ("/api/chat", {"think": False}),
+    ("/api/generate", {"think": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "off"), OFF)
+def test_a_request_without_reasoning_gets_those_for_that(
+    http: httpx.Client, engine: ScriptedEngine, path: str, off: dict[str, Any]
+) -> None:
+    assert reached(http, engine, path, {**PLAIN[path], **off}) == UNTHINKING
+    named = {"options": {"temperature": 0.31}} if path.startswith("/api/") else {"temperature": 0.31}
+    assert reached(http, engine, path, {**PLAIN[path], **off, **named}) == replace(UNTHINKING, temperature=0.31)
 
 
 def test_a_seed_of_minus_one_draws_one(http: httpx.Client, engine: ScriptedEngine) -> None:

@@ -171,6 +171,7 @@ def test_over_http_a_refusal_is_a_400_with_the_word(client: openai.OpenAI, word:
         _ask(client, schema)
 
 
+@pytest.mark.long
 def test_the_real_model_keeps_twenty_of_them(client: openai.OpenAI) -> None:
     """Small values only: the model must come to an end by itself."""
     kinds = ("const", "enum", "required", "prefixItems", "maxItems", "minimum", "pattern", "anyOf", "type", "allOf")

@@ -55,13 +55,17 @@ def keyed():
 
 
 EVERY_ROUTE = [
-    ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
+    ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/usage.csv"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
     ("GET", "/props"), ("GET", "/models/sse"), ("GET", "/api/tags"), ("GET", "/api/version"), ("GET", "/api/ps"),
     ("GET", "/api/v0/models"), ("GET", "/openapi.json"), ("GET", "/nowhere"), ("HEAD", "/"), ("OPTIONS", CHAT),
     ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
-    ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"),
+    ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"), ("DELETE", "/api/delete"),
     ("POST", "/completion"), ("POST", "/infill"), ("POST", "/tokenize"), ("DELETE", "/v1/responses/x"),
+    ("GET", "/v1/responses/x/input_items"), ("POST", "/v1/responses/x/cancel"), ("POST", "/v1/conversations"),
+    ("GET", "/v1/conversations/x"), ("DELETE", "/v1/conversations/x"), ("POST", "/v1/conversations/x/items"),
     ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"), ("POST", "/v1/rerank"),
+    ("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/slots"), ("GET", "/api/v1/models"),
+    ("POST", "/api/v1/models/load"), ("POST", "/api/v1/models/unload"), ("POST", "/rerank"),
 ]  # fmt: skip
 
 
@@ -111,8 +115,9 @@ def test_local_pages_and_desktop_programs_get_cors_without_credentials(http: htt
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"]
 )
 def test_a_post_that_a_page_could_send_without_asking_is_refused(http: httpx.Client, kind: str) -> None:
+    page = {"Origin": "http://localhost:3000"}
     for path in (CHAT, "/api/chat", "/v1/messages", "/completion"):
-        r = http.post(path, content=json.dumps(HI), headers={"content-type": kind})
+        r = http.post(path, content=json.dumps(HI), headers={"content-type": kind, **page})
         assert r.status_code == 415
 
 
@@ -122,7 +127,23 @@ def test_a_body_without_a_type_is_read_only_from_programs(http: httpx.Client) ->
 
     assert send() == 200
     assert send(Origin="http://localhost:3000") == 415
-    assert send(**{"Sec-Fetch-Site": "cross-site"}) == 415
+    assert send(**{"Sec-Fetch-Site": "same-origin"}) == 415
+    assert send(**{"Sec-Fetch-Site": "cross-site"}) == 403
+
+
+def test_of_the_types_a_page_can_send_only_curls_is_read_and_only_from_programs(http: httpx.Client) -> None:
+    def send(kind: str, **headers: str) -> int:
+        return http.post(CHAT, content=json.dumps(HI), headers={"content-type": kind, **headers}).status_code
+
+    form = "application/x-www-form-urlencoded"
+    assert send(form) == 200
+    for said in (
+        {"Origin": "http://localhost:3000"}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Mode": "navigate"},
+        {"Referer": "https://evil.example/"},
+    ):  # fmt: skip
+        assert send(form, **said) in (403, 415), said
+    for kind in ("text/plain", "multipart/form-data; boundary=x", "application/jsonx"):
+        assert send(kind) == 415, kind
 
 
 def test_the_key_is_required_everywhere_but_health(keyed: httpx.Client) -> None:
@@ -140,13 +161,13 @@ def test_the_key_is_required_everywhere_but_health(keyed: httpx.Client) -> None:
 
 def test_an_address_that_others_can_reach_gets_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "my-machine.lan"):
-        settings = ServerSettings.secure(host=host)
+        settings = ServerSettings(host=host).secured()
         assert settings.generated_key
         assert len(settings.api_key or "") >= 24
-    assert ServerSettings.secure(host="0.0.0.0").api_key != ServerSettings.secure(host="0.0.0.0").api_key
+    assert ServerSettings(host="0.0.0.0").secured().api_key != ServerSettings(host="0.0.0.0").secured().api_key
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
-        assert ServerSettings.secure(host=host).api_key is None
-    assert ServerSettings.secure(host="0.0.0.0", api_key="mine").api_key == "mine"
+        assert ServerSettings(host=host).secured().api_key is None
+    assert ServerSettings(host="0.0.0.0", api_key="mine").secured().api_key == "mine"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +375,7 @@ def test_a_port_in_use_is_said_before_anything_loads() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
 def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
-    settings = ServerSettings.secure(unix_socket=str(path))
+    settings = ServerSettings(unix_socket=str(path)).secured()
     app = create_app(ModelRouter({"tiny": ScriptedEngine()}), settings=settings)
     sock = sockets.bind_unix(path)
     assert path.stat().st_mode & 0o077 == 0
@@ -362,7 +383,7 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
         sockets.bind_unix(path)
 
     async def ask() -> httpx.Response:
-        task = asyncio.create_task(serve_on(app, sock, settings, quiet=True))
+        task = asyncio.create_task(serve_on(app, [sock], settings, quiet=True))
         transport = httpx.AsyncHTTPTransport(uds=str(path))
         async with httpx.AsyncClient(transport=transport, base_url="http://anything.example") as client:
             reply = await client.get("/health")

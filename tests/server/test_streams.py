@@ -155,8 +155,8 @@ def test_ollama_lines(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.script = CALL
     seen = lines(http, "/api/chat", {"messages": HI, "tools": [TOOL]})
     assert "".join(line["message"]["content"] for line in seen) == "Let me see."
-    assert [c for line in seen for c in line["message"].get("tool_calls", [])] == [
-        {"function": {"name": "look", "arguments": {"q": "x"}}}
+    assert [c["function"] for line in seen for c in line["message"].get("tool_calls", [])] == [
+        {"index": 0, "name": "look", "arguments": {"q": "x"}}
     ]
     assert [line["done"] for line in seen] == [False] * (len(seen) - 1) + [True]
     assert seen[-1]["done_reason"] == "stop"

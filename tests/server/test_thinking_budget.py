@@ -32,6 +32,8 @@ FIELDS = [
     ("/v1/chat/completions", {"thinking_budget_tokens": 30}),
     ("/v1/chat/completions", {"reasoning_budget_tokens": 30}),
     ("/v1/responses", {"input": "hi", "reasoning": {"max_tokens": 30}}),
+    ("/v1/responses", {"input": "hi", "thinking_budget": 30}),
+    ("/v1/responses", {"input": "hi", "reasoning_budget_tokens": 30}),
     ("/v1/messages", {"max_tokens": 500, "thinking": {"type": "enabled", "budget_tokens": 30}}),
     ("/api/chat", {"stream": False, "options": {"thinking_budget": 30}}),
 ]

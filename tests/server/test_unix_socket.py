@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.cli.serve import listening
+from localllm.cli.serve_doors import listening
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.app import create_app
 from localllm.server.http.run import serve_on
@@ -34,15 +34,15 @@ def path() -> Iterator[Path]:
 
 
 def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(path: Path) -> None:
-    settings = ServerSettings.secure(unix_socket=str(path))
+    settings = ServerSettings(unix_socket=str(path)).secured()
     assert settings.api_key is None  # the file's mode is the key
 
     async def story() -> None:
-        with listening(settings) as (sock, address):
+        with listening(settings) as (socks, address):
             assert str(path) in address
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=settings)
-            server = asyncio.create_task(serve_on(app, sock, settings, quiet=True))
+            server = asyncio.create_task(serve_on(app, socks, settings, quiet=True))
             transport = httpx.AsyncHTTPTransport(uds=str(path))
             async with httpx.AsyncClient(transport=transport, base_url="http://localllm") as client:
                 assert (await client.get("/health")).json() == {"status": "ok"}
@@ -58,7 +58,7 @@ def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(pa
 
 def test_a_foreign_origin_is_refused_there_too(path: Path) -> None:
     async def story() -> None:
-        app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=ServerSettings.secure(unix_socket=str(path)))
+        app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=ServerSettings(unix_socket=str(path)).secured())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             assert (await client.get("/health", headers={"origin": "https://evil.example"})).status_code == 403
 
@@ -73,6 +73,49 @@ def test_a_dead_socket_is_replaced_and_a_live_one_is_not(path: Path) -> None:
         with pytest.raises(PortInUseError):
             bind_unix(path)
         assert path.exists()
+
+
+def test_a_live_socket_that_is_too_busy_to_answer_stays(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as first:
+        busy.bind(str(path))
+        busy.listen(0)
+        first.connect(str(path))
+        with pytest.raises(PortInUseError):
+            bind_unix(path)
+        assert path.exists()
+
+
+def test_a_socket_of_another_kind_stays(path: Path) -> None:
+    """A syslog's or a desktop's: nobody can connect to it as to ours, and it is alive."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as foreign:
+        foreign.bind(str(path))
+        with pytest.raises(UsageError, match="another kind"):
+            bind_unix(path)
+        assert path.exists()
+
+
+def test_a_link_to_a_socket_stays_and_so_does_another_user_s(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    link = path.with_name("link")
+    link.symlink_to(path)
+    with pytest.raises(UsageError, match="not a socket"):
+        bind_unix(link)
+    assert link.is_symlink()
+    monkeypatch.setattr(os, "geteuid", lambda: path.lstat().st_uid + 1)
+    with pytest.raises(UsageError, match="another user"):
+        bind_unix(path)
+    assert path.exists()
+
+
+def test_a_socket_that_took_its_place_is_not_removed_at_the_end(path: Path) -> None:
+    with listening(ServerSettings(unix_socket=str(path)).secured()):
+        path.unlink()
+        theirs = socket.socket(socket.AF_UNIX)
+        theirs.bind(str(path))
+    assert path.exists()
+    theirs.close()
 
 
 def test_what_is_no_socket_is_left_alone(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,29 +13,43 @@ from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.store import ModelStore
 
 
 class Running:
-    """Where it listens: `url` without a path, `port`, and the app behind it."""
+    """Where it listens: `url` without a path, `port`, and the app behind it; `stop` ends it before the block does."""
 
-    def __init__(self, port: int, app: Any) -> None:
+    def __init__(self, port: int, app: Any, stop: Callable[[], object]) -> None:
+        self.stop = stop
         self.port = port
         self.app = app
         self.url = f"http://127.0.0.1:{port}"
 
 
 @contextmanager
-def running_server(models: ModelRouter | dict[str, Any] | list[ServedModel], **settings: Any) -> Iterator[Running]:
-    """Serve `models` until the block ends."""
+def running_server(
+    models: ModelRouter | dict[str, Any] | list[ServedModel],
+    *,
+    preload: bool = False,
+    store: ModelStore | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """Serve `models` until the block ends; with `preload` they begin to load at once, as the command has them do.
+    `store`: what clients may fetch to and remove from."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
-    sock = bind("127.0.0.1", 0)
-    limits = ServerSettings(port=sock.getsockname()[1], **settings)
-    app = create_app(router, settings=limits)
+    # All of localhost where that is asked for; never an address that other machines reach.
+    socks = bind("localhost" if settings.get("host") == "localhost" else "127.0.0.1", 0)
+    port = socks[0].getsockname()[1]
+    limits = ServerSettings(port=port, **settings)
+    app = create_app(router, settings=limits, store=store)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_on(app, sock, limits, quiet=True))
+    task = loop.create_task(serve_on(app, socks, limits, quiet=True))
 
     def serve() -> None:
         asyncio.set_event_loop(loop)
+        if preload:
+            first = loop.create_task(router.preload())
+            first.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             loop.run_until_complete(task)
         except asyncio.CancelledError:
@@ -48,8 +62,9 @@ def running_server(models: ModelRouter | dict[str, Any] | list[ServedModel], **s
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield Running(sock.getsockname()[1], app)
+        yield Running(port, app, lambda: loop.call_soon_threadsafe(task.cancel))
     finally:
-        loop.call_soon_threadsafe(task.cancel)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
         thread.join(timeout=20)
         assert not thread.is_alive(), "the server did not stop"

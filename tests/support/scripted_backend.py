@@ -1,6 +1,6 @@
 """A backend without weights for unit tests: its next token is a pure function of the tokens before it.
 
-It passes the same conformance suite as the real ones. `rewind` and `segments` choose the memory shape it imitates.
+It passes the same conformance suite as the real ones. `rewind`, `segments` and `states` choose the memory shape it imitates.
 Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of text, 259 a control token.
 """
 
@@ -64,6 +64,7 @@ class ScriptedBackend:
         rewind: Literal["any", "bounded", "none"] = "any",
         rewind_tokens: int = 0,
         segments: bool = True,
+        states: bool = False,
     ) -> None:
         self._n_ctx = n_ctx
         self._lines: dict[int, list[int]] = {}
@@ -73,11 +74,14 @@ class ScriptedBackend:
         self.fail_next_step: str | None = None
         self.steps: list[list[tuple[int, int]]] = []
         self.computed_tokens = 0
+        # Sequences with imported KV and no state yet.
+        self._stateless: set[int] = set()
         self.capabilities = Capabilities(
             rewind=rewind,
             rewind_tokens=rewind_tokens,
             shares_cells=True,
             segments=segments,
+            states=states,
             exact_batching=True,
             kv_types=("f16",),
         )
@@ -134,7 +138,7 @@ class ScriptedBackend:
     def fork(self, source: int, n_tokens: int) -> int:
         if not 0 <= n_tokens <= len(self._lines[source]):
             raise BackendFailure("can't fork there")
-        if n_tokens and not self._can_rewind(source, n_tokens):
+        if n_tokens and not self.can_rewind(source, n_tokens):
             raise CannotRewindError("can't split there")
         target = self.new_sequence()
         self._lines[target] = self._lines[source][:n_tokens]
@@ -144,20 +148,24 @@ class ScriptedBackend:
     def truncate(self, sequence: int, n_tokens: int) -> None:
         if n_tokens >= len(self._lines[sequence]):
             return
-        if n_tokens and not self._can_rewind(sequence, n_tokens):
+        if n_tokens and not self.can_rewind(sequence, n_tokens):
             raise CannotRewindError("can't go back there")
+        self._stateless -= set() if n_tokens else {sequence}
         del self._lines[sequence][n_tokens:]
         del self._shared[sequence][n_tokens:]
         self._window_steps[sequence] = min(self._window_steps.get(sequence, 0), n_tokens)
 
-    def _can_rewind(self, sequence: int, n_tokens: int) -> bool:
+    def can_rewind(self, sequence: int, n_tokens: int) -> bool:
         length = len(self._lines[sequence])
-        if n_tokens == length or self.capabilities.rewind == "any":
+        if sequence in self._stateless and n_tokens:
+            return False
+        if n_tokens == length or not n_tokens or self.capabilities.rewind == "any":
             return True
         return self.capabilities.rewind == "bounded" and length - n_tokens <= self.capabilities.rewind_tokens
 
     def drop(self, sequence: int) -> None:
         del self._lines[sequence], self._shared[sequence]
+        self._stateless.discard(sequence)
 
     def length(self, sequence: int) -> int:
         return len(self._lines[sequence])
@@ -176,6 +184,7 @@ class ScriptedBackend:
             raise BackendFailure("more outputs than reserved")
         if total > self.cells_free():
             raise NoCellsError("no cells")
+        assert not self._stateless & {c.sequence for c in chunks}, "a sequence without its state was stepped"
         self.steps.append([(c.sequence, len(c.tokens)) for c in chunks])
         self.computed_tokens += total
         results = []
@@ -213,6 +222,38 @@ class ScriptedBackend:
         part = tokens[start - first : stop - first]
         self._lines[sequence] += part
         self._shared[sequence] += [object() for _ in part]
+        if self.capabilities.states:
+            self._stateless.add(sequence)
+
+    def state_bytes(self, sequence: int) -> int:
+        return len(self.export_state(sequence))
+
+    def export_state(self, sequence: int) -> bytes:
+        assert sequence not in self._stateless
+        return json.dumps({"state": row_after(self._lines[sequence])[:4].tolist()}).encode()
+
+    def import_state(self, sequence: int, data: bytes | memoryview, n_tokens: int) -> None:
+        line = self._lines[sequence]
+        try:
+            right = json.loads(bytes(data))["state"] == row_after(line[:n_tokens])[:4].tolist()
+        except (ValueError, KeyError, TypeError):
+            right = False
+        if not right or not 0 < n_tokens <= len(line):
+            self._stateless.add(sequence)
+            raise BackendFailure("not the state behind these tokens")
+        self._stateless.discard(sequence)
+        del line[n_tokens:], self._shared[sequence][n_tokens:]
+
+    def fork_state(self, source: int, data: bytes | memoryview, n_tokens: int) -> int:
+        target = self.new_sequence()
+        self._lines[target] = self._lines[source][:n_tokens]
+        self._shared[target] = self._shared[source][:n_tokens]
+        try:
+            self.import_state(target, data, n_tokens)
+        except BackendFailure:
+            self.drop(target)
+            raise
+        return target
 
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 0, 0, 0, 0)

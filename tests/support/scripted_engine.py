@@ -113,7 +113,9 @@ class ScriptedEngine:
         room = self.info.n_ctx - n_prompt
         if room <= 0 or (request.generation.max_tokens is not None and request.generation.max_tokens > room):
             said = f"the prompt has {n_prompt} tokens and the served context is {self.info.n_ctx}"
-            yield Failure(request.id, "context_length_exceeded", said)
+            yield Failure(
+                request.id, "context_length_exceeded", said, counts=(n_prompt, self.info.n_ctx) if room <= 0 else None
+            )
             return
         self.running += 1
         done = False
@@ -153,7 +155,9 @@ class ScriptedEngine:
                 return
             text = step if isinstance(step, str) else step[0]
             end = ends.feed(text) if ends is not None else -1
-            tokens = encode(text[:end] if end >= 0 else text)[: limit - said]
+            whole = encode(text[:end] if end >= 0 else text)
+            tokens = whole[: limit - said]
+            end = end if tokens == whole else -1  # cut in front of its end
             said += len(tokens)
             held += decode(tokens)
             hit = _first_stop(held, request.generation.stop)
@@ -175,8 +179,10 @@ class ScriptedEngine:
         usage = Usage(n_prompt, said, self.cached_tokens, cache_miss=self.cache_miss)
         yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
 
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Bytes."""
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
+        """Bytes; an image is as many as its mark."""
         return [BOS, *encode(text)] if add_bos and self.info.adds_bos else encode(text)
 
     async def detokenize(self, tokens: list[int]) -> str:
@@ -185,7 +191,7 @@ class ScriptedEngine:
 
     async def snapshot(self) -> dict[str, Any]:
         """A few numbers."""
-        return {"requests": len(self.requests), "generated_tokens": 7, "decode_tok_s": 12.5, "kv_type": "f16"}
+        return {"requests": len(self.requests), "generated_tokens": 1234567, "decode_tok_s": 12.5, "kv_type": "f16"}
 
 
 def _behind(steps: Sequence[Step], prompt: Sequence[int]) -> Sequence[Step]:

@@ -12,6 +12,7 @@ import pytest
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.client import ChatClient
+from localllm_tui.control.opening import Opening
 from tui.scripted_sse import ScriptedServer
 
 
@@ -41,7 +42,7 @@ class Driver:
             while not what():
                 await self.pilot.pause()
 
-        await asyncio.wait_for(wait(), 20)
+        await asyncio.wait_for(wait(), 60)
 
     async def type(self, text: str) -> None:
         self.app.composer.insert(text)
@@ -73,12 +74,24 @@ class Driver:
 def drive(server: ScriptedServer, history: History) -> Callable[..., None]:
     """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to ChatApp."""
 
-    def run(play: Callable[[Driver], Awaitable[None]], *, size: tuple[int, int] = (80, 24), **options: Any) -> None:
+    def run(
+        play: Callable[[Driver], Awaitable[None]],
+        *,
+        size: tuple[int, int] = (80, 24),
+        toasts: bool = False,
+        **options: Any,
+    ) -> None:
         async def main() -> None:
-            options.setdefault("copy", lambda _: True)
-            async with ChatClient(server.base_url) as client:
-                app = ChatApp(client, history, model="scripted", **options)
-                async with app.run_test(size=size) as pilot:
+            copy = options.pop("copy", lambda _: True)
+            attached = tuple(options.pop("attach", ()))
+            engine = options.pop("engine", None)
+            base_url = options.pop("server_", server).base_url
+            kept = options.pop("history_", history)
+            async with ChatClient(base_url, engine=engine) as client:
+                titles_after_s = options.pop("titles_after_s", None)
+                app = ChatApp(Opening(client, kept, "scripted", attached=attached, **options), copy)
+                app.chat.titles_after_s = titles_after_s
+                async with app.run_test(size=size, notifications=toasts) as pilot:
                     await pilot.pause()
                     await play(Driver(app, pilot))
 

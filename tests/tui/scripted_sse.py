@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -43,6 +43,7 @@ class UntilGone:
 class Finish:
     reason: str = "stop"
     usage: tuple[int, int, int] = (11, 7, 3)
+    timings: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,18 @@ class ScriptedServer:
     """Serves on a free loopback port while used as a context manager. `requests` are the bodies received."""
 
     def __init__(
-        self, *, model: str = "scripted", n_ctx: int | None = 1000, models: list[dict[str, Any]] | None = None
+        self,
+        *,
+        model: str = "scripted",
+        n_ctx: int | None = 1000,
+        models: list[dict[str, Any]] | None = None,
+        api_key: str | None = None,
     ):
+        self.api_key = api_key
         self.models = models or [{"id": model, "object": "model", **({"context_length": n_ctx} if n_ctx else {})}]
         self.scripts: deque[list[Any]] = deque()
         self.requests: list[dict[str, Any]] = []
+        self.count: Callable[[str], int] | None = None  # tokens of a text; None: this server does not count
 
     def play(self, *script: Any) -> None:
         """Answer one more request with `script`."""
@@ -92,10 +100,20 @@ class ScriptedServer:
                 pass
 
             def do_GET(self) -> None:
+                if owner.api_key and self.headers["Authorization"] != f"Bearer {owner.api_key}":
+                    self._json(401, {"error": {"message": "no"}})
+                    return
                 self._json(200, {"object": "list", "data": owner.models})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path.endswith("/input_tokens"):
+                    if owner.count is None:
+                        self._json(404, {"error": {"message": "not found"}})
+                    else:
+                        text = "".join(m["content"] for m in body["input"])
+                        self._json(200, {"input_tokens": owner.count(text)})
+                    return
                 owner.requests.append(body)
                 script = owner.scripts.popleft()
                 if isinstance(script[0], Refuse):
@@ -131,7 +149,8 @@ class ScriptedServer:
                     usage = {"prompt_tokens": prompt, "completion_tokens": completion}
                     usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
                     if body.get("stream_options", {}).get("include_usage"):
-                        self._chunk({"choices": [], "usage": usage})
+                        more = {"timings": step.timings} if step.timings else {}
+                        self._chunk({"choices": [], "usage": usage, **more})
                     self.wfile.write(b"data: [DONE]\n\n")
                 else:
                     assert isinstance(step, Drop)

@@ -53,7 +53,7 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
         ReasoningDelta("hm"),
         TextDelta("Hello"),
         TextDelta(" you"),
-        Done("stop", AnswerUsage(11, 2, 3)),
+        Done("stop", AnswerUsage(11, 2, 3), "the prompts part at token 3"),
     ]
     sent = server.requests[0]
     assert (sent["model"], sent["messages"], sent["stream"], sent["temperature"]) == ("m", ASK, True, 0)

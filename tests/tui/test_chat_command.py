@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,47 @@ from localllm.conversation.history import History
 from localllm.errors import BusyError, LocalLLMError, NotFoundError, UsageError
 from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, UntilGone
 
-# `localllm chat` with the server replaced by a scripted one: what a child process runs.
+# `localllm chat` against a scripted server: what a child process runs.
 CHILD = """
-import contextlib, signal, sys, typer, localllm.cli.serve as serve
+import signal, sys, typer
 # A test run in the background may have been started with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 url = sys.argv.pop(1)
-serve.background_server = lambda model, context=None: contextlib.nullcontext((url, "scripted"))
 from localllm.cli.chat import chat
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(chat)
-app()
+app([*sys.argv[1:], "--url", url])
 """
 
 
 @pytest.fixture
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Puts the scripted server behind `chat`; the list collects the MODELs it was started with."""
-    import localllm.cli.serve
+    """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs it was made with."""
+    import localllm.cli.background_server
+    from localllm_tui.control.engine import Progress
 
     asked: list[str | None] = []
 
-    @contextmanager
-    def background_server(model: str | None, context: int | None = None) -> Iterator[tuple[str, str]]:
-        asked.append(model)
-        yield server.base_url, "scripted"
+    class Engine:
+        model, api_key, unix_socket, where = "scripted", None, "", ""
+        base_url = server.base_url
 
-    monkeypatch.setattr(localllm.cli.serve, "background_server", background_server)
+        def __init__(self, model: str | None, context: int | None = None, placed: object = None) -> None:
+            asked.append(model)
+
+        def start(self) -> None:
+            pass
+
+        def wait(self, timeout_s: float | None = None) -> bool:
+            return True
+
+        def progress(self) -> Progress:
+            return Progress()
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(localllm.cli.background_server, "OwnEngine", Engine)
     return asked
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.conversation.history import History
+from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
 from localllm_tui.control.drafts import Drafts
-from localllm_tui.control.session import TITLE_CHARS, Session, code_blocks, fenced, title_of
+from localllm_tui.control.session import Session
+from localllm_tui.control.texts import TITLE_CHARS, code_blocks, fenced, title_of
 
 
 class Clock:
@@ -71,19 +73,97 @@ def test_an_answer_without_text_is_not_a_message(session: Session, history: Hist
     assert on_disk(history) == [("user", "q", True)]
 
 
+def _answered(session: Session, text: str, **meta: Any) -> StoredMessage:
+    answer = session.answer()
+    answer.add(text)
+    turn = answer.finish({"finish_reason": "stop", **meta})
+    assert turn is not None
+    return turn
+
+
 def test_a_retry_never_loses_the_earlier_answers(session: Session, history: History) -> None:
     session.ask("q")
     for text in ("one", "two", "three"):
-        answer = session.answer()
-        answer.add(text)
-        answer.finish({})
-    seen = {session.last_answer.content}  # type: ignore[union-attr]
-    for _ in range(2):
-        seen.add(session.swap_earlier().content)
-    assert seen == {"one", "two", "three"}
-    assert session.swap_earlier().content == "three"
+        _answered(session, text)
+    last = session.last_answer
+    assert last is not None
+    assert session.place(last) == (3, 3)
+    seen = [last.content]
+    for _ in range(3):
+        last = session.other_version(last, -1)
+        seen.append(last.content)
+    assert seen == ["three", "two", "one", "three"]
+    session.other_version(last, 1)
     reopened = Session(history, "m", conv_id=session.id)
-    assert reopened.swap_earlier().content in {"one", "two"}
+    assert [t.content for t in reopened.turns] == ["q", "one"]
+
+
+def test_any_turn_has_versions_and_what_followed_each_comes_back(session: Session, history: History) -> None:
+    first = session.ask("a")
+    _answered(session, "one")
+    session.ask("b")
+    _answered(session, "two")
+    changed = session.ask("A", instead=first)
+    assert [t.content for t in session.turns] == ["A"]
+    _answered(session, "three")
+    assert session.payload() == [{"role": "user", "content": "A"}]
+    assert session.place(changed) == (2, 2)
+    session.other_version(changed, -1)
+    assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
+    session.change_answer(session.turns[1], "ONE")
+    assert [t.content for t in session.turns] == ["a", "ONE"]
+    assert len(history.list()) == 1
+
+
+def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(session: Session) -> None:
+    session.ask("a")
+    stopped = _answered(session, "one", finish_reason="stopped")
+    session.ask("b")
+    _answered(session, "two")
+    more = session.answer(stopped, goes_on=True)
+    assert more.messages[-1] == {"role": "assistant", "content": "one"}
+    more.add(" and more")
+    more.finish({})
+    assert [t.content for t in session.turns] == ["a", "one and more"]
+    session.other_version(session.turns[1], -1)
+    assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
+    again = session.answer(session.turns[1])
+    assert again.messages == [{"role": "user", "content": "a"}]
+    again.add("anew")
+    again.finish({})
+    assert [t.content for t in session.turns] == ["a", "anew"]
+
+
+def test_a_turn_removed_gives_way_to_its_other_version(session: Session, history: History) -> None:
+    session.ask("a")
+    _answered(session, "one")
+    session.ask("b")
+    session.answer(session.turns[1])
+    again = session.answer(session.turns[0])
+    again.add("two")
+    gone = again.finish({})
+    assert gone is not None
+    session.remove(gone)
+    assert [t.content for t in session.turns] == ["a", "one", "b"]
+    session.remove(session.turns[1])
+    assert [t.content for t in session.turns] == ["a"]
+    session.remove(session.turns[0])
+    assert history.list() == []
+
+
+def test_a_branch_of_its_own_has_a_title_of_its_own(session: Session, history: History) -> None:
+    session.set_system("Be brief")
+    session.ask("a", [("f.txt", "x")])
+    _answered(session, "one")
+    session.ask("b")
+    branches = [session.branch_off(session.turns[1]) for _ in range(2)]
+    assert [b.title for b in branches] == ["a (branch)", "a (branch 2)"]
+    assert len({c.title for c in history.list()}) == 3
+    for branch in branches:
+        assert [t.content for t in branch.turns] == [t.content for t in session.turns[:2]]
+        assert branch.system == "Be brief"
+        branch.ask("elsewhere")
+    assert session.turns[-1].content == "b"
 
 
 def test_a_retry_that_gave_nothing_changes_nothing(session: Session, history: History) -> None:
@@ -109,21 +189,24 @@ def test_unanswered_questions_are_sent_as_one(session: Session) -> None:
     assert session.payload() == [{"role": "user", "content": "first\n\nsecond"}]
 
 
-def test_a_branch_keeps_the_files_of_the_question(session: Session, history: History) -> None:
-    session.ask("sum it up", [("a.txt", "one"), ("b.txt", "two")])
-    copy, old = session.branch()
-    new = copy.ask("shorter", [("c.txt", "three")], like=old)
+def test_a_changed_question_keeps_its_files(session: Session, history: History) -> None:
+    old = session.ask("sum it up", [("a.txt", "one"), ("b.txt", "two")])
+    _answered(session, "a")
+    new = session.ask("shorter", [("c.txt", "three")], instead=old)
     assert new.content.endswith("\n\nshorter")
     assert "sum it up" not in new.content
     assert code_blocks(new.content) == ["one", "two", "three"]
     assert new.meta["attached"] == ["a.txt", "b.txt", "c.txt"]
-    assert len(history.list()) == 2
+    assert len(history.list()) == 1
 
 
-def test_nothing_to_answer_edit_or_swap_is_said(session: Session) -> None:
-    for action in (session.answer, session.branch, session.swap_earlier):
+def test_nothing_to_answer_is_said(session: Session) -> None:
+    for action in (session.answer, lambda: session.answer(goes_on=True)):
         with pytest.raises(UsageError):
             action()
+    turn = session.ask("q")
+    with pytest.raises(UsageError):
+        session.other_version(turn, 1)
 
 
 def test_the_tokens_in_use_are_those_of_the_last_counted_answer(session: Session) -> None:
@@ -136,15 +219,6 @@ def test_the_tokens_in_use_are_those_of_the_last_counted_answer(session: Session
     answer.add("b")
     answer.finish({"finish_reason": "error"})
     assert session.used_tokens == 15
-
-
-def test_markdown_holds_the_whole_conversation(session: Session) -> None:
-    session.set_system("Be brief")
-    session.ask("what?")
-    answer = session.answer()
-    answer.add("that")
-    answer.finish({})
-    assert session.to_markdown() == "# what?\n\n## System\n\nBe brief\n\n## You\n\nwhat?\n\n## m\n\nthat\n"
 
 
 @given(st.text())

@@ -80,8 +80,9 @@ def test_an_edited_question_stays_compacted(history: History) -> None:
     session.set_compacts(True)
     session.answer().finish({})
     session.ask("second")
-    branch, _ = session.branch()
-    assert branch.compacts
+    session.ask("first, differently", instead=session.turns[0])
+    assert session.compacts
+    assert session.branch_off(session.turns[0]).compacts
     assert not Session(history, "m").compacts
 
 

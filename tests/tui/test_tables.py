@@ -13,16 +13,53 @@ from textual.widget import Widget
 from localllm.conversation.history import History
 from localllm_tui import plain
 from localllm_tui.app import ChatApp
-from localllm_tui.composer import Composer
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.commands import COMMANDS, help_markdown
-from localllm_tui.control.keys import APP, COMPOSER, KEYS, PICKER, Key, Moment, hints
+from localllm_tui.control.commands import COMMANDS
+from localllm_tui.control.keys import (
+    APP,
+    APPROVAL,
+    CHAT,
+    COMPOSER,
+    FILES,
+    GLASS,
+    HELP,
+    KEYS,
+    MODELS,
+    PICKER,
+    SLIDER,
+    TURN,
+    Key,
+    Moment,
+    hints,
+)
+from localllm_tui.control.registry import sections
 from localllm_tui.control.session import Session
-from localllm_tui.picker import Picker
+from localllm_tui.screens.approval import Approval
+from localllm_tui.screens.chat import ChatScreen
+from localllm_tui.screens.files import FilePicker
+from localllm_tui.screens.glass import GlassScreen
+from localllm_tui.screens.help import HelpScreen
+from localllm_tui.screens.models import ModelsScreen
+from localllm_tui.screens.picker import Picker
+from localllm_tui.widgets.composer import Composer
+from localllm_tui.widgets.slider import Slider
+from localllm_tui.widgets.transcript import Transcript
 from tui.conftest import Driver
 from tui.scripted_sse import Gate, Say, ScriptedServer
 
-OWNERS: dict[str, type[App[None]] | type[Widget] | type[Picker]] = {APP: ChatApp, COMPOSER: Composer, PICKER: Picker}
+OWNERS: dict[str, type[App[None]] | type[Widget] | type[Picker]] = {
+    APP: ChatApp,
+    CHAT: ChatScreen,
+    COMPOSER: Composer,
+    PICKER: Picker,
+    TURN: Transcript,
+    HELP: HelpScreen,
+    FILES: FilePicker,
+    GLASS: GlassScreen,
+    MODELS: ModelsScreen,
+    SLIDER: Slider,
+    APPROVAL: Approval,
+}
 
 
 def test_every_command_completes_and_explains_itself_in_the_frame(drive: Any) -> None:
@@ -32,7 +69,8 @@ def test_every_command_completes_and_explains_itself_in_the_frame(drive: Any) ->
             await d.pilot.pause()
             assert f"/{command.name} · {command.help}" in d.screen()
             await d.press("backspace", "tab")
-            assert d.app.composer.text == f"/{command.name}" + (" " if command.argument else "")
+            alone = sum(c.name.startswith(command.name) for c in COMMANDS) == 1
+            assert d.app.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
 
     drive(play, size=(120, 40))
 
@@ -69,10 +107,9 @@ def test_only_what_can_be_insisted_on_takes_a_bang(drive: Any, insisting: str) -
     drive(play)
 
 
-def test_plain_mode_knows_its_commands_and_names_them_for_any_other(
+def test_plain_mode_knows_its_commands(
     server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = [f"/{c.name}" for c in COMMANDS if c.plain]
     for command in COMMANDS:
         server.scripts.clear()
         server.answer("hello")
@@ -80,9 +117,8 @@ def test_plain_mode_knows_its_commands_and_names_them_for_any_other(
         monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/{command.name}\n"))
         plain.talk(ChatClient(server.base_url), "scripted", Session(history, "scripted"))
         said = capsys.readouterr().err
-        assert ("without --plain the chat has more" in said) is not command.plain
-        if not command.plain:
-            assert all(name in said.splitlines()[-1] for name in known)
+        assert ("needs the screen" in said) is not command.plain
+        assert "there is no command" not in said
 
 
 @pytest.mark.parametrize("key", [k for k in KEYS if k.action], ids=lambda k: f"{k.owner} {k.keys}")
@@ -100,10 +136,22 @@ def test_every_key_of_the_table_has_something_to_do(key: Key, drive: Any) -> Non
         assert callable(getattr(OWNERS[key.owner], f"action_{key.action.partition('(')[0]}"))
 
 
-def test_help_has_every_key_that_says_something() -> None:
-    shown = help_markdown().partition("**Keys**\n\n")[2].splitlines()
-    assert shown == [f"- **{key.label}** {key.help}" for key in KEYS if key.help]
-    assert len(shown) > 5
+def test_help_has_every_key_and_command_that_says_something(drive: Any) -> None:
+    entries = {(e.how, e.what) for section in sections() for e in section.entries}
+    assert {(k.label, k.help) for k in KEYS if k.help} <= entries
+    assert {(c.usage, c.help) for c in COMMANDS} <= entries
+
+    async def play(d: Driver) -> None:
+        for ask in ("f1", "/help"):
+            await (d.press(ask) if ask == "f1" else d.send(ask))
+            await d.until(lambda: isinstance(d.app.screen, HelpScreen))
+            await d.pilot.pause()
+            assert "earlier questions" in d.screen()
+            assert "keys and commands" in d.screen()
+            await d.press("escape")
+            assert not isinstance(d.app.screen, HelpScreen)
+
+    drive(play)
 
 
 def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer) -> None:
@@ -111,7 +159,7 @@ def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer)
     server.play(Say(["slow"]), gate)
 
     async def play(d: Driver) -> None:
-        assert f"{hints(Moment.WRITING)} · /help" in d.screen()
+        assert f"{hints(Moment.WRITING)} · F1 help" in d.screen()
         await d.send("/list")
         await d.until(lambda: isinstance(d.app.screen, Picker))
         assert hints(Moment.CHOOSING) in d.screen()
@@ -124,6 +172,8 @@ def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer)
         await d.until(lambda: not d.app.answering)
         await d.send("/edit")
         assert hints(Moment.EDITING) in d.screen()
+        await d.press("escape", "f2")
+        assert hints(Moment.SELECTING)[:60] in d.screen()
 
     drive(play)
     assert all(hints(moment) for moment in Moment)

@@ -1,19 +1,27 @@
-"""The table of keys as Textual wants it."""
+"""The tables of keys and commands as Textual wants them."""
 
 from __future__ import annotations
 
 from textual.binding import Binding, BindingType
 
-from localllm_tui.control.keys import KEYS
+from localllm_tui.control.commands import COMMANDS
+from localllm_tui.control.keys import CHAT, KEYS
 
 
 def bindings_of(owner: str) -> list[BindingType]:
     """The bindings of one part of the screen. None is shown: the frames have their own hints."""
-    return [
-        Binding(key.keys, key.action, key.help, show=False, priority=key.priority)
+    own: list[BindingType] = [
+        Binding(key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None)
         for key in KEYS
         if key.owner == owner and key.action and not key.caught
     ]
+    if owner == CHAT:
+        own += [
+            Binding(c.keys, f"command({c.name!r})", c.help, show=False, priority=True, id=f"command.{c.name}")
+            for c in COMMANDS
+            if c.keys
+        ]
+    return own
 
 
 def caught_by(owner: str) -> dict[str, str]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from typing import TextIO
+from collections.abc import Coroutine
+from typing import Any, TextIO
 
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import Answering
-from localllm_tui.control.client import ChatClient
+from localllm_tui.control.client import ChatClient, ToolRan
 from localllm_tui.control.session import Answer, Session
 from localllm_tui.control.terminal import printable
+from localllm_tui.line_chat import LineChat
 
 
 async def answer_to(
@@ -31,8 +33,9 @@ async def answer_to(
     """
     answering = Answering(keep)
     page = _Page(out, err)
+    goes_on = keep is not None and keep.goes_on
     try:
-        await answering.run(client.stream(model, messages, compact=compact), page)
+        await answering.run(client.stream(model, messages, compact=compact, goes_on=goes_on), page)
     finally:
         page.end()
     if answering.reason == "length":
@@ -58,47 +61,61 @@ def ask_once(
 
 def talk(client: ChatClient, model: str, session: Session) -> None:
     """Ask and answer line by line until end of input. Ctrl-C stops an answer, and leaves when there is none."""
-    print(f"{model}: an empty line is skipped, /new starts afresh, Ctrl-D leaves", file=sys.stderr)
-    while True:
+    print(f"{model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    chat = LineChat(client, model, session)
+    while not chat.left:
         try:
             line = input("> ").strip()
         except EOFError:
             print()
             return
         command = commands.parse(line)
-        if command == ("quit", ""):
-            return
-        if command == ("new", ""):
-            session = Session(session.history, model, system=session.system)
-        elif command == ("compact", "") and session.id is not None:
-            session.set_compacts(True)
-            print("the oldest messages are left out once not all fit; all of them stay on disk", file=sys.stderr)
-            if session.dialogue[-1].role == "user":
-                _answer(client, model, session)
-        elif command is not None:
-            print(f"here only {_known()} work; without --plain the chat has more", file=sys.stderr)
+        if command is not None:
+            _do(client, _obey(chat, *command))
         elif line:
-            session.ask(commands.question(line))
-            _answer(client, model, session)
+            _do(client, chat.ask(commands.question(line)))
+        while chat.wanted is not None and not chat.left:
+            keep, chat.wanted = chat.wanted, None
+            _answer(chat, keep)
 
 
-def _known() -> str:
-    """The commands there are here, in words."""
-    *names, last = (f"/{c.name}" for c in commands.COMMANDS if c.plain)
-    return f"{', '.join(names)} and {last}"
+async def _obey(chat: LineChat, name: str, argument: str) -> None:
+    if commands.needs_screen(name):
+        await chat.say(f"/{name} needs the screen: start the chat without --plain")
+        return
+    await commands.run(chat, name, argument)
 
 
-def _answer(client: ChatClient, model: str, session: Session) -> None:
-    """Answer the last question; what goes wrong is printed."""
-    compacts = client.compacts or session.compacts
+def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
+    """Run a command; what goes wrong is printed."""
+
+    async def run() -> None:
+        async with client:
+            await what
+
     try:
-        ask_once(client, model, session.payload(), session.answer(), compact=compacts)
-    except KeyboardInterrupt:
-        print("(stopped)", file=sys.stderr)
+        asyncio.run(run())
     except LocalLLMError as e:
-        print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
+        _say_error(e)
+
+
+def _answer(chat: LineChat, keep: Answer) -> None:
+    """Print an answer; what goes wrong is printed."""
+    compacts = chat.client.compacts or chat.session.compacts
+    try:
+        ask_once(chat.client, chat.model, keep.messages, keep, compact=compacts)
+    except KeyboardInterrupt:
+        print("(stopped; /more goes on)", file=sys.stderr)
+    except LocalLLMError as e:
+        _say_error(e)
+        if chat.session.unanswered:
+            chat.session.fail_question()
         if isinstance(e, ContextLengthError) and not compacts:
             print("/compact leaves out the oldest messages and asks again", file=sys.stderr)
+
+
+def _say_error(e: LocalLLMError) -> None:
+    print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
 
 
 class _Page:
@@ -126,6 +143,9 @@ class _Page:
             self._err.write(f"\r\x1b[K{what}")
             self._err.flush()
             self._said = what
+
+    def tool(self, ran: ToolRan) -> None:
+        """Tools are the screen's alone."""
 
     def end(self) -> None:
         """The answer is over: end its last line."""

@@ -39,6 +39,12 @@ class LlamaCppType:
 
         return vocabulary(path)
 
+    def reads_images(self) -> str | None:
+        """None where a projector could be loaded, else what is missing. Imports no native code."""
+        from localllm_backends.llamacpp.vision import WITHOUT, library_there
+
+        return None if library_there() else WITHOUT
+
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load a GGUF; raises LoadError or OutOfMemoryError."""
         from localllm_backends.llamacpp.load import load

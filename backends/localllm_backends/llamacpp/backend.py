@@ -16,6 +16,7 @@ from localllm_backends.contract import (
     CannotRewindError,
     Capabilities,
     Chunk,
+    InterruptedStepError,
     LoadSpec,
     MemoryReport,
     ModelInfo,
@@ -24,36 +25,28 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.llamacpp import kv_blocks
-from localllm_backends.llamacpp.batch import Batch
+from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, Rows
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
+from localllm_backends.llamacpp.interrupts import ABORTED, Interrupts
+from localllm_backends.llamacpp.kv_fidelity import Comparison
+from localllm_backends.llamacpp.model_info import model_info
 from localllm_backends.llamacpp.mtp import MtpHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, c_string, has_gpu, token_piece
+from localllm_backends.llamacpp.native import GGML_TYPES, has_gpu
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
-from localllm_backends.llamacpp.weights import fingerprint, kv_meaning
-
-_FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
-
-
-class _Result:
-    """Logits of the last step: a view of llama.cpp's own output rows."""
-
-    def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
-        self.rows = rows
-        self._offsets = offsets
-
-    def argmax(self, chunk: int) -> list[int]:
-        start, stop = self._offsets[chunk]
-        return [int(self.rows[i].argmax()) for i in range(start, stop)]
-
-    def logits(self, chunk: int) -> NDArray[np.float32]:
-        start, stop = self._offsets[chunk]
-        return self.rows[start:stop]
+from localllm_backends.llamacpp.positions import Carried, Positions, without_tail
+from localllm_backends.llamacpp.states import States
+from localllm_backends.llamacpp.vocabulary import Vocabulary
+from localllm_backends.llamacpp.weights import fingerprint
 
 
-class LlamaCppBackend:
+class LlamaCppBackend(Vocabulary):
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
+
+    # Images make positions of their tokens in two dimensions: exported KV says where they lie.
+    _two_dimensional = False
+    _projector_bytes = 0
 
     def __init__(
         self,
@@ -67,10 +60,11 @@ class LlamaCppBackend:
         recurrent: bool,
         heads: MtpHeads | None = None,
     ) -> None:
+        super().__init__(llama, model)
         self._heads = heads
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
-        self._vocab = llama.llama_model_get_vocab(model)
         self._memory = llama.llama_get_memory(context)
+        self._interrupts = Interrupts(llama, context)
         self._sizes = sizes
         self._owner = threading.get_ident()
         self._n_swa = int(llama.llama_model_n_swa(model))
@@ -79,61 +73,37 @@ class LlamaCppBackend:
         # Recurrent models only: how many tokens of a sequence's last step can be taken back, once.
         self._undoable: dict[SequenceId, int] = {}
         self._rolled_back: set[SequenceId] = set()
-        self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
+        # Sliding windows only: sequences were forked since each last had cells of its own for its window.
+        self._shares_windows = False
         n_batch = int(llama.llama_n_batch(context))
         self._n_outputs = outputs_reserved(spec, n_batch)
         self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
+        self._positions = Positions()
         n_native = int(llama.llama_n_seq_max(context))
-        self._spare: int | None = None if self._n_swa or recurrent else n_native - 1
+        plain = not self._n_swa and not recurrent
+        self._spare: int | None = n_native - 1 if plain else None
+        apart = not plain and n_native > spec.n_seq_max
+        self._states = States(llama, context, n_native - 1) if apart else None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
-        segments = self._spare is not None
-        rewind = "any" if segments else "bounded" if self._n_swa or self._n_rewind else "none"
+        self.info = self._model_info(path, n_batch)
+        self._warm_up()
+        rewind = "any" if plain else "bounded" if self._n_swa or self._n_rewind else "none"
         self.capabilities = Capabilities(
             rewind=rewind,  # type: ignore[arg-type]
             rewind_tokens=n_batch if self._n_swa and not recurrent else self._n_rewind,
             shares_cells=True,
-            segments=segments,
+            segments=plain or self._states is not None,
+            states=self._states is not None,
             exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
+            # Half a step is taken back from attention, never from a recurrent state.
+            interruptible=not recurrent,
             drafts=heads.longest if heads is not None else 0,
+            kv_on_device=spec.n_gpu_layers != 0 and has_gpu(),
             # Not run on a GPU: there a step's micro-batch is short anyway.
-            sliced_prefill=segments and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
+            sliced_prefill=plain and heads is None and (spec.n_gpu_layers == 0 or not has_gpu()),
         )
-        self.info = self._model_info(path, n_batch)
-        self._warm_up()
-
-    # --- vocabulary (any thread) ---------------------------------------------------------------------------------
-
-    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
-        data = text.encode("utf-8", "replace")
-        capacity = len(data) + 8
-        buffer = (self._llama.llama_token * capacity)()
-        n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, add_bos, special)
-        if n < 0:
-            buffer = (self._llama.llama_token * -n)()
-            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, -n, add_bos, special)
-        return list(buffer[:n])
-
-    def detokenize(self, tokens: Seq[int]) -> str:
-        """Text of `tokens`."""
-        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
-
-    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token; cached, because text is made of few tokens."""
-        piece = self._pieces.get((token, special))
-        if piece is None:
-            if not 0 <= token < self._n_vocab:
-                raise BackendFailure(f"token {token} is outside the vocabulary of {self._n_vocab}")
-            piece = token_piece(self._llama, self._vocab, token, special=special)
-            self._pieces[token, special] = piece
-        return piece
-
-    def is_control(self, token: int) -> bool:
-        """True for the vocabulary's control tokens."""
-        return bool(self._llama.llama_vocab_is_control(self._vocab, token))
 
     # --- sequences -----------------------------------------------------------------------------------------------
 
@@ -160,11 +130,17 @@ class LlamaCppBackend:
             raise CannotRewindError("a recurrent state can only be shared as it was left by the last step")
         target = self.new_sequence()
         if n_tokens:
-            self._llama.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
-            self._ledger.share(source, target, n_tokens)
+            self._share(source, target, n_tokens)
             if self._heads is not None:
                 self._heads.fork(source, target, n_tokens)
         return target
+
+    def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
+        """The empty `target` gets the first `n_tokens` cells of `source`."""
+        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, self._positions.at(source, n_tokens))
+        self._ledger.share(source, target, n_tokens)
+        self._positions.fork(source, target, n_tokens)
+        self._shares_windows = bool(self._n_swa)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
         """Cut back to `n_tokens`; CannotRewindError (nothing changed) where the memory can't."""
@@ -174,9 +150,10 @@ class LlamaCppBackend:
             return
         if n_tokens and not self._holds_window(sequence, n_tokens):
             raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
-        if not self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1):
+        if not self._llama.llama_memory_seq_rm(self._memory, sequence, self._positions.at(sequence, n_tokens), -1):
             raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
         self._ledger.cut(sequence, n_tokens)
+        self._positions.cut(sequence, n_tokens)
         if self._heads is not None:
             self._heads.truncate(sequence, n_tokens)
         self._undoable.pop(sequence, None)
@@ -188,6 +165,7 @@ class LlamaCppBackend:
         self._check_owner()
         self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._ledger.close(sequence)
+        self._positions.close(sequence)
         if self._heads is not None:
             self._heads.close(sequence)
         self._undoable.pop(sequence, None)
@@ -202,6 +180,11 @@ class LlamaCppBackend:
         """Tokens that can still be appended."""
         return self._ledger.free
 
+    def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
+        """Would `truncate` and `fork` go back to `n_tokens` now?"""
+        length = self._ledger.length(sequence)
+        return n_tokens >= length or not n_tokens or self._holds_window(sequence, n_tokens)
+
     def _holds_window(self, sequence: SequenceId, n_tokens: int) -> bool:
         """Can position `n_tokens` be computed again: is everything its attention sees still in memory?"""
         if self._recurrent:
@@ -210,11 +193,11 @@ class LlamaCppBackend:
         if not self._n_swa:
             return True
         oldest = int(self._llama.llama_memory_seq_pos_min(self._memory, sequence))
-        return oldest <= max(0, n_tokens - self._n_swa)
+        return oldest <= max(0, self._positions.at(sequence, n_tokens) - self._n_swa)
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> Rows:
         """One llama_decode over all chunks; all or nothing."""
         self._check_owner()
         n_tokens = n_outputs = 0
@@ -236,7 +219,7 @@ class LlamaCppBackend:
             return self._step_apart(chunks, offsets)
         return self._decode(chunks, offsets, n_outputs)
 
-    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> _Result:
+    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> Rows:
         """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode, recurrent rollback
         (n_rs_seq, "experimental" in llama.h) was seen to restore wrong states."""
         rows = []
@@ -245,16 +228,24 @@ class LlamaCppBackend:
                 rows.append(self._decode([chunk], [(0, stop - start)], stop - start).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return _Result(np.concatenate(rows), offsets)
+        return Rows(np.concatenate(rows), offsets)
 
-    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> _Result:
+    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> Rows:
         batch = self._batch
         batch.clear()
         for chunk in chunks:
-            batch.add(chunk.sequence, self._ledger.length(chunk.sequence), chunk.tokens, chunk.outputs)
-        code = self._llama.llama_decode(self._context, batch.native)
+            batch.add(chunk.sequence, self._end(chunk.sequence), chunk.tokens, chunk.outputs)
+        return self._sweep(batch, chunks, offsets, n_outputs)
+
+    def _sweep(self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int) -> Rows:
+        """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
+        code = self._interrupts.decode(batch.native, can_end=self._can_undo(chunks))
+        if code == 1 and self._part_windows(chunks):
+            code = self._interrupts.decode(batch.native)
         if code:
             self._undo(chunks)
+            if code == ABORTED:
+                raise InterruptedStepError("the step was interrupted")
             if code == 1:
                 raise NoCellsError("llama.cpp found no room in its KV cache for this step")
             raise StepError(
@@ -267,17 +258,41 @@ class LlamaCppBackend:
                 self._rolled_back.discard(chunk.sequence)
         if self._heads is not None:
             self._heads.stepped(chunks)
-        if not n_outputs:
-            return _Result(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
+        if not n:
+            # A device may only have taken the order: whoever times this step wants to know when it is done.
+            self._llama.llama_synchronize(self._context)
+            return Rows(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
         assert address is not None
-        row = ctypes.c_float * (n_outputs * self._n_vocab)
+        row = ctypes.c_float * (n * self._n_vocab)
         rows: NDArray[np.float32] = np.frombuffer(memoryview(row.from_address(address)), dtype=np.float32)
-        return _Result(rows.reshape(n_outputs, self._n_vocab), offsets)
+        return Rows(rows.reshape(n, self._n_vocab), offsets)
+
+    def _end(self, sequence: SequenceId) -> int:
+        """The position of the next token of a sequence that ends in no unfinished image."""
+        return self._positions.at(sequence, self._ledger.length(sequence))
+
+    def _part_windows(self, chunks: Seq[Chunk] = ()) -> bool:
+        """Make room in a sliding window's memory that forks fill, in the middle of a step of `chunks`; False if there is
+        none to be made."""
+        if not self._shares_windows or self._states is None or self._recurrent:
+            return False
+        self._undo(chunks)
+        self._states.part(self._ledger.sequences)
+        self._shares_windows = False
+        return True
+
+    def interrupt(self) -> None:
+        """End the step that runs now or comes next, if it is long. Any thread."""
+        self._interrupts.interrupt()
+
+    def _can_undo(self, _chunks: Seq[Chunk]) -> bool:
+        """Could a step of `chunks` be taken back?"""
+        return True
 
     def _undo(self, chunks: Seq[Chunk]) -> None:
-        for chunk in chunks:
-            self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._ledger.length(chunk.sequence), -1)
+        for chunk in chunks if self._can_undo(chunks) else ():
+            self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._end(chunk.sequence), -1)
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         """Memory it takes that ends up with `n_tokens`: its own KV, and buffers for its larger micro-batches."""
@@ -288,6 +303,11 @@ class LlamaCppBackend:
         """Start reading `tokens` behind `sequence` in a context of their own."""
         self._check_owner()
         return PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
+
+    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> Comparison:
+        """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""
+        self._check_owner()
+        return Comparison(self._llama, self._model, self._spec, pairs, tokens)
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""
@@ -305,6 +325,8 @@ class LlamaCppBackend:
         self._llama.llama_set_warmup(self._context, False)
         if self._heads is not None:
             self._heads.draft([(sequence, token, 1)])
+        if self._states is not None and not self._states.split(sequence):
+            self._states = None
         self.drop(sequence)
 
     # --- KV in and out -------------------------------------------------------------------------------------------
@@ -315,43 +337,118 @@ class LlamaCppBackend:
         length = self._ledger.length(sequence)
         if not 0 <= start < stop <= length:
             raise BackendFailure(f"can't export tokens {start} to {stop} of {length}")
+        span = self._positions.at(sequence, start), self._positions.at(sequence, stop)
+        tail = self._positions.tail(sequence, start, stop) if self._two_dimensional else b""
+        if self._states is not None:
+            return self._states.export_kv(sequence, start, stop, span) + tail
         source = sequence
         if self._spare is None:
             if (start, stop) != (0, length):
                 raise CannotRewindError("this model's memory can only be exported whole")
         elif (start, stop) != (0, length):
             source = self._spare
-            self._llama.llama_memory_seq_cp(self._memory, sequence, source, start, stop)
+            self._llama.llama_memory_seq_cp(self._memory, sequence, source, *span)
         try:
             data = kv_blocks.packed(self._llama, self._context, source, self._magic, start, stop)
         finally:
             if source != sequence:
                 self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
         if self._heads is None:
-            return data
+            return data + tail
         return kv_blocks.with_heads(data, self._heads.export_range(sequence, start, stop, source))
+
+    def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
+        """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice a layer."""
+        return self._ledger.runs(sequence, start, stop)
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         """Append tokens [start, stop) of an exported blob."""
         self._check_owner()
-        first, last = kv_blocks.span(data, self._magic)
+        states = self._states
+        first, last = kv_blocks.span(data, self._magic) if states is None else states.span(data)
         if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
         if self._ledger.length(sequence) != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {self._ledger.length(sequence)} held")
         if last - first > self._ledger.free:
             raise NoCellsError(f"{last - first} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
-        if self._spare is None and (start, stop, first) != (0, last, 0):
+        if self._spare is None and states is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
+        carried = Carried.none(first, last)
+        if self._two_dimensional:
+            data, carried = without_tail(data, first, last)
+        span = self._positions.adopt(sequence, start, stop, carried.images)
+        try:
+            if states is not None:
+                states.import_kv(sequence, data, span)
+            else:
+                self._import_plain(sequence, data, start, stop, span, carried.last + 1)
+        except BackendFailure:
+            self._positions.cut(sequence, start)
+            raise
+        self._ledger.append(sequence, stop - start)
+
+    def _import_plain(
+        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int, span: tuple[int, int], end: int
+    ) -> None:
+        """Append tokens [start, stop), whose positions are `span`, of a blob whose positions end before `end`."""
         target = sequence if self._spare is None else self._spare
         raw, more = kv_blocks.parts(data, heads=self._heads is not None)
-        kv_blocks.unpack(self._llama, self._context, target, raw, last)
+        kv_blocks.unpack(self._llama, self._context, target, raw, end)
         if target != sequence:
-            self._llama.llama_memory_seq_cp(self._memory, target, sequence, start, stop)
+            self._llama.llama_memory_seq_cp(self._memory, target, sequence, *span)
             self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
         if self._heads is not None and more is not None:
             self._heads.import_range(sequence, more, start, stop, target)
-        self._ledger.append(sequence, stop - start)
+
+    def state_bytes(self, sequence: SequenceId) -> int:
+        """Bytes that `export_state` gives now."""
+        return self._state_part.size(sequence)
+
+    def export_state(self, sequence: SequenceId) -> bytes:
+        """The state behind all that the sequence holds."""
+        self._check_owner()
+        return self._state_part.export(sequence, self._ledger.length(sequence))
+
+    def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
+        """Cut the sequence to `n_tokens` and give it their state."""
+        self._check_owner()
+        length = self._ledger.length(sequence)
+        if not 0 < n_tokens <= length:
+            raise BackendFailure(f"can't go to {n_tokens} of {length} tokens")
+        last = self._positions.last(sequence, n_tokens)
+        try:
+            self._state_part.load(sequence, data, n_tokens, last)
+        except BackendFailure:
+            if not self._part_windows():
+                raise
+            self._state_part.load(sequence, data, n_tokens, last)
+        # Recurrent layers have it by now, and refuse to be cut before.
+        if not self._llama.llama_memory_seq_rm(self._memory, sequence, self._positions.at(sequence, n_tokens), -1):
+            raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
+        self._ledger.cut(sequence, n_tokens)
+        self._positions.cut(sequence, n_tokens)
+        self._undoable.pop(sequence, None)
+        self._rolled_back.discard(sequence)
+
+    def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
+        """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
+        if not 0 < n_tokens <= self._ledger.length(source):
+            raise BackendFailure(f"can't fork at {n_tokens}: the sequence holds {self._ledger.length(source)} tokens")
+        target = self.new_sequence()
+        self._share(source, target, n_tokens)
+        try:
+            self.import_state(target, data, n_tokens)
+        except BackendFailure:
+            self.drop(target)
+            raise
+        return target
+
+    @property
+    def _state_part(self) -> States:
+        if self._states is None:
+            raise BackendFailure("this model's state can't be had apart from its KV")
+        return self._states
 
     @property
     def _magic(self) -> bytes:
@@ -367,6 +464,8 @@ class LlamaCppBackend:
             recurrent_bytes=self._sizes.recurrent_bytes,
             compute_bytes=self._sizes.compute_bytes,
             output_bytes=self._sizes.output_bytes,
+            projector_bytes=self._projector_bytes,
+            places=dict(self._sizes.places),
         )
 
     def check_integrity(self) -> None:
@@ -387,39 +486,15 @@ class LlamaCppBackend:
             raise BackendFailure("a backend belongs to the thread that loaded it")
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
-        llama, model, vocab = self._llama, self._model, self._vocab
-        metadata = {}
-        for i in range(llama.llama_model_meta_count(model)):
-            key = c_string(llama.llama_model_meta_key_by_index, model, i)
-            value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
-            if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
-                metadata[key] = value
-        template = llama.llama_model_chat_template(model, None)
-        bos, eos = int(llama.llama_vocab_bos(vocab)), int(llama.llama_vocab_eos(vocab))
-        fim = {name: int(getattr(llama, f"llama_vocab_fim_{name}")(vocab)) for name in _FIM}
-        return ModelInfo(
-            architecture=metadata.get("general.architecture", ""),
-            description=metadata.get("general.name") or path.stem,
+        return model_info(
+            self,
+            self._llama,
+            self._model,
+            self._spec,
             # What is stored with the heads' KV is of no use without them, and the other way round.
             fingerprint=fingerprint(path) + ("-mtp" if self._heads is not None else ""),
-            n_vocab=self._n_vocab,
             n_ctx=self._ledger.capacity,
-            n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
             n_seq_max=len(self._idle),
             n_batch=n_batch,
             n_outputs=self._n_outputs,
-            n_params=int(llama.llama_model_n_params(model)),
-            weights_bytes=int(llama.llama_model_size(model)),
-            eog_tokens=tuple(t for t in range(self._n_vocab) if llama.llama_vocab_is_eog(vocab, t)),
-            bos_token=bos if bos >= 0 else None,
-            eos_token=eos if eos >= 0 else None,
-            adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
-            bos_text=self.token_bytes(bos, special=True).decode("utf-8", "replace") if bos >= 0 else "",
-            eos_text=self.token_bytes(eos, special=True).decode("utf-8", "replace") if eos >= 0 else "",
-            chat_template=template.decode("utf-8", "replace") if template else None,
-            kv_type_k=self._spec.kv_type_k,
-            kv_type_v=self._spec.kv_type_v,
-            kv_meaning=kv_meaning(llama, self._spec),
-            fim_tokens={name: token for name, token in fim.items() if token >= 0},
-            metadata=metadata,
         )

@@ -1,4 +1,4 @@
-"""One llama_batch whose arrays are numpy's: filling it costs microseconds."""
+"""One llama_batch whose arrays are numpy's: filling it costs microseconds. And what comes out of a step."""
 
 from __future__ import annotations
 
@@ -50,3 +50,47 @@ class Batch:
             if outputs:
                 self._logits[i + n - min(n, outputs) : i + n] = 1
         self.native.n_tokens = i + n
+
+
+class EmbeddingBatch:
+    """A llama_batch of embeddings instead of token ids, for one sequence: `positions` is int32 [1 or 4, tokens]."""
+
+    def __init__(
+        self, llama: Any, sequence: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], outputs: int
+    ) -> None:
+        n = len(embeddings)
+        i32 = ctypes.POINTER(ctypes.c_int32)
+        self._embeddings = np.ascontiguousarray(embeddings, dtype=np.float32)
+        self._positions = np.ascontiguousarray(positions, dtype=np.int32)
+        self._n_seq: NDArray[np.int32] = np.ones(n, dtype=np.int32)
+        self._seq: NDArray[np.int32] = np.array([sequence], dtype=np.int32)
+        self._seq_pointers: NDArray[np.uint64] = np.full(n, self._seq.ctypes.data, dtype=np.uint64)
+        self._logits: NDArray[np.int8] = np.zeros(n, dtype=np.int8)
+        if outputs:
+            self._logits[n - min(n, outputs) :] = 1
+        native = llama.llama_batch()
+        native.n_tokens = n
+        native.embd = self._embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        native.pos = self._positions.ctypes.data_as(i32)
+        native.n_seq_id = self._n_seq.ctypes.data_as(i32)
+        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
+        native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self.native = native
+
+
+class Rows:
+    """Logits of the last step: a view of llama.cpp's own output rows."""
+
+    def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
+        self.rows = rows
+        self._offsets = offsets
+
+    def argmax(self, chunk: int) -> list[int]:
+        """See `StepResult`."""
+        start, stop = self._offsets[chunk]
+        return [int(self.rows[i].argmax()) for i in range(start, stop)]
+
+    def logits(self, chunk: int) -> NDArray[np.float32]:
+        """See `StepResult`."""
+        start, stop = self._offsets[chunk]
+        return self.rows[start:stop]

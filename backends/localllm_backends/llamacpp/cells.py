@@ -20,6 +20,9 @@ class CellLedger:
         self._holders: NDArray[np.int16] = np.zeros(capacity, dtype=np.int16)
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._n_free = capacity
+        # When each cell was taken, counted in cells: those taken one after the other lie beside each other, as a rule.
+        self._taken: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self._n_taken = 0
         self._lines: dict[int, NDArray[np.int32]] = {}
         self._lengths: dict[int, int] = {}
 
@@ -27,6 +30,11 @@ class CellLedger:
     def free(self) -> int:
         """Cells no sequence stands in."""
         return self._n_free
+
+    @property
+    def sequences(self) -> list[int]:
+        """Those that hold a token."""
+        return [sequence for sequence, length in self._lengths.items() if length]
 
     def open(self, sequence: int) -> None:
         """Start an empty line."""
@@ -46,8 +54,15 @@ class CellLedger:
         taken = self._free[self._n_free - n : self._n_free]
         line[length : length + n] = taken
         self._holders[taken] = 1
+        self._taken[taken] = np.arange(self._n_taken, self._n_taken + n)
+        self._n_taken += n
         self._n_free -= n
         self._lengths[sequence] = length + n
+
+    def runs(self, sequence: int, start: int, stop: int) -> int:
+        """In how many runs the line's tokens [start, stop) were taken."""
+        taken = self._taken[self._lines[sequence][start:stop]]
+        return int(np.count_nonzero(np.diff(taken) != 1)) + (stop > start)
 
     def share(self, source: int, target: int, n: int) -> None:
         """Append the first `n` cells of `source` to the empty line `target`."""

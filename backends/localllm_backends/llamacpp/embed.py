@@ -1,4 +1,4 @@
-"""Embedding models through llama.cpp: BERT and its kin, and decoders whose GGUF names a pooling."""
+"""Embedding models and rerankers through llama.cpp: BERT and its kin, and decoders whose GGUF names a pooling."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError, StepError
-from localllm_backends.llamacpp.native import c_string, cause, start_native, usable_cores
+from localllm_backends.llamacpp.cores import usable_cores
+from localllm_backends.llamacpp.native import c_string, cause, offload, start_native
 from localllm_backends.llamacpp.native_log import log
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 # llama.h: enum llama_pooling_type
-_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _RANK = 4
+_NO_TOKEN = -1
 # An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is asked for.
 _DEFAULT_CTX = 2048
 _MOST_SEQUENCES = 32
@@ -33,8 +35,9 @@ class LlamaCppEmbedder:
         self._n_batch = int(llama.llama_n_ubatch(context))
         self._n_seq_max = int(llama.llama_n_seq_max(context))
         self._batch = llama.llama_batch_init(self._n_batch, 0, 1)
-        self.n_embd = int(llama.llama_model_n_embd_out(model))
         self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
+        width = llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
+        self.n_embd = int(width(model))
         eos = int(llama.llama_vocab_eos(self._vocab))
         self.info = ModelInfo(
             architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or "",
@@ -61,11 +64,32 @@ class LlamaCppEmbedder:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text are text."""
+        return self._tokens(text, marks=True, special=False)
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the query, EOS and SEP, the
+        document, EOS, each mark where the model wants it. The same as llama.cpp's server makes."""
+        template = self._llama.llama_model_chat_template(self._model, b"rerank")
+        if template:
+            text = template.decode("utf-8", "replace")
+            # In one pass: what a query says of {document} is the query's text.
+            filled = query.join(part.replace("{document}", document) for part in text.split("{query}"))
+            return self._tokens(filled, marks=False, special=True)
+        llama, vocab = self._llama, self._vocab
+        sep = int(llama.llama_vocab_sep(vocab))
+        eos = int(llama.llama_vocab_eos(vocab))
+        end = [sep if eos == _NO_TOKEN else eos] if llama.llama_vocab_get_add_eos(vocab) else []
+        begin = [int(llama.llama_vocab_bos(vocab))] if llama.llama_vocab_get_add_bos(vocab) else []
+        between = [sep] if llama.llama_vocab_get_add_sep(vocab) else []
+        asked, said = (self._tokens(t, marks=False, special=False) for t in (query, document))
+        return [*begin, *asked, *end, *between, *said, *end]
+
+    def _tokens(self, text: str, *, marks: bool, special: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 8
         while True:
             buffer = (self._llama.llama_token * capacity)()
-            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, True, False)
+            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, marks, special)
             if n >= 0:
                 return list(buffer[:n])
             capacity = -n
@@ -84,7 +108,7 @@ class LlamaCppEmbedder:
         )
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """One row per input, of length 1; as many inputs as fit go through the model at once."""
+        """One row per input, of length 1, or scores as they are; as many inputs as fit go through the model at once."""
         for tokens in inputs:
             if not 0 < len(tokens) <= self._n_batch:
                 raise BackendFailure(f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit")
@@ -126,7 +150,7 @@ class LlamaCppEmbedder:
             if not found:
                 raise StepError("llama.cpp gave no embedding")
             row = np.ctypeslib.as_array(found, shape=(self.n_embd,)).astype(np.float32)
-            length = float(np.linalg.norm(row))
+            length = float(np.linalg.norm(row)) if self.pooling != "rank" else 0.0
             rows.append(row / np.float32(length) if length > 0 else row)
         return rows
 
@@ -145,15 +169,15 @@ def load_embedder(
     n_gpu_layers: int = -1,
     on_progress: Callable[[float], None] | None = None,
 ) -> LlamaCppEmbedder:
-    """Load a GGUF that makes embeddings. `n_ctx` 0 = the model's own, at most 2,048 tokens.
+    """Load a GGUF that makes embeddings or ranks. `n_ctx` 0 = the model's own, at most 2,048 tokens.
 
-    Raises LoadError, also for files that generate text or rank, and OutOfMemoryError.
+    Raises LoadError, also for files that generate text, and OutOfMemoryError.
     """
     llama = start_native()
     file = Path(path)
     check_file(file)
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
+    offload(params, n_gpu_layers)
 
     def report(progress: float, _user_data: Any) -> bool:
         if on_progress is not None:
@@ -167,18 +191,26 @@ def load_embedder(
     if not model:
         raise LoadError(f"llama.cpp can't load {file.name!r}: {cause('no reason given')}")
     try:
-        context = _context(llama, model, file, n_ctx, n_threads)
+        context = _context(llama, model, file, n_ctx, n_threads, ranks=_ranks(llama, model))
     except Exception:
         llama.llama_model_free(model)
         raise
     return LlamaCppEmbedder(llama, model, context, file)
 
 
-def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> Any:
+def _ranks(llama: Any, model: Any) -> bool:
+    """True for a model with named classes: a classifier on top of an encoder, whose header may name the encoder's own
+    pooling."""
+    return bool(llama.llama_model_cls_label(model, 0))
+
+
+def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int, *, ranks: bool) -> Any:
     trained = int(llama.llama_model_n_ctx_train(model))
     tokens = min(n_ctx or _DEFAULT_CTX, trained) if trained > 0 else n_ctx or _DEFAULT_CTX
     params = llama.llama_context_default_params()
     params.embeddings = True
+    if ranks:
+        params.pooling_type = _RANK
     params.n_ctx = params.n_batch = params.n_ubatch = tokens
     params.n_seq_max = min(_MOST_SEQUENCES, tokens)
     params.kv_unified = True
@@ -193,6 +225,5 @@ def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> 
     pooling = int(llama.llama_pooling_type(context))
     if pooling not in _POOLINGS:
         llama.llama_free(context)
-        what = "ranks texts" if pooling == _RANK else "names no pooling: it generates text"
-        raise LoadError(f"{file.name!r} makes no embeddings (its header {what})")
+        raise LoadError(f"{file.name!r} makes no embeddings (its header names no pooling: it generates text)")
     return context

@@ -14,20 +14,20 @@ from localllm_backends.contract import BackendFailure
 MAGIC = b"LKV1"
 # With draft heads: their KV lies behind the model's, and its size in bytes at the end.
 MAGIC_MTP = b"LKM1"
-_HEADER = struct.Struct("<4sIII")
+HEADER = struct.Struct("<4sIII")
 _TAIL = struct.Struct("<Q")
 
 
 def packed(llama: Any, context: Any, source: int, magic: bytes, start: int, stop: int) -> bytes:
     """All that `source` holds, which are the tokens [start, stop). BackendFailure if llama.cpp won't give it."""
     size = llama.llama_state_seq_get_size(context, source)
-    data = np.empty(_HEADER.size + size, dtype=np.uint8)
-    target = data[_HEADER.size :].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    data = np.empty(HEADER.size + size, dtype=np.uint8)
+    target = data[HEADER.size :].ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     written = llama.llama_state_seq_get_data(context, target, size, source)
     if not written:
         raise BackendFailure("llama.cpp could not export the KV of this sequence")
-    _HEADER.pack_into(data.data, 0, magic, start, stop, 0)
-    return data[: _HEADER.size + written].tobytes()
+    HEADER.pack_into(data.data, 0, magic, start, stop, 0)
+    return data[: HEADER.size + written].tobytes()
 
 
 def with_heads(data: bytes, heads: bytes) -> bytes:
@@ -37,9 +37,9 @@ def with_heads(data: bytes, heads: bytes) -> bytes:
 
 def span(data: bytes | memoryview, magic: bytes) -> tuple[int, int]:
     """(first, last) of a block: it holds the tokens [first, last). BackendFailure for anything else."""
-    if len(data) <= _HEADER.size:
+    if len(data) <= HEADER.size:
         raise BackendFailure("this is not an exported KV block: too short")
-    found, first, last, _ = _HEADER.unpack_from(data, 0)
+    found, first, last, _ = HEADER.unpack_from(data, 0)
     if found != magic:
         raise BackendFailure("this is not an exported KV block of these tokens")
     return first, last
@@ -47,7 +47,7 @@ def span(data: bytes | memoryview, magic: bytes) -> tuple[int, int]:
 
 def parts(data: bytes | memoryview, *, heads: bool) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
     """(the model's KV, its heads') of a block, without its header."""
-    raw = np.frombuffer(data, dtype=np.uint8)[_HEADER.size :]
+    raw = np.frombuffer(data, dtype=np.uint8)[HEADER.size :]
     if not heads:
         return raw, None
     end = len(raw) - _TAIL.size
@@ -58,7 +58,7 @@ def parts(data: bytes | memoryview, *, heads: bool) -> tuple[NDArray[np.uint8], 
 
 
 def unpack(llama: Any, context: Any, target: int, raw: NDArray[np.uint8], last: int) -> None:
-    """Make the empty sequence `target` hold `raw`, whose tokens end before `last`. BackendFailure, leaving it empty,
+    """Make the empty sequence `target` hold `raw`, whose positions end before `last`. BackendFailure, leaving it empty,
     when llama.cpp refuses."""
     memory = llama.llama_get_memory(context)
     pointer = raw.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

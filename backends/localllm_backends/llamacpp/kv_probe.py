@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, KvType, LoadSpec
+from localllm_backends.llamacpp.accelerators import accelerators
 from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.native_log import log
@@ -175,7 +176,7 @@ class _Small:
 
 
 def _room_for_f16(model: Any, spec: LoadSpec) -> bool:
-    """Would an f16 cache of the whole context leave memory over? Scaled from a small one's own log."""
+    """Would an f16 cache of the whole context leave memory over, where its layers are? Scaled from a small one's own log."""
     import psutil
 
     log.mark()
@@ -184,5 +185,9 @@ def _room_for_f16(model: Any, spec: LoadSpec) -> bool:
     kv_bytes = log.buffer_sizes().kv_bytes
     small.close()
     need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
+    there = accelerators() if spec.n_gpu_layers else []
+    layers = int(start_native().llama_model_n_layer(model)) + 1
+    share = 0.0 if not there else 1.0 if spec.n_gpu_layers < 0 else min(1.0, spec.n_gpu_layers / layers)
+    fits_there = share * need_bytes <= _MEMORY_SHARE * sum(device.free_bytes for device in there)
     free_bytes: int = psutil.virtual_memory().available
-    return need_bytes <= _MEMORY_SHARE * free_bytes
+    return fits_there and (1 - share) * need_bytes <= _MEMORY_SHARE * free_bytes

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec
-from localllm_backends.llamacpp import kv_probe, mtp
+from localllm_backends.llamacpp import kv_probe, mtp, rpc, vision
+from localllm_backends.llamacpp.accelerators import check_kv
 from localllm_backends.llamacpp.backend import LlamaCppBackend
-from localllm_backends.llamacpp.context import new_context
+from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.native import GGML_TYPES, start_native
 from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.seeing import SeeingLlamaCppBackend
 from localllm_backends.llamacpp.weights import check_file, load_model
 
 
@@ -20,32 +24,43 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         if kind not in GGML_TYPES:
             raise LoadError(f"unknown KV cache type {kind!r}: llama.cpp knows {', '.join(GGML_TYPES)}")
     llama = start_native()
+    rpc.connect(spec.placement.workers)
     path = Path(spec.path)
+    if spec.mtp and spec.projector:
+        raise LoadError(
+            "draft heads and images don't go together yet: load it with `--draft off`, or with `--images off`"
+        )
     if spec.mtp:
         check_file(path)
         reason = mtp.why_not(llama, path)
         if reason is not None:
             raise LoadError(f"{path.name!r} can't draft for itself: {reason}")
-    model = load_model(path, spec, on_progress)
+    model, weights = load_model(path, spec, on_progress)
     windowed = llama.llama_model_n_swa(model) > 0
     recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-    # A spare sequence receives imported segments; models whose memory can't be cut into segments need none.
-    spare = 0 if windowed or recurrent else 1
-    context = None
+    # A spare sequence receives imported segments. It has a window and a recurrent state like every other. A model that is
+    # nothing but state has no segments, and draft heads keep the state from being had apart.
+    alone = recurrent and not llama.llama_model_is_hybrid(model)
+    spare = 0 if alone or ((windowed or recurrent) and spec.mtp) else 1
+    context = projector = None
     try:
         spec, note = kv_probe.settle(model, spec)
+        check_kv(llama, model, spec, served_context(model, spec))
         context = new_context(model, spec, n_seq_max=spec.n_seq_max + spare)
-        sizes, heads = log.buffer_sizes(), None
+        sizes, heads = weights.plus(log.buffer_sizes()), None
         if spec.mtp:
             second = new_context(model, spec, n_seq_max=spec.n_seq_max + spare, mtp=True)
             sizes = sizes.plus(log.buffer_sizes())
             heads = mtp.MtpHeads(llama, model, context, second)
+        if spec.projector:
+            projector = vision.open_projector(llama, model, spec)
     except Exception:
         if context is not None:
             llama.llama_free(context)
         llama.llama_model_free(model)
         raise
-    backend = LlamaCppBackend(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
+    make: Any = LlamaCppBackend if projector is None else partial(SeeingLlamaCppBackend, projector=projector)
+    backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
     if note:
         backend.info.metadata[kv_probe.NOTE_KEY] = note
     return backend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from typing import Any
 
 from localllm_backends.llamacpp.native_log import log
@@ -15,6 +14,8 @@ GGML_TYPES = {
 
 # ggml-backend.h: enum ggml_backend_dev_type
 _GGML_DEVICE_GPU, _GGML_DEVICE_IGPU = 1, 2
+# A list of devices that ends where it begins.
+_NO_DEVICES = (ctypes.c_void_p * 1)()
 _started = False
 
 
@@ -30,21 +31,35 @@ def start_native() -> Any:
     return llama_cpp
 
 
-def usable_cores() -> int:
-    """Physical cores this process may run on: more threads than that slow decode down."""
-    import psutil
+def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle on ggml may be of another
+    copy (a wheel holds `libggml.so` and `libggml.so.0`, `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
+    from llama_cpp import llama_cpp
 
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(affinity, psutil.cpu_count(logical=False) or affinity))
+    try:
+        # A library's handle finds what it is linked to as well.
+        function = llama_cpp._lib[name]
+    except AttributeError:
+        # Not on Windows, where there is one copy under each name.
+        from llama_cpp._ggml import libggml
+
+        function = libggml[name]
+    function.restype, function.argtypes = result, list(arguments)
+    return function
 
 
 def has_gpu() -> bool:
     """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also counts plain RPC)."""
-    from llama_cpp._ggml import libggml
-
-    find = libggml.ggml_backend_dev_by_type
-    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    find = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     return any(find(kind) for kind in (_GGML_DEVICE_GPU, _GGML_DEVICE_IGPU))
+
+
+def offload(params: Any, n_gpu_layers: int) -> None:
+    """Have model parameters put that many layers on the accelerators, all for a negative number. For 0 the model is given no
+    device at all: it would otherwise hold memory on each, and large products of the CPU's layers would be sent there."""
+    params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
+    if not n_gpu_layers:
+        params.devices = ctypes.addressof(_NO_DEVICES)
 
 
 def token_piece(llama: Any, vocab: Any, token: int, *, special: bool) -> bytes:

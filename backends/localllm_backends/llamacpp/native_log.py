@@ -7,29 +7,33 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections import deque
-from dataclasses import astuple, dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _MIB = 2**20
-_BUFFER = re.compile(r"(KV|RS|compute|output|model)\s+buffer size\s*=\s*([0-9.]+)\s*MiB")
+_BUFFER = re.compile(r"(\S+)\s+(KV|RS|compute|output|model)\s+buffer size\s*=\s*([0-9.]+)\s*MiB")
 _ERROR_LEVEL = 4
 _CONTINUATION_LEVEL = 5
 
 
 @dataclass
 class BufferSizes:
-    """Bytes llama.cpp said it allocated, by purpose (its log prints MiB with two decimals)."""
+    """Bytes llama.cpp said it allocated, by purpose (its log prints MiB with two decimals).
+
+    `places`: all of them again, by the name of the memory they are in.
+    """
 
     kv_bytes: int = 0
     recurrent_bytes: int = 0
     compute_bytes: int = 0
     output_bytes: int = 0
     model_bytes: int = 0
+    places: Counter[str] = field(default_factory=Counter)
 
     def plus(self, other: BufferSizes) -> BufferSizes:
-        """The sums, purpose by purpose."""
-        return BufferSizes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        """The sums, purpose by purpose and place by place."""
+        return BufferSizes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass
@@ -60,6 +64,11 @@ class NativeLog:
         self._callback = callback
         llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
 
+    @property
+    def callback(self) -> Any:
+        """What llama.cpp's other libraries are told to write to."""
+        return self._callback
+
     def mark(self) -> None:
         """Forget what was said so far."""
         self.lines.clear()
@@ -82,8 +91,9 @@ class NativeLog:
         for _, line in self.lines:
             match = _BUFFER.search(line)
             if match:
-                name = names[match.group(1)]
-                setattr(sizes, name, getattr(sizes, name) + round(float(match.group(2)) * _MIB))
+                name, n_bytes = names[match.group(2)], round(float(match.group(3)) * _MIB)
+                setattr(sizes, name, getattr(sizes, name) + n_bytes)
+                sizes.places[match.group(1)] += n_bytes
         return sizes
 
 

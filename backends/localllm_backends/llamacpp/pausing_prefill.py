@@ -53,6 +53,7 @@ class PausingPrefill:
         self._leaving = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
+        self._abort = llama.ggml_abort_callback(lambda _user_data: True)
         self._context: Any = None
         self._memory: Any = None
         self._made = threading.Event()
@@ -96,6 +97,10 @@ class PausingPrefill:
     def close(self) -> None:
         """Stop computing and free the context. May be called at any time, once."""
         self._leaving = True
+        if self._context is not None:
+            # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
+            # the next one would go on from what was never computed: expert numbers out of range abort the process.
+            self._llama.llama_set_abort_callback(self._context, self._abort, None)
         self._go.release()
         self._thread.join()
         if self._context is not None:
@@ -153,12 +158,11 @@ class PausingPrefill:
         """llama.cpp asks before each node whether to stop after it, and tells when it has."""
         if ask:
             return self._pace.stops_here()
-        if self._pace.time_is_up():
+        if not self._leaving and self._pace.time_is_up():
             self._stopped.release()
             self._go.acquire()
             self._pace.resume()
-        # False ends the computation where it is.
-        return not self._leaving
+        return True
 
 
 class _Pace:

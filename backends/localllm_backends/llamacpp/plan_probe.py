@@ -30,7 +30,8 @@ _OUTPUT = re.compile(r"output buffer size = +([\d.]+) MiB")
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per sequence."""
+    """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per sequence; `n_gpu_layers` are
+    planned on the accelerators of the installed build, none of them by default: figures of a CPU are the same anywhere."""
 
     n_ctx: int = 4096
     n_seq_max: int = 1
@@ -40,6 +41,7 @@ class ProbeSettings:
     n_outputs: int = 0
     n_rewind: int = 0
     flash_attention: bool = True
+    n_gpu_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +110,30 @@ def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Plann
     llama = start_native()
     # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own have been read.
     log.lines = deque(maxlen=200_000)
+    models: dict[int, Any] = {}
+    try:
+        for layers in {s.n_gpu_layers for s in settings}:
+            models[layers] = _model(llama, path, layers)
+        weights = {layers: int(llama.llama_model_size(model)) for layers, model in models.items()}
+        return [_context(llama, models[s.n_gpu_layers], s, weights[s.n_gpu_layers], GGML_TYPES) for s in settings]
+    finally:
+        for model in models.values():
+            llama.llama_model_free(model)
+
+
+def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
+    from localllm_backends.llamacpp.native import offload
+    from localllm_backends.llamacpp.native_log import log
+
     params = llama.llama_model_default_params()
     params.no_alloc = True
     params.load_mode = 0  # no mmap: a sparse file has nothing to map
+    offload(params, n_gpu_layers)
     log.mark()
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise LoadError("; ".join(log.errors()[:2]) or "llama.cpp gave no reason")
-    try:
-        weights = int(llama.llama_model_size(model))
-        return [_context(llama, model, s, weights, GGML_TYPES) for s in settings]
-    finally:
-        llama.llama_model_free(model)
+    return model
 
 
 def _context(llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]) -> Planned:
@@ -135,6 +149,7 @@ def _context(llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict
     params.type_k, params.type_v = types[s.kv_type_k], types[s.kv_type_v]
     params.kv_unified = True
     params.swa_full = False
+    params.op_offload = s.n_gpu_layers != 0
     log.mark()
     context = llama.llama_init_from_model(model, params)
     said = [text for _, text in log.lines]

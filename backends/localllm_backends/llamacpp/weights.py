@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.llamacpp import placing
 from localllm_backends.llamacpp.native import cause, start_native, token_piece
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.native_log import BufferSizes, log
 
 
 def fingerprint(path: Path) -> str:
@@ -57,23 +58,23 @@ def check_file(path: Path) -> None:
         raise LoadError(f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)")
 
 
-def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None) -> Any:
-    """The llama_model pointer for `path`; LoadError with llama.cpp's own reason otherwise."""
+def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None) -> tuple[Any, BufferSizes]:
+    """The llama_model pointer for `path` and the buffers its weights are in; LoadError with llama.cpp's own reason
+    otherwise."""
     llama = start_native()
     check_file(path)
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
-    params.load_mtp = spec.mtp
 
     def report(progress: float, _user_data: Any) -> bool:
         if on_progress is not None:
             on_progress(progress)
         return True
 
-    callback = llama.llama_progress_callback(report)
-    params.progress_callback = callback
-    log.mark()
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    with placing.model_params(llama, spec) as params:
+        params.load_mtp = spec.mtp
+        callback = llama.llama_progress_callback(report)
+        params.progress_callback = callback
+        log.mark()
+        model = llama.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         why = cause("llama.cpp gave no reason")
         if "unable to allocate" in why or "failed to allocate" in why:
@@ -82,7 +83,10 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
     if not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model):
         llama.llama_model_free(model)
         raise LoadError(f"{path.name!r} is not a text-generating (decoder-only) model")
-    return model
+    sizes = log.buffer_sizes()
+    if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
+        placing.give_back(path)
+    return model, sizes
 
 
 def vocabulary(path: str) -> list[bytes]:

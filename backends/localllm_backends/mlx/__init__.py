@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -17,9 +18,23 @@ if TYPE_CHECKING:
 _CPU_COMPILER = "g++"
 
 
-def needs_compiler(platform: str, which: Callable[[str], str | None]) -> bool:
+# The packages that bring MLX's CUDA side; it needs the driver's libcuda besides, else MLX computes on the CPU.
+_CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
+
+
+def needs_compiler(platform: str, which: Callable[[str], str | None], *, cuda: bool = False) -> bool:
     """True where MLX computes on the CPU by compiling kernels as it goes, and the compiler it calls is not on PATH."""
-    return platform == "linux" and which(_CPU_COMPILER) is None
+    return platform == "linux" and not cuda and which(_CPU_COMPILER) is None
+
+
+def _has_cuda() -> bool:
+    from ctypes.util import find_library
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in _CUDA_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            return bool(version(package)) and find_library("cuda") is not None
+    return False
 
 
 class MlxType:
@@ -32,7 +47,7 @@ class MlxType:
         for module in ("mlx", "mlx_lm"):
             if importlib.util.find_spec(module) is None:
                 return f"{module.replace('_', '-')} is not installed: run `pip install 'localllm[mlx]'`"
-        if needs_compiler(sys.platform, shutil.which):
+        if needs_compiler(sys.platform, shutil.which, cuda=_has_cuda()):
             return (
                 f"MLX on a Linux CPU compiles its kernels while it runs and needs the C++ compiler `{_CPU_COMPILER}` "
                 "on PATH: install it (Debian, Ubuntu: `apt install g++`)"

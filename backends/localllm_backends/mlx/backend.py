@@ -77,6 +77,8 @@ class MlxBackend:
             segments=layout.plain,
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
+            # On a CPU putting a vocabulary in order takes far longer than our own look at the logits.
+            draws=mx.default_device() != mx.Device(mx.cpu),
         )
         self.info = _model_info(loaded)
         self._identity = f"{self.info.fingerprint} {shapes.kv_type}"
@@ -148,15 +150,22 @@ class MlxBackend:
             raise CannotRewindError(f"this model's memory can't go back from {before} to {n_tokens} tokens")
         line.predicted = None
 
+    def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
+        """Would `truncate` go back to `n_tokens` now?"""
+        line = self._line(sequence)
+        if n_tokens >= line.length or not n_tokens:
+            return True
+        return self._can_undo(line, n_tokens) if self._layout.recurrent else line.holds(n_tokens)
+
+    def _can_undo(self, line: SequenceCache, n_tokens: int) -> bool:
+        undo = line.undo
+        within = undo is not None and n_tokens >= undo.length and line.length - n_tokens <= self._n_rewind
+        return within and undo is not None and line.holds(undo.length)
+
     def _rewind_state(self, line: SequenceCache, n_tokens: int) -> None:
         """Recurrent state can't be cut: go back to the state before the last chunk, and read again what stays."""
         undo = line.undo
-        if (
-            undo is None
-            or n_tokens < undo.length
-            or line.length - n_tokens > self._n_rewind
-            or not line.holds(undo.length)
-        ):
+        if undo is None or not self._can_undo(line, n_tokens):
             raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
         self._stepper.settle(line)
         line.alone()

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError, Placement
 from localllm_backends.mlx import memory
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
@@ -38,6 +38,8 @@ def check_spec(spec: LoadSpec) -> None:
         raise LoadError("MLX has one attention kernel and no setting to turn it off")
     if spec.kv_type_k != spec.kv_type_v:
         raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
+    if spec.placement != Placement() or spec.n_gpu_layers > 0:
+        raise LoadError("MLX keeps a model in one memory: its layers and experts can't be placed one by one")
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -23,11 +23,15 @@ _MARGIN_BYTES = 256 * 2**20
 
 def usable_bytes(device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int) -> int:
     """Bytes that can still be allocated. On Metal: what the system recommends as a working set, less what is in use
-    (`device` is mx.device_info(); key max_recommended_working_set_size). Elsewhere: what the operating system says is
-    available, plus what MLX holds unused, less a margin."""
+    (`device` is mx.device_info(); key max_recommended_working_set_size). With CUDA: what the device says is free (which may
+    be of when it was first asked: never more than its total less what is in use). Elsewhere: what the operating system says
+    is available. Both plus what MLX holds unused, less a margin."""
     recommended = device.get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return max(0, recommended - active_bytes)
+    free, total = device.get("free_memory"), device.get("total_memory")
+    if isinstance(free, int) and isinstance(total, int) and total > 0:
+        return max(0, min(free + held_bytes, total - active_bytes) - _MARGIN_BYTES)
     return max(0, available_bytes + held_bytes - _MARGIN_BYTES)
 
 

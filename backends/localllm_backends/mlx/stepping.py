@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, StepError
+from localllm_backends.contract import Chunk, Draw, StepError
+from localllm_backends.mlx.drawing import UNSURE, Drawn, draw
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
@@ -40,6 +41,7 @@ class Result:
 
     n_vocab: int
     pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
+    draws: list[tuple[Drawn, int] | None] = field(default_factory=list)
     asked_best: bool = False
     asked_logits: bool = False
 
@@ -47,6 +49,19 @@ class Result:
         self.asked_best = True
         piece = self.pieces[chunk]
         return [] if piece is None else piece[0].best_tokens()[piece[1] : piece[2]]
+
+    def drawn(self, chunk: int) -> int | None:
+        self.asked_best = True
+        piece = self.draws[chunk]
+        token = UNSURE if piece is None else piece[0].on_host()[piece[1]]
+        return None if token == UNSURE else token
+
+    def next_token(self, chunk: int) -> int | None:
+        """What most likely follows the chunk: what was drawn, else its best token; None where nothing was asked for."""
+        if self.draws[chunk] is not None:
+            return self.drawn(chunk)
+        piece = self.pieces[chunk]
+        return None if piece is None else piece[0].best_tokens()[piece[2] - 1]
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
         self.asked_logits = True
@@ -64,12 +79,14 @@ class Result:
 
 @dataclass
 class _Ahead:
-    """The next decode step, started before anybody asked for it, with the best token of each of `lines`."""
+    """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one drawn for
+    it, and what was drawn from it by the `id()` of its line."""
 
     lines: list[SequenceCache]
     group: _Group
     batch: SequenceBatch | None
     state: list[list[Any]]
+    draws: dict[int, tuple[Drawn, int]]
 
 
 class Stepper:
@@ -92,7 +109,7 @@ class Stepper:
     def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
         expected = [line.predicted for line in lines]
-        result = Result(self._n_vocab, [None] * len(chunks))
+        result = Result(self._n_vocab, [None] * len(chunks), [None] * len(chunks))
         waiting: list[Any] = []
         taken = self._take_ahead(chunks, lines, result, waiting)
         rest = [i for i in range(len(chunks)) if i not in taken]
@@ -102,6 +119,7 @@ class Stepper:
             rest = [i for i in rest if i not in together]
         for i in rest:
             self._call_line(i, chunks[i], lines[i], result, waiting)
+        self._draw(chunks, result, waiting)
         mx.async_eval(waiting)
         for chunk, line in zip(chunks, lines, strict=True):
             line.length += len(chunk.tokens)
@@ -109,14 +127,15 @@ class Stepper:
             decoding = [i for i, c in enumerate(chunks) if len(c.tokens) == 1 and c.outputs]
             guessed = bool(decoding) and all(chunks[i].tokens[0] == expected[i] for i in decoding)
             if guessed and self.last is not None and self.last.asked_best and not self.last.asked_logits:
-                self._look_ahead([lines[i] for i in decoding], [result.pieces[i] for i in decoding])
+                self._look_ahead(decoding, chunks, lines, result)
             mx.eval(waiting)
         except Exception:
             for chunk, line in zip(chunks, lines, strict=True):
                 line.length -= len(chunk.tokens)
             raise
-        for line, piece in zip(lines, result.pieces, strict=True):
-            line.predicted = None if piece is None else piece[0].best_tokens()[piece[2] - 1]
+        for i, line in enumerate(lines):
+            line.predicted = result.next_token(i)
+        result.asked_best = False
         self.last = result
         return result
 
@@ -172,23 +191,49 @@ class Stepper:
         if not outputs or self._layout.recurrent:
             waiting.extend(arrays_of(line.leaves))
 
+    def _draw(self, chunks: Seq[Chunk], result: Result, waiting: list[Any]) -> None:
+        """Begin drawing what the chunks ask for and is not under way: all rows of one group together."""
+        groups: dict[int, list[int]] = {}
+        for i, (chunk, piece) in enumerate(zip(chunks, result.pieces, strict=True)):
+            if chunk.draw is not None and piece is not None and result.draws[i] is None:
+                groups.setdefault(id(piece[0]), []).append(i)
+        for which in groups.values():
+            pieces = [p for i in which if (p := result.pieces[i]) is not None]
+            rows = _gathered([(p[0].logits, p[2] - 1) for p in pieces])
+            drawn = draw(rows, [d for i in which if (d := chunks[i].draw) is not None])
+            for at, i in enumerate(which):
+                result.draws[i] = (drawn, at)
+            waiting.append(drawn.tokens)
+
     # --- one step ahead ------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, lines: list[SequenceCache], pieces: list[Any]) -> None:
-        """Start the next decode step with the best tokens of this one, before anybody has seen them: building its
-        graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A batch
-        that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
+    def _look_ahead(
+        self, decoding: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: Result
+    ) -> None:
+        """Start the next decode step with the best tokens of this one, or those drawn from it, before anybody has seen them:
+        building its graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A
+        batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
+        lines = [all_lines[i] for i in decoding]
         if self.free() < len(lines) or any(line.replay for line in lines):
             return
         if len(lines) > 1 and not self.batch.is_of(lines):
             return
-        best = {id(line): (piece[0].best, piece[1]) for line, piece in zip(lines, pieces, strict=True)}
+        tokens: dict[int, tuple[Any, int]] = {}
+        behind: dict[int, Draw] = {}
+        for i, line in zip(decoding, lines, strict=True):
+            piece, drawn, asked = result.pieces[i], result.draws[i], chunks[i].draw
+            if piece is not None:
+                tokens[id(line)] = (piece[0].best, piece[1])
+            if drawn is not None:
+                tokens[id(line)] = (drawn[0].readable, drawn[1])
+            if asked is not None and (following := asked.behind()) is not None:
+                behind[id(line)] = following
         state: list[list[Any]] = []
         batch: SequenceBatch | None = None
         if len(lines) == 1:
             (line,) = lines
             line.alone()
-            array, row = best[id(line)]
+            array, row = tokens[id(line)]
             state = line.snapshot()
             logits = self.model(array[row : row + 1][None], cache=line.caches)[:, -1]
             held = line.leaves
@@ -196,13 +241,22 @@ class Stepper:
             batch = self.batch
             state = batch.snapshot()
             batch.make_room(1)
-            logits = self.model(_gathered([best[id(line)] for line in batch.lines])[:, None], cache=batch.caches)[:, -1]
+            given = _gathered([tokens[id(line)] for line in batch.lines])
+            logits = self.model(given[:, None], cache=batch.caches)[:, -1]
             batch.moved([1] * len(lines))
             lines = list(batch.lines)
             held = batch.leaves
         group = _Group(logits, mx.argmax(logits, axis=-1))
-        self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [])
-        mx.async_eval(group.best, *(arrays_of(held) if self._layout.recurrent else ()))
+        drawing = [row for row, line in enumerate(lines) if id(line) in behind]
+        begun: dict[int, tuple[Drawn, int]] = {}
+        if drawing:
+            rows = _gathered([(logits, row) for row in drawing])
+            ahead = draw(rows, [behind[id(lines[row])] for row in drawing])
+            begun = {id(lines[row]): (ahead, at) for at, row in enumerate(drawing)}
+        self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun)
+        what = [group.best] if len(drawing) < len(lines) else []
+        what += [ahead.tokens] if drawing else []
+        mx.async_eval(*what, *(arrays_of(held) if self._layout.recurrent else ()))
 
     def _take_ahead(
         self, chunks: Seq[Chunk], lines: list[SequenceCache], result: Result, waiting: list[Any]
@@ -224,11 +278,16 @@ class Stepper:
         for i in asked:
             row = rows[id(lines[i])]
             result.pieces[i] = (ahead.group, row, row + 1)
+            begun, wanted = ahead.draws.get(id(lines[i])), chunks[i].draw
+            if begun is not None and wanted is not None and wanted.same(begun[0].asked[begun[1]]):
+                result.draws[i] = begun
+                waiting.append(begun[0].tokens)
             if self._n_rewind:
                 lines[i].undo = Undo(
                     lines[i].length, list(chunks[i].tokens), [[a[row : row + 1] for a in s] for s in ahead.state]
                 )
-        waiting.append(ahead.group.best)
+        if any(result.draws[i] is None for i in asked):
+            waiting.append(ahead.group.best)
         taken = {id(lines[i]) for i in asked}
         for line in ahead.lines:
             if id(line) not in taken and line.id in self._lines:

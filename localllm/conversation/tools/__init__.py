@@ -1,63 +1,30 @@
-"""Tool-call formats, one small file each; a model's format is told from its own template."""
+"""Tool-call formats, one file each; a model's format is told from its own template.
+
+A new family is one new file here with a ToolFormat called FORMAT: its signs and markers, its reader and its grammar
+(lark.py, calls.py and values.py have the pieces, tagged.py and readers.py those of readers). Nothing else has to learn of
+it. Its tests are a writer in tests/conversation/test_tool_formats.py and a reduced template in call_templates.py; the
+catalog has a name for it in localllm_catalog/templates.py.
+"""
 
 from __future__ import annotations
 
-from localllm.conversation.tools import (
-    apertus,
-    apriel,
-    cohere,
-    deepseek,
-    dsml,
-    function_gemma,
-    gemma4,
-    gigachat,
-    glm,
-    harmony,
-    hermes,
-    kimi,
-    kimi_k3,
-    lfm,
-    llama3,
-    minicpm,
-    minimax,
-    minimax_m3,
-    mistral,
-    muse,
-    nemotron_v2,
-    phi,
-    qwen_coder,
-    seed,
-)
+import importlib
+import pkgutil
+
+from localllm.conversation.tools import hermes
 from localllm.conversation.tools.base import ToolFormat
 
 DEFAULT = hermes.FORMAT
-# In the order of asking: several templates mention <tool_call>, so the ones with a surer sign come first.
-FORMATS: tuple[ToolFormat, ...] = (
-    harmony.FORMAT,
-    muse.FORMAT,
-    minimax_m3.FORMAT,
-    minimax.FORMAT,
-    kimi_k3.FORMAT,
-    kimi.FORMAT,
-    dsml.FORMAT,
-    deepseek.FORMAT,
-    cohere.FORMAT,
-    gigachat.FORMAT,
-    apertus.FORMAT,
-    minicpm.FORMAT,
-    nemotron_v2.FORMAT,
-    apriel.FORMAT,
-    seed.FORMAT,
-    qwen_coder.FORMAT,
-    glm.FORMAT,
-    lfm.FORMAT,
-    function_gemma.FORMAT,
-    gemma4.FORMAT,
-    mistral.FORMAT,
-    phi.FORMAT,
-    hermes.FORMAT,
-    llama3.FORMAT,
-)
+
+
+def found() -> tuple[ToolFormat, ...]:
+    """The formats of the files here, in the order of asking: those with a sure sign first."""
+    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    formats = [m.FORMAT for m in modules if hasattr(m, "FORMAT")]
+    return tuple(sorted(formats, key=lambda f: (f.unsure, f.name)))
+
+
+FORMATS = found()
 
 
 def told_from(template: str) -> ToolFormat | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import FreeFormat, Tool
+from localllm.conversation.tools.base import Grammar, Named, Start, Tool, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.schemas import moved
 
 
 def _parse(block: str) -> list[Call] | None:
@@ -22,7 +23,7 @@ def _parse(block: str) -> list[Call] | None:
     return calls or None
 
 
-class Apertus(FreeFormat):
+class Apertus(ToolFormat):
     """All calls in one JSON array."""
 
     name = "apertus"
@@ -33,6 +34,25 @@ class Apertus(FreeFormat):
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the array up to its closing token."""
         return BlockReader(first, marker, "<|tools_suffix|>", _parse)
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One array, which holds every call."""
+        return {self.markers[0]: Start("", _array(tools), "<|tools_suffix|>")}
+
+
+def _array(tools: Named) -> Grammar:
+    definitions = moved(tools)
+    calls = [
+        {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/{there}"}},
+            "required": [name],
+            "additionalProperties": False,
+        }
+        for (name, _), there in zip(tools, definitions, strict=True)
+    ]
+    schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    return "json_schema", json.dumps(schema)
 
 
 FORMAT = Apertus()

@@ -10,6 +10,7 @@ class Apriel(Phi):
 
     name = "apriel"
     signs = ("</tool_calls>",)
+    unsure = 1
     markers = ("<tool_calls>",)
     control = False
     opening = None

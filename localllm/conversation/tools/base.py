@@ -11,7 +11,8 @@ from localllm.conversation.reply import CallReader, Drop
 from localllm.errors import UnsupportedError
 
 Tool: TypeAlias = Mapping[str, Any]
-"""A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
+"""A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`. A schema under
+`held_to` is what its calls must match, where that is more than the model is shown."""
 Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 """Functions: name and the JSON schema of the parameters."""
 Grammar: TypeAlias = tuple[str, str]
@@ -47,7 +48,8 @@ class Start:
 class ToolFormat(ABC):
     """One way models write calls: how it is told, how it is read, and the grammar that holds a call to its schema.
 
-    `signs`: a template that contains one of them writes this format. `markers` open a call. `control`: the markers are
+    `signs`: a template that contains one of them writes this format; the more `unsure` they are (other formats' templates
+    have them too), the later it is asked. `markers` open a call. `control`: the markers are
     control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a control token
     between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor call. `opening`
     wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the
@@ -57,6 +59,7 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     signs: ClassVar[tuple[str, ...]]
+    unsure: ClassVar[int] = 0
     markers: ClassVar[tuple[str, ...]]
     control: ClassVar[bool] = False
     named_tokens: ClassVar[bool] = False
@@ -86,18 +89,10 @@ class ToolFormat(ABC):
         return None
 
 
-class FreeFormat(ToolFormat):
-    """A format whose calls are read as the model writes them: no grammar here describes them."""
-
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Raises UnheldError."""
-        raise UnheldError
-
-
 def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
     """A tool's function name and the JSON schema of its arguments."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return "", {}
-    schema = function.get("parameters")
+    schema = tool.get("held_to", function.get("parameters"))
     return str(function.get("name", "")), schema if isinstance(schema, Mapping) else {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import FreeFormat, Tool
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.lark import any_of, json_value, text
 from localllm.conversation.tools.readers import JsonReader
+from localllm.conversation.tools.schemas import as_object
 
 _OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 _HEAD = re.compile(
@@ -15,7 +18,7 @@ _HEAD = re.compile(
 )
 
 
-class Cohere(FreeFormat):
+class Cohere(ToolFormat):
     """Everything a reply says stands in a section."""
 
     name = "cohere"
@@ -28,6 +31,20 @@ class Cohere(FreeFormat):
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
         """Streams the arguments of one call after the other."""
         return JsonReader(first, marker, _HEAD, end=_CLOSE)
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One array, which holds every call; each on a line of its own."""
+        rules = [
+            f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", \\"parameters\\": " '
+            f'{json_value(as_object(schema))} "}}"'
+            for f, (name, schema) in enumerate(tools)
+        ]
+        lark = [
+            'start: "[" gap call ("," gap call)* gap "]"',
+            r"gap: /\s{0,8}/",
+            f'call: "{{" gap ("\\"tool_call_id\\": \\"" /[0-9]{{1,3}}/ "\\", ")? ({any_of(tools)})',
+        ]
+        return {_OPEN: Start("", ("lark", "\n".join([*lark, *rules]) + "\n"), _CLOSE)}
 
 
 FORMAT = Cohere()

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.lark import tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.tagged import tagged, typed
+from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.readers import BlockReader
+from localllm.conversation.tools.tagged import Tagged, in_tags, tagged_reader
 
-_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
-
-
-def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
-    match = _NAME.match(block)
-    pairs = tagged(block[match.end() :], _PAIR, "</arg_value>", ended=True) if match is not None else None
-    if match is None or pairs is None:
-        return None
-    name = match[1]
-    values = {m[1].strip(): typed(v.strip("\n"), m[1].strip(), name, tools) for m, v in pairs}
-    return [(name, as_json(values))]
+_TAGGED = Tagged(
+    re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)"),
+    "",
+    re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>", re.DOTALL),
+    "</arg_value>",
+)
+# The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
+_TAGS = Tags(
+    head=lambda name: f"{name}\n",
+    before=lambda key, kind: f"<arg_key>{key}</arg_key>\n<arg_value>",
+    after="</arg_value>\n",
+    end="</tool_call>",
+    loose=True,
+)
 
 
 class Glm(ToolFormat):
@@ -35,18 +36,11 @@ class Glm(ToolFormat):
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to its closing tag."""
-        return BlockReader(first, marker, "</tool_call>", partial(_parse, tools))
+        return tagged_reader(first, marker, "</tool_call>", _TAGGED, lambda block: in_tags(block, tools, _TAGGED))
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """Any number of calls, one behind the other."""
-        lark = tagged_calls(
-            tools,
-            head=lambda name: f"{name}\n",
-            before=lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>",
-            after="</arg_value>\n",
-            end="",
-        )
-        return {"<tool_call>": Start("", lark, "</tool_call>", again=True)}
+        return {"<tool_call>": Start("", tagged_calls(tools, _TAGS), again=True)}
 
 
 FORMAT = Glm()

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.lark import json_calls, spelled
+from localllm.conversation.tools.lark import json_calls, spelled, text
 from localllm.conversation.tools.readers import JsonEnd
 
 _MESSAGE = "<|message|>"
 _NAME = re.compile(r"\s*([\w.-]+)")
+_HEADERS = ("<|channel|>commentary", "<|channel|>analysis", "<|start|>assistant")
 _OVER = ("<|call|>", "<|end|>", "<|return|>")
 
 
@@ -69,18 +70,18 @@ class Harmony(ToolFormat):
 
     name = "harmony"
     signs = ("<|channel|>",)
-    markers = (
-        "<|channel|>commentary to=functions.",
-        "<|channel|>analysis to=functions.",
-        "<|start|>assistant to=functions.",
-    )
+    markers = tuple(f"{header} to=functions." for header in _HEADERS)
     control = True
     named_tokens = True
     drops = (
         "<|start|>assistant",
         # The header of any other message, and what somebody else is made to say.
         ("<|channel|>", _MESSAGE),
-        ("<|start|>assistant to=", _MESSAGE),
+        # What is said to a tool of the model's own (python, container.exec, browser.search) is for nobody else; a call of
+        # a function that nobody offered is shown as what it says.
+        *((f"{header} to=", "<|end|>") for header in _HEADERS),
+        *((f"{header} to={who}", _MESSAGE) for header in _HEADERS for who in ("user", "functions")),
+        ("<|start|>assistant to=assistant", _MESSAGE),
         ("<|start|>", "<|end|>"),
         # A header without a message, in front of the real one.
         "<|channel|>commentary to=assistant",
@@ -100,13 +101,18 @@ class Harmony(ToolFormat):
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """One call: <|call|> ends the turn, so none comes behind it."""
-        inside = json_calls(tools, lambda name: spelled(f"{name} <|constrain|>json{_MESSAGE}"))
-        outside = json_calls(tools, lambda name: spelled(f"{name}<|channel|>commentary <|constrain|>json{_MESSAGE}"))
+        # In a history the template leaves <|constrain|> out.
+        kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
+        inside = json_calls(tools, lambda name: f"{text(name)} {kind}")
+        outside = json_calls(tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}")
+        # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
+        either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
         in_commentary, in_analysis, before_channel = self.markers
         return {
             in_commentary: Start("", inside, "<|call|>"),
             in_analysis: Start("", inside, "<|call|>"),
             before_channel: Start("", outside, "<|call|>"),
+            " to=functions.": Start("", either, "<|call|>"),
         }
 
     def framed(self, choices: str, answer: str) -> str:

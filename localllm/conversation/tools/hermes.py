@@ -15,6 +15,7 @@ class Hermes(ToolFormat):
 
     name = "hermes"
     signs = ("<tool_call>",)
+    unsure = 2
     markers = ("<tool_call>",)
     in_thought = True
     opening = "<tool_call>\n"

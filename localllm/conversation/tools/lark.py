@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import Grammar, Named, UnheldError
-from localllm.conversation.tools.schemas import as_object, is_text, names_all, parameters, words_of
+from localllm.conversation.tools.base import Grammar, Named
+from localllm.conversation.tools.schemas import as_object
 
 # As the engine has it for a schema alone (localllm/engine/constraint.py).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
+
+# Of so many parameters any order is spelled out.
+_MOST_FREE = 4
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+# What a derivative-based matcher has no way to say: looking around, and what was said before.
+_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
 def text(said: str) -> str:
@@ -34,60 +40,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
 def json_calls(tools: Named, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` has for its name, then its arguments as JSON."""
     rules = [f"f{f}: {before(name)} {json_value(as_object(schema))}" for f, (name, schema) in enumerate(tools)]
-    return "lark", "\n".join([f"start: {_any(tools)}", *rules]) + "\n"
-
-
-def tagged_calls(
-    tools: Named,
-    *,
-    head: Callable[[str], str],
-    before: Callable[[str], str],
-    after: str,
-    end: str,
-    repeat: bool = False,
-) -> Grammar:
-    """Calls whose parameters stand between tags, in the schema's order: text parameters up to the closing tag, all
-    others as JSON. Raises UnheldError for a schema that leaves names open."""
-    _check_names(tools)
-    rules: list[str] = []
-    for f, (name, schema) in enumerate(tools):
-        parts = [text(head(name))]
-        for p, (key, described, wanted) in enumerate(parameters(schema)):
-            parts.append(f"f{f}_p{p}" + ("" if wanted else "?"))
-            rules.append(f"f{f}_p{p}: {text(before(key))} {_tagged_value(described, schema, after)}")
-        rules.append(f"f{f}: {' '.join(parts)}{' ' + text(end) if end else ''}")
-    many = "+" if repeat else ""
-    free = f"free[suffix={text(after)}]: /(?s:.*)/"
-    return "lark", "\n".join([f"start: ({_any(tools)}){many}", *rules, free]) + "\n"
-
-
-def listed_calls(
-    tools: Named,
-    *,
-    head: Callable[[str], str],
-    between: str,
-    end: str,
-    pair: Callable[[str, Any, Mapping[str, Any]], str],
-    start: str = "call",
-) -> Grammar:
-    """Calls whose parameters stand in the schema's order with `between` from one to the next; `pair` makes the Lark of
-    one from its key, its schema and the schema of all. `start` makes the whole of `call`s. Raises UnheldError for a
-    schema that leaves names open."""
-    _check_names(tools)
-    rules: list[str] = []
-    for f, (name, schema) in enumerate(tools):
-        rules.append(f"f{f}: {text(head(name))} f{f}_first0 {text(end)}")
-        offered = parameters(schema)
-        for p, (key, described, wanted) in enumerate(offered):
-            # Two rules for each: whether a parameter stands before it decides about `between`.
-            rest = f"f{f}_more{p + 1}"
-            rules += [
-                f"f{f}_p{p}: {pair(key, described, schema)}",
-                f"f{f}_first{p}: f{f}_p{p} {rest}" + ("" if wanted else f" | f{f}_first{p + 1}"),
-                f"f{f}_more{p}: {text(between)} f{f}_p{p} {rest}" + ("" if wanted else f" | {rest}"),
-            ]
-        rules += [f'f{f}_first{len(offered)}: ""', f'f{f}_more{len(offered)}: ""']
-    return "lark", "\n".join([f"start: {start}", f"call: {_any(tools)}", *rules]) + "\n"
+    return "lark", "\n".join([f"start: {any_of(tools)}", *rules]) + "\n"
 
 
 def any_value(described: Any, schema: Mapping[str, Any]) -> str:
@@ -97,23 +50,68 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     return json_value({**_definitions(schema), **described})
 
 
-def _check_names(tools: Named) -> None:
-    """Where parameters are written one by one, the schema must name them: else the grammar would keep from the model
-    what it must say."""
-    if not all(names_all(schema) for _, schema in tools):
-        raise UnheldError
+def whole_pattern(described: Mapping[str, Any]) -> str | None:
+    """The expression that a text's `pattern` wants for the whole of it, as Lark has it between slashes. None where the
+    schema has none, or one that grammars don't know."""
+    pattern = described.get("pattern")
+    if not isinstance(pattern, str) or _BEYOND_REGULAR.search(pattern):
+        return None
+    whole = re.fullmatch(r"\^(?P<body>.*)\$", pattern, re.DOTALL)
+    if whole is None or "|" in re.sub(r"\(.*\)|\\.", "", whole["body"], flags=re.DOTALL):
+        return None  # ^ and $ belong to one alternative each
+    return f"(?:{slashed(whole['body'])})"
 
 
-def _tagged_value(described: Any, schema: Mapping[str, Any], after: str) -> str:
-    words = words_of(described)
-    if words is not None:
-        return f"({' | '.join(map(text, words))}) {text(after)}"
-    return "free" if is_text(described) else f"{any_value(described, schema)} {text(after)}"
+def slashed(expression: str) -> str:
+    """`expression` as it stands between a Lark expression's slashes."""
+    return _SLASH.sub(lambda m: m[1] or r"\/", expression).replace("\\\n", r"\n").replace("\n", r"\n")
 
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {k: schema[k] for k in ("$defs", "definitions") if k in schema}
 
 
-def _any(tools: Named) -> str:
+def any_of(tools: Named) -> str:
+    """One of the rules f0, f1, …, which stand for the tools."""
     return " | ".join(f"f{f}" for f in range(len(tools)))
+
+
+def in_any_order(prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = "") -> str:
+    """The Lark of parameters with the Lark of a `comma` between them, each a rule's name and whether it is required;
+    `rules` gets what else it needs, under names that begin with `prefix`.
+
+    A model that is held to the schema's order loses an optional parameter once it has written a later one. So few come in
+    any order, each once. Of many, which would take too many rules, the optional ones that stand out of order follow last.
+    """
+    if not named:
+        return ""
+    if len(named) > _MOST_FREE:
+        free = [name for name, wanted in named if not wanted]
+        late = f"({comma} ({' | '.join(free)})){{0,{len(free)}}}" if len(free) > 1 else ""
+        return in_order(prefix, named, rules, comma, late)
+    whole = 2 ** len(named) - 1
+    for left in range(1, whole + 1):
+        ways = []
+        for i, (name, _) in enumerate(named):
+            if left >> i & 1:
+                rest = left & ~(1 << i)
+                lead = comma if left < whole else ""
+                ways.append(f"{lead} {name} {f'{prefix}_l{rest}' if rest else ''}")
+        may_end = not any(wanted and left >> i & 1 for i, (_, wanted) in enumerate(named))
+        rules.append(f"{prefix}_l{left}: {' | '.join(ways)}{' | ' if may_end else ''}")
+    return f"{prefix}_l{whole}"
+
+
+def in_order(prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = "", late: str = "") -> str:
+    """As `in_any_order`, but in the order given, and `late` behind the last of them."""
+    if not comma:
+        return " ".join([*(name + ("" if wanted else "?") for name, wanted in named), late])
+    # Whether one stands before it decides about a parameter's comma.
+    for i, (name, wanted) in enumerate(named):
+        rules += [
+            f"{prefix}_first{i}: {name} {prefix}_more{i + 1}" + ("" if wanted else f" | {prefix}_first{i + 1}"),
+            f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}" + ("" if wanted else f" | {prefix}_more{i + 1}"),
+        ]
+    end = len(named)
+    rules += [f'{prefix}_first{end}: ""', f"{prefix}_more{end}: {late or text('')}"]
+    return f"{prefix}_first0"

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Sequence
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, UnheldError
-from localllm.conversation.tools.lark import any_value, listed_calls, text
+from localllm.conversation.tools.calls import Listing, listed_calls
+from localllm.conversation.tools.lark import text
+from localllm.conversation.tools.literals import literal_at
 from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
 from localllm.conversation.tools.schemas import parameters
+from localllm.conversation.tools.values import PythonValues
 
 # What can stand for a name in a call of Python's.
 _WORD = r"[^\s()\[\]=,\"']+"
 _NAME = re.compile(_WORD)
 _HEAD = re.compile(rf"[\s,]*({_WORD})\(")
 _KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
-_DECODER = json.JSONDecoder()
+
+
+class _Values(PythonValues):
+    """As its template writes them: a text may go over several lines. Names tell parameters apart, not their order."""
+
+    any_order = True
+
+    bare = r"'([^'\\]|\\(?s:.))*'"
 
 
 def _parse(block: str) -> list[Call] | None:
     try:
-        calls = _json_valued(block.strip())
+        calls = _listed(block.strip())
     except (ValueError, RecursionError):
         calls = None
     return calls if calls is not None else _python(block)
 
 
-def _json_valued(block: str) -> list[Call] | None:
-    """Calls whose values are JSON, as a grammar forces them: names may be words of Python's, and true is no name."""
+def _listed(block: str) -> list[Call] | None:
+    """Calls whose values are literals of Python's or JSON: names may be words of Python's, and true is no name."""
     if not (block.startswith("[") and block.endswith("]")):
         return None
     calls: list[Call] = []
@@ -38,7 +47,7 @@ def _json_valued(block: str) -> list[Call] | None:
         values: dict[str, object] = {}
         at = head.end()
         while (key := _KEY.match(block, at)) is not None:
-            values[key[1]], at = _DECODER.raw_decode(block, key.end())
+            values[key[1]], at = literal_at(block, key.end())
         if not block.startswith(")", at):
             return None
         at += 1
@@ -65,12 +74,17 @@ def _python(block: str) -> list[Call] | None:
         return json_calls(block)
 
 
+def _before(key: str | None) -> str:
+    return f'/{_WORD}/ "="' if key is None else text(f"{key}=")
+
+
 class Lfm(ToolFormat):
     """A list of Python calls between two control tokens."""
 
     name = "lfm"
     # Instruct templates write the offer only; the calls stand in the model's own words.
     signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
+    unsure = 1
     markers = ("<|tool_call_start|>",)
     in_thought = True
     control = True
@@ -81,18 +95,12 @@ class Lfm(ToolFormat):
         return BlockReader(first, marker, "<|tool_call_end|>", _parse)
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """One list, which holds every call, with values in JSON."""
+        """One list, which holds every call, with literals of Python's or JSON."""
         words = [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
         if not all(map(_NAME.fullmatch, words)):
             raise UnheldError
-        lark = listed_calls(
-            tools,
-            head=lambda name: f"{name}(",
-            between=", ",
-            end=")",
-            pair=lambda key, described, schema: f"{text(key + '=')} {any_value(described, schema)}",
-            start='"[" call (", " call)* "]"',
-        )
+        listing = Listing(head=lambda name: f"{name}(", end=")", before=_before)
+        lark = listed_calls(tools, listing, _Values(), start='"[" call (", " call)* "]"')
         return {"<|tool_call_start|>": Start("", lark, "<|tool_call_end|>")}
 
 

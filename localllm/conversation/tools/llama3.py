@@ -21,6 +21,7 @@ class Llama3(ToolFormat):
 
     name = "llama3"
     signs = (_TAG, "Environment: ipython")
+    unsure = 3
     markers = (_TAG, '{"name"', '{ "name"', '{"type": "function"')
     control = True
     opening = ""

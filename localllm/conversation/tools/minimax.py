@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 
 from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.lark import tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call
-from localllm.conversation.tools.tagged import in_tags
+from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.readers import BlockReader
+from localllm.conversation.tools.tagged import Tagged, in_tags, tagged_reader
 
-_INVOKE = re.compile(r'\s*<invoke name="?([^">]+)"?>')
-_PARAMETER = re.compile(r'\s*<parameter name="?([^">]+)"?>')
-
-
-def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
-    return in_tags(block, tools, (_INVOKE, "</invoke>"), (_PARAMETER, "</parameter>"))
+_OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+_TAGGED = Tagged(
+    re.compile(r'\s*<invoke name="?([^">]+)"?>'),
+    "</invoke>",
+    re.compile(r'\s*<parameter name="?([^">]+)"?>'),
+    "</parameter>",
+)
+_TAGS = Tags(
+    head=lambda name: f'<invoke name="{name}">\n',
+    before=lambda key, kind: f'<parameter name="{key}">',
+    after="</parameter>\n",
+    end="</invoke>\n",
+)
 
 
 class MiniMax(ToolFormat):
@@ -24,24 +30,16 @@ class MiniMax(ToolFormat):
 
     name = "minimax"
     signs = ("minimax:tool_call",)
-    markers = ("<minimax:tool_call>",)
+    markers = (_OPEN,)
     in_thought = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to its closing tag."""
-        return BlockReader(first, marker, "</minimax:tool_call>", partial(_parse, tools))
+        return tagged_reader(first, marker, _CLOSE, _TAGGED, lambda block: in_tags(block, tools, _TAGGED))
 
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """One block, which holds every call."""
-        lark = tagged_calls(
-            tools,
-            head=lambda name: f'<invoke name="{name}">\n',
-            before=lambda key: f'<parameter name="{key}">',
-            after="</parameter>\n",
-            end="</invoke>\n",
-            repeat=True,
-        )
-        return {"<minimax:tool_call>": Start("\n", lark, "</minimax:tool_call>")}
+        return {_OPEN: Start("\n", tagged_calls(tools, _TAGS, repeat=True, closing=_CLOSE))}
 
 
 FORMAT = MiniMax()

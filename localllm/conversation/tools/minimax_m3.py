@@ -7,29 +7,99 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from localllm.conversation.tools.base import FreeFormat, Tool, parameters_of
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.calls import Listing, listed_calls
+from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.tagged import as_kind, functions, kinds_of
+from localllm.conversation.tools.schemas import kinds_of, options_of
+from localllm.conversation.tools.tagged import as_kind
+from localllm.conversation.tools.values import SpelledValues
 
 _MARK = "]<]minimax[>["
 _OPEN, _CLOSE = f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"
 _INVOKE = re.compile(r'\s*\]<\]minimax\[>\[<invoke name="([^"]+)">')
+_INVOKE_END = f"{_MARK}</invoke>"
 _TAG = re.compile(r"\s*\]<\]minimax\[>\[<([^<>/\s]+)>")
 _MOST_NESTED = 32
 
 
+# What nothing is known of lasts to the closing tag of its name.
+_ANYTHING = "v_any"
+
+
+class _Values(SpelledValues):
+    """Every value up to the separator in front of its closing tag."""
+
+    comma = ""
+    any_order = True
+    brackets = braces = ("", _MARK)
+
+    def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+        """With its separator, unless it is anything."""
+        found = super().of(described, root, depth)
+        return _ANYTHING if _ANYTHING in found else found
+
+    def anything(self) -> str:
+        """Tags or text: no rule tells one from the other."""
+        return _ANYTHING
+
+    def open_object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """Anything: the tags have any names."""
+        return _ANYTHING
+
+    def any_text(self) -> str:
+        """Up to the separator."""
+        return self.rule(f"[suffix={text(_MARK)}]: /(?s:.*)/")
+
+    def this_text(self, said: str) -> str:
+        """With its separator."""
+        return text(said + _MARK)
+
+    def closed(self, scalar: str) -> str:
+        """With its separator."""
+        return f"{scalar} {text(_MARK)}"
+
+    def truth(self, value: bool | None) -> str:
+        """As JSON; the template writes null as nothing."""
+        return self.closed('"null"?') if value is None else super().truth(value)
+
+    def member(self, key: str, value: str) -> str:
+        """Between tags of its name."""
+        if value == _ANYTHING:
+            end = text(f"{_MARK}</{key}>")
+            return f"{_lark(f'{_MARK}<{key}>')} {self.rule(f'[suffix={end}]: /(?s:.*)/')}"
+        return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
+
+    def any_member(self, value: str) -> str:
+        """Between tags."""
+        value = self.any_text() if value == _ANYTHING else value
+        return rf'{_lark(_MARK + "<")} /[^<>\/\s]+/ ">" {value} "</" /[^<>\/\s]+/ ">"'
+
+    def item(self, value: str) -> str:
+        """Between tags."""
+        return self.member("item", self.any_text() if value == _ANYTHING else value)
+
+
+def _lark(said: str) -> str:
+    """Lark of `said` with every separator by itself: which tag it opens shows only behind it."""
+    return " ".join(text(part) for part in re.split(f"({re.escape(_MARK)})", said) if part)
+
+
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     calls: list[Call] = []
-    for head, body, ended in functions(block, _INVOKE, f"{_MARK}</invoke>") or ():
+    at = 0
+    while (head := _INVOKE.match(block, at)) is not None:
+        end = block.find(_INVOKE_END, head.end())
         schema = next((s for n, s in map(parameters_of, tools) if n == head[1]), {})
-        values = _members(body, schema, 0) if ended else None
+        values = _members(block[head.end() : end], schema, schema, 0) if end >= 0 else None
         if values is None:
             return None
         calls.append((head[1], as_json(dict(values))))
-    return calls or None
+        at = end + len(_INVOKE_END)
+    return None if block[at:].strip() else calls or None
 
 
-def _members(body: str, schema: Any, depth: int) -> list[tuple[str, Any]] | None:
+def _members(body: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[tuple[str, Any]] | None:
     """The tags `body` consists of and their values; None where it is anything else."""
     found: list[tuple[str, Any]] = []
     at = 0
@@ -39,7 +109,7 @@ def _members(body: str, schema: Any, depth: int) -> list[tuple[str, Any]] | None
         end = _closing(body, head.end(), head[1]) if head is not None else -1
         if head is None or end < 0 or depth > _MOST_NESTED:
             return None
-        found.append((head[1], _value(body[head.end() : end], _described(schema, head[1]), depth + 1)))
+        found.append((head[1], _value(body[head.end() : end], _described(schema, head[1], root), root, depth + 1)))
         at = end + len(closing)
     return found
 
@@ -54,36 +124,32 @@ def _closing(body: str, at: int, name: str) -> int:
     return -1
 
 
-def _value(text: str, schema: Any, depth: int) -> Any:
+def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     """A value as its schema wants it: where text will do, tags inside are text."""
-    kinds = kinds_of(schema)
-    members = _members(text, schema, depth) if _TAG.match(text) and "string" not in kinds else None
+    kinds = kinds_of(schema, root)
+    members = _members(text, schema, root, depth) if _TAG.match(text) and "string" not in kinds else None
     if not members:
         empty: Any = {"array": [], "object": {}}.get(next(iter(kinds))) if len(kinds) == 1 else None
+        if not text.strip() and "null" in kinds and "string" not in kinds:
+            return None
         return empty if empty is not None and not text.strip() else as_kind(text, kinds)
     if all(name == "item" for name, _ in members) and kinds != {"object"}:
         return [value for _, value in members]
     return dict(members)
 
 
-def _described(schema: Any, name: str) -> Any:
+def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     """The schema of a member `name`, or of an array's item, in whichever alternative has it."""
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        return properties[name]
-    if name == "item" and "items" in schema:
-        return schema["items"]
-    for way in ("anyOf", "oneOf"):
-        for option in schema.get(way) or ():
-            found = _described(option, name)
-            if found is not None:
-                return found
+    for option in options_of(schema, root) or ([schema] if isinstance(schema, Mapping) else ()):
+        properties = option.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            return properties[name]
+        if name == "item" and "items" in option:
+            return option["items"]
     return None
 
 
-class MiniMaxM3(FreeFormat):
+class MiniMaxM3(ToolFormat):
     """All calls in one block."""
 
     name = "minimax_m3"
@@ -97,6 +163,11 @@ class MiniMaxM3(FreeFormat):
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the block up to its closing tag."""
         return BlockReader(first, marker, _CLOSE, partial(_parse, tools))
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """One block, which holds every call."""
+        listing = Listing(head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark)
+        return {_OPEN: Start("\n", listed_calls(tools, listing, _Values(), start=f"call+ {_lark(_CLOSE)}"))}
 
 
 FORMAT = MiniMaxM3()

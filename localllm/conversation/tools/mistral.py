@@ -14,12 +14,15 @@ from localllm.conversation.tools.schemas import arguments, call_list
 
 _HEAD = re.compile(JSON_HEAD.pattern + r"|[\s\]},]*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
 
+_ID = '"id"'
+
 
 class Mistral(ToolFormat):
     """Both spellings: the template says which one a model writes."""
 
     name = "mistral"
     signs = ("[TOOL_CALLS]",)
+    unsure = 1
     markers = ("[TOOL_CALLS]",)
     control = True
     opening = "[TOOL_CALLS]"
@@ -31,7 +34,9 @@ class Mistral(ToolFormat):
     def starts(self, template: str, tools: Named) -> dict[str, Start]:
         """One array of calls; in the newer spelling an opening for each function."""
         if "[ARGS]" not in template:
-            return {"[TOOL_CALLS]": Start("", call_list(tools))}
+            # Where the template writes ids, one of nine letters may stand behind the arguments.
+            more = {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}} if _ID in template else {}
+            return {"[TOOL_CALLS]": Start("", call_list(tools, more))}
         starts: dict[str, Start] = {}
         for name, schema in tools:
             starts[f"[TOOL_CALLS]{name}[ARGS]"] = Start("", arguments(schema), again=True)

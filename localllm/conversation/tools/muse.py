@@ -9,22 +9,35 @@ import re
 from collections.abc import Sequence
 
 from localllm.conversation.reply import TurnEnd
-from localllm.conversation.tools.base import FreeFormat, Tool
-from localllm.conversation.tools.lark import spelled
+from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.lark import spelled, text
 from localllm.conversation.tools.readers import BlockReader, Call
-from localllm.conversation.tools.tagged import in_tags
+from localllm.conversation.tools.tagged import Tagged, in_tags, is_open
 
 _HEADER = "<|start|>assistant"
 _FUNCTIONS = re.compile(r"[^<]*<\|message\|>\s*<atem:function_calls>")
-_INVOKE = re.compile(r'\s*<atem:invoke name="([^"]+)">')
-_PARAMETER = re.compile(r'\s*<atem:parameter name="([^"]+)"[^>]*>')
+_LINE = "\n"
+_OPEN, _CLOSE = "<atem:function_calls>", "</atem:function_calls>"
+_TAGGED = Tagged(
+    re.compile(r'\s*<atem:invoke name="([^"]+)">'),
+    "</atem:invoke>",
+    re.compile(r'\s*<atem:parameter name="([^"]+)"[^>]*>'),
+    "</atem:parameter>",
+)
+_TAGS = Tags(
+    head=lambda name: f'<atem:invoke name="{name}">\n',
+    before=lambda key, kind: f'<atem:parameter name="{key}">',
+    after="</atem:parameter>\n",
+    end="</atem:invoke>\n",
+)
 
 
-class Muse(FreeFormat):
+class Muse(ToolFormat):
     """Everything a reply says has a recipient."""
 
     name = "muse"
-    signs = ("<atem:function_calls>",)
+    signs = (_OPEN,)
     markers = (f"{_HEADER} to=",)
     control = True
     drops = (f"{_HEADER} to=user<|message|>", "<|eom|>", TurnEnd("<|eot|>"))
@@ -34,13 +47,24 @@ class Muse(FreeFormat):
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         """Reads the message up to its calls' closing tag."""
 
-        def parse(block: str) -> list[Call] | None:
+        def calls_of(block: str) -> str | None:
             head = _FUNCTIONS.match(block)
-            if head is None:
-                return None
-            return in_tags(block[head.end() :], tools, (_INVOKE, "</atem:invoke>"), (_PARAMETER, "</atem:parameter>"))
+            return None if head is None else block[head.end() :]
 
-        return BlockReader(first, marker, "</atem:function_calls>", parse)
+        def parse(block: str) -> list[Call] | None:
+            calls = calls_of(block)
+            return None if calls is None else in_tags(calls, tools, _TAGGED)
+
+        return BlockReader(first, marker, _CLOSE, parse, is_open=lambda block: is_open(calls_of(block) or "", _TAGGED))
+
+    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+        """The calls of a message. The header of its first one is not the model's to write."""
+        return {_OPEN: Start(_LINE, tagged_calls(tools, _TAGS, repeat=True, closing=_CLOSE), again=True)}
+
+    def unmarked_call(self, tools: Named) -> str:
+        """A message to a function."""
+        calls = tagged_calls(tools, _TAGS, repeat=True, closing=_CLOSE)[1].replace("start:", "calls:", 1)
+        return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
 
     def framed(self, choices: str, answer: str) -> str:
         """An answer has a recipient too."""

@@ -10,6 +10,7 @@ class NemotronV2(Phi):
 
     name = "nemotron_v2"
     signs = ("<TOOLCALL>",)
+    unsure = 0
     markers = ("<TOOLCALL>",)
     control = False
     opening = None

@@ -15,6 +15,7 @@ class Phi(ToolFormat):
 
     name = "phi"
     signs = ("<|tool_call|>",)
+    unsure = 1
     markers = ("<|tool_call|>",)
     control = True
     opening: ClassVar[str | None] = "<|tool_call|>"

@@ -66,11 +66,34 @@ def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
     return found
 
 
+def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
+    """OpenAI's `allowed_tools`, a `tool_choice` of several functions, as those of `tools` and a plain choice. Raises
+    RequestError."""
+    if not isinstance(sent, Mapping) or sent.get("type") != "allowed_tools":
+        return list(tools), sent
+    inner = sent.get("allowed_tools")
+    inner = inner if isinstance(inner, Mapping) else sent
+    listed, mode = inner.get("tools"), inner.get("mode", "auto")
+    if not isinstance(listed, list) or mode not in ("auto", "required"):
+        raise RequestError("allowed_tools needs an array of tools and a mode, auto or required", param="tool_choice")
+    named = [t.get("function") if isinstance(t.get("function"), Mapping) else t for t in listed if _is_function(t)]
+    kept = [t for t in tools if parameters_of(t)[0] in [n.get("name") for n in named]]
+    if len(kept) < len(named):
+        raise RequestError("allowed_tools names a function that is not among the tools", param="tool_choice")
+    return kept, mode
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+
+
 def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
     """OpenAI's `tool_choice` over the tools sent. Raises RequestError."""
     names = [parameters_of(t)[0] for t in tools]
     if sent is None:
         return Choice("auto" if tools else "none")
+    if isinstance(sent, Mapping) and sent.get("type") in ("auto", "none", "required", "any"):
+        sent = sent["type"]
     if isinstance(sent, Mapping):
         inner = sent.get("function") if isinstance(sent.get("function"), Mapping) else sent
         assert isinstance(inner, Mapping)

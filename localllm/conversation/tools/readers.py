@@ -153,39 +153,68 @@ class JsonReader:
 
 class BlockReader:
     """Calls in a block that is read whole once its `end` came: for formats that are not JSON. `tail`: punctuation that
-    may stand behind the end."""
+    may stand behind the end. `is_open` says of a block that its end belongs to a value, so that another must come; where
+    none does, the first was it."""
 
     def __init__(
-        self, first: int, opening: str, end: str, parse: Callable[[str], list[Call] | None], *, tail: str = ""
+        self,
+        first: int,
+        opening: str,
+        end: str,
+        parse: Callable[[str], list[Call] | None],
+        *,
+        tail: str = "",
+        is_open: Callable[[str], bool] | None = None,
     ) -> None:
         self._next, self._opening, self._end, self._parse, self._tail = first, opening, end, parse, tail
+        self._is_open = is_open
         self._held = ""
+        self._seen = 0  # up to here no end stands in `_held` that could be the block's
         self._ended = False
         self.rest: str | None = None
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text."""
         out: list[Delta] = []
-        before = max(0, len(self._held) - len(self._end))
         self._held += text
         if not self._ended:
-            at = self._held.find(self._end, before)
+            at = self._end_at()
             if at < 0:
                 return []
-            block, self._held, self._ended = self._held[:at], self._held[at + len(self._end) :], True
-            out = self._read(block, self._end)
-        behind = self._held.lstrip()
-        if self._tail and behind.startswith(self._tail):
-            self.rest = behind[len(self._tail) :]
-        elif not (self._tail and self._tail.startswith(behind)):
-            self.rest = self._held
+            out = self._take(at)
+        self._behind()
         return out
 
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended: what the model left open is read as if closed, what was cut off is not read."""
         if self._ended:
             return [] if cut or not self._held.strip() else [Content(self._held)]
+        at = self._held.find(self._end)
+        if at >= 0 and not cut:
+            out = self._take(at)
+            self.rest = self._held.removeprefix(self._tail)
+            return out
         return [] if cut else self._read(self._held, "")
+
+    def _end_at(self) -> int:
+        """Where the block ends, -1 while it goes on."""
+        while (at := self._held.find(self._end, self._seen)) >= 0:
+            if self._is_open is None or not self._is_open(self._held[:at]):
+                return at
+            self._seen = at + 1
+        self._seen = max(self._seen, len(self._held) - len(self._end) + 1)
+        return -1
+
+    def _take(self, at: int) -> list[Delta]:
+        block, self._held, self._ended = self._held[:at], self._held[at + len(self._end) :], True
+        return self._read(block, self._end)
+
+    def _behind(self) -> None:
+        behind = self._held.lstrip()
+        if self._tail and behind.startswith(self._tail):
+            self.rest = behind[len(self._tail) :]
+        elif not (self._tail and self._tail.startswith(behind)):
+            self.rest = self._held
 
     def _read(self, block: str, end: str) -> list[Delta]:
         calls = self._parse(block)
@@ -251,8 +280,8 @@ def _unquote(name: str) -> str:
     return name
 
 
-# {"name": "f", "arguments": {   in any spacing, with the array's punctuation before a second one
+# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the first, before a second
 JSON_HEAD = re.compile(
-    r'[\s\]},;]*\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )

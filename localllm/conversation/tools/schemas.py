@@ -17,6 +17,13 @@ _BEYOND = frozenset(
 )  # fmt: skip
 
 
+_KINDS: dict[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", type(None): "null",
+}  # fmt: skip
+# References that lead to references, and alternatives within alternatives.
+_MOST_REFERENCES = 8
+
+
 def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Name and schema of every parameter, and whether it must be there."""
     properties, required = schema.get("properties"), schema.get("required")
@@ -35,22 +42,63 @@ def names_all(schema: Mapping[str, Any]) -> bool:
     return set(required) <= set(properties)
 
 
-def words_of(described: Any) -> list[str] | None:
-    """The texts an enumeration of texts (or a constant one) allows; None for any other schema."""
-    if not isinstance(described, Mapping):
+def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`described`, or what it refers to within `root`; None where that leads nowhere."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(described, Mapping):
+            return None
+        reference = described.get("$ref")
+        if reference is None:
+            return described
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return None
+        described = root
+        for part in reference[2:].split("/"):
+            described = (
+                described.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(described, Mapping) else None
+            )
+    return None
+
+
+def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]] | None:
+    """The schemas of which a value matches one, none of them a reference, an alternative or of several types. None for
+    a schema that says nothing, or what can't be taken apart."""
+    described = resolved(described, root)
+    if described is None or depth > _MOST_REFERENCES:
         return None
-    options = [described["const"]] if "const" in described else described.get("enum")
-    return options if isinstance(options, list) and options and all(isinstance(o, str) for o in options) else None
-
-
-def is_text(described: Any) -> bool:
-    """True for a schema that wants text, or says nothing."""
-    if not isinstance(described, Mapping):
-        return True
+    constant = constants_of(described)
+    if constant is not None:
+        return [{"const": value} for value in constant]
+    either = described.get("anyOf") or described.get("oneOf")
+    if isinstance(either, list) and either:
+        found = [options_of(e, root, depth + 1) for e in either]
+        return [o for some in found for o in some or ()] if all(some is not None for some in found) else None
     kind = described.get("type")
-    if kind is None:
-        return not {"anyOf", "oneOf", "allOf", "$ref", "const", "enum"} & set(described)
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+    if isinstance(kind, str):
+        return [described]
+    if isinstance(kind, list) and kind:
+        return [{**described, "type": k} for k in kind]
+    for word, implied in (("properties", "object"), ("items", "array")):
+        if word in described:
+            return [{**described, "type": implied}]
+    return None
+
+
+def constants_of(described: Mapping[str, Any]) -> list[Any] | None:
+    """The values that an enumeration or a constant allows; None for any other schema."""
+    options = [described["const"]] if "const" in described else described.get("enum")
+    return options if isinstance(options, list) and options else None
+
+
+def kinds_of(described: Any, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types of the values a schema allows; empty where it does not say."""
+    options = options_of(described, root) or ()
+    return {kind_of(o["const"]) if "const" in o else str(o["type"]) for o in options}
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    return _KINDS.get(type(value), "object")
 
 
 def arguments(schema: Mapping[str, Any]) -> Grammar:
@@ -63,14 +111,14 @@ def one_call(tools: Named, key: str = "arguments") -> Grammar:
     return "json_schema", json.dumps(any_call(tools, key))
 
 
-def call_list(tools: Named) -> Grammar:
-    """A JSON array of calls."""
-    call = any_call(tools, "arguments")
+def call_list(tools: Named, more: Mapping[str, Any] | None = None) -> Grammar:
+    """A JSON array of calls. `more`: what may stand behind the arguments."""
+    call = any_call(tools, "arguments", more)
     schema = {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "$defs": call["$defs"]}
     return "json_schema", json.dumps(schema)
 
 
-def any_call(tools: Named, key: str) -> dict[str, Any]:
+def any_call(tools: Named, key: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The JSON schema of a call of one of `tools`, with the arguments under `key`.
 
     The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
@@ -79,14 +127,19 @@ def any_call(tools: Named, key: str) -> dict[str, Any]:
         "anyOf": [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}},
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}, **(more or {})},
                 "required": ["name", key],
                 "additionalProperties": False,
             }
             for i, (name, _) in enumerate(tools)
         ],
-        "$defs": {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)},
+        "$defs": moved(tools),
     }
+
+
+def moved(tools: Named) -> dict[str, Any]:
+    """The parameters of `tools` as definitions tool0, tool1, … of another schema."""
+    return {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)}
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -1,10 +1,12 @@
-"""Seed-OSS: Qwen3-Coder's functions between tags of its own, `<seed:tool_call>…</seed:tool_call>`, values on one line."""
+"""Seed-OSS: Qwen3-Coder's functions between tags of its own, `<seed:tool_call>…</seed:tool_call>`, values on one line and
+in Python's spelling."""
 
 from __future__ import annotations
 
-from localllm.conversation.tools.base import Named, Start
-from localllm.conversation.tools.lark import tagged_calls
+from dataclasses import replace
+
 from localllm.conversation.tools.qwen_coder import QwenCoder
+from localllm.conversation.tools.values import PythonValues
 
 _OPEN, _CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 
@@ -14,20 +16,17 @@ class Seed(QwenCoder):
 
     name = "seed"
     signs = (_OPEN,)
+    unsure = 0
     markers = (_OPEN, "<function=")
     closing = _CLOSE
     control = True
-
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Any number of calls, one behind the other."""
-        lark = tagged_calls(
-            tools,
-            head=lambda name: f"<function={name}>\n",
-            before=lambda key: f"<parameter={key}>",
-            after="</parameter>\n",
-            end="</function>",
-        )
-        return {_OPEN: Start("\n", lark, f"\n{_CLOSE}", again=True)}
+    tagged = replace(QwenCoder.tagged, wrapped=False)
+    tags = replace(
+        QwenCoder.tags,
+        before=lambda key, kind: f"<parameter={key}>",
+        after="</parameter>\n",
+        values=PythonValues,
+    )
 
 
 FORMAT = Seed()

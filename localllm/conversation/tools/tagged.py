@@ -4,92 +4,150 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import Tool, parameters_of
-from localllm.conversation.tools.readers import Call, as_json
+from localllm.conversation.tools.literals import literal
+from localllm.conversation.tools.readers import BlockReader, Call, as_json
+from localllm.conversation.tools.schemas import kind_of, kinds_of, parameters
 
-_JSON_KINDS: dict[type, tuple[str, ...]] = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    dict: ("object",),
-    list: ("array",),
-    type(None): ("null",),
-}
+Opened: TypeAlias = tuple[re.Match[str], str]
+"""A parameter's opening and its value."""
+Parse: TypeAlias = Callable[[str], list[Call] | None]
 
 
-def tagged(body: str, opening: re.Pattern[str], closing: str, *, ended: bool) -> list[tuple[re.Match[str], str]] | None:
-    """Each parameter's opening in `body` and its value; None where anything else stands there. A closing tag the model
-    forgot is made up for by the next opening, or by the end of `body` where its own tag came (`ended`)."""
-    found: list[tuple[re.Match[str], str]] = []
-    at = 0
-    while at < len(body) and not body[at:].isspace():
-        head = opening.match(body, at)
-        if head is None:
-            return None
-        following = opening.search(body, head.end())
-        end = _end_of_value(body, head.end(), opening, closing)
-        if following is not None and (end < 0 or following.start() < end):
-            found.append((head, body[head.end() : following.start()]))
-            at = following.start()
-        elif end >= 0:
-            found.append((head, body[head.end() : end]))
-            at = end + len(closing)
-        elif ended:
-            found.append((head, body[head.end() :]))
-            break
-        else:
-            return None
-    return found
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """How calls with tagged parameters are recognised: opening and closing of a function (no closing: it lasts to the
+    end) and of a parameter. Names are the first groups of the openings. `wrapped`: a value stands on lines of its own."""
+
+    function: re.Pattern[str]
+    function_end: str
+    parameter: re.Pattern[str]
+    parameter_end: str
+    wrapped: bool = False
 
 
-def _end_of_value(body: str, at: int, opening: re.Pattern[str], closing: str) -> int:
-    """The first closing tag behind which a parameter or nothing stands: a value may hold the tag itself."""
-    first = end = body.find(closing, at)
-    while end >= 0:
-        behind = end + len(closing)
-        if opening.match(body, behind) or not body[behind:].strip():
-            return end
-        end = body.find(closing, behind)
-    return first
+class _OpenError(Exception):
+    """A value is not closed."""
 
 
-def functions(block: str, opening: re.Pattern[str], closing: str) -> list[tuple[re.Match[str], str, bool]] | None:
-    """Each function's opening in `block`, its body and whether its closing tag came; None where anything else stands
-    outside them."""
-    found: list[tuple[re.Match[str], str, bool]] = []
-    at = 0
-    while at < len(block) and not block[at:].isspace():
-        head = opening.match(block, at)
-        if head is None:
-            return None
-        end = block.find(closing, head.end())
-        found.append((head, block[head.end() : len(block) if end < 0 else end], end >= 0))
-        at = len(block) if end < 0 else end + len(closing)
-    return found
+def tagged_reader(first: int, opening: str, end: str, tags: Tagged, parse: Parse, **more: Any) -> BlockReader:
+    """A reader of a block up to `end`, which may stand in a value as well."""
+    return BlockReader(first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more)
 
 
-def in_tags(
+def in_tags(block: str, tools: Sequence[Tool], tags: Tagged) -> list[Call] | None:
+    """The calls of `block` with values as their schemas say."""
+
+    def valued(function: re.Match[str], pairs: list[Opened]) -> dict[str, Any]:
+        name = function[1]
+        return {m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs}
+
+    return read_calls(block, tools, tags, valued)
+
+
+def read_calls(
     block: str,
     tools: Sequence[Tool],
-    function: tuple[re.Pattern[str], str],
-    parameter: tuple[re.Pattern[str], str],
+    tags: Tagged,
+    valued: Callable[[re.Match[str], list[Opened]], dict[str, Any]],
 ) -> list[Call] | None:
-    """The calls of `block`: opening (its first group the name) and closing of a function and of a parameter. None where
-    it can't be read whole: half of a call is none."""
-    found = functions(block, *function)
-    if found is None:
+    """The calls of `block`, whose arguments `valued` makes of a function's opening and its parameters. None where it
+    can't be read whole: half of a call is none."""
+    try:
+        found = _functions(block, tools, tags, strict=False)
+        calls = [(head[1], as_json(valued(head, pairs))) for head, pairs in found or ()]
+    except (ValueError, RecursionError, _OpenError):
         return None
-    calls: list[Call] = []
-    for head, body, ended in found:
-        values = tagged(body, *parameter, ended=ended)
-        if values is None:
-            return None
-        name = head[1]
-        calls.append((name, as_json({m[1]: typed(unwrapped(v), m[1], name, tools) for m, v in values})))
     return calls or None
+
+
+def is_open(block: str, tags: Tagged) -> bool:
+    """True where `block` ends within a value."""
+    try:
+        _functions(block, (), tags, strict=True)
+    except _OpenError:
+        return True
+    return False
+
+
+def _functions(
+    block: str, tools: Sequence[Tool], tags: Tagged, *, strict: bool
+) -> list[tuple[re.Match[str], list[Opened]]] | None:
+    """Each function's opening and parameters; None where anything else stands in `block`. A closing tag that the model
+    forgot is made up for where the next tag stands; `strict` raises _OpenError there."""
+    found: list[tuple[re.Match[str], list[Opened]]] = []
+    at = 0
+    while at < len(block) and not block[at:].isspace():
+        function = tags.function.match(block, at)
+        if function is None:
+            return None
+        pairs: list[Opened] = []
+        at = function.end()
+        names = _names(function[1], tools)
+        while (parameter := tags.parameter.match(block, at)) is not None:
+            end, at = _end_of_value(block, parameter, tags, names - {m[1] for m, _ in pairs}, strict)
+            pairs.append((parameter, block[parameter.end() : end]))
+        behind = len(block) - len(block[at:].lstrip())
+        if tags.function_end and block.startswith(tags.function_end, behind):
+            at = behind + len(tags.function_end)
+        elif behind < len(block):
+            return None
+        else:
+            at = behind
+        found.append((function, pairs))
+    return found
+
+
+def _names(function: str, tools: Sequence[Tool]) -> frozenset[str]:
+    """The parameters that a function is known to have."""
+    schema = next((s for n, s in map(parameters_of, tools) if n == function), {})
+    return frozenset(name for name, _, _ in parameters(schema))
+
+
+def _end_of_value(
+    block: str, parameter: re.Match[str], tags: Tagged, names: frozenset[str], strict: bool
+) -> tuple[int, int]:
+    """Where the value that `parameter` opened ends, and where its closing tag does. A value may hold the tag itself: it
+    ends where a parameter, the function's end or nothing stands behind it."""
+    at = parameter.end()
+    forgotten = _forgotten(block, parameter, tags, names)
+    end = block.find(tags.parameter_end, at)
+    while end >= 0 and (forgotten is None or end < forgotten):
+        behind = end + len(tags.parameter_end)
+        if _tag_follows(block, behind, tags, strict):
+            return end, behind
+        end = block.find(tags.parameter_end, behind)
+    if strict:
+        raise _OpenError
+    if forgotten is None:
+        last = block.rfind(tags.function_end, at) if tags.function_end else len(block)
+        if last < 0:
+            raise _OpenError
+        forgotten = last
+    return forgotten, forgotten
+
+
+def _forgotten(block: str, parameter: re.Match[str], tags: Tagged, names: frozenset[str]) -> int | None:
+    """Where a parameter begins whose predecessor was not closed: at a line's start, and one that the function has."""
+    for following in tags.parameter.finditer(block, parameter.end()):
+        known = following[1] in names and following[1] != parameter[1]
+        closed = tags.parameter_end in block[parameter.end() : following.start()]
+        if known and not closed and "\n" in following[0][: len(following[0]) - len(following[0].lstrip())]:
+            return following.start()
+    return None
+
+
+def _tag_follows(block: str, at: int, tags: Tagged, strict: bool) -> bool:
+    rest = block[at:].lstrip()
+    if not rest:
+        return not (strict and tags.function_end)
+    if tags.parameter.match(block, at) is not None:
+        return True
+    return bool(tags.function_end) and rest.startswith(tags.function_end)
 
 
 def unwrapped(value: str) -> str:
@@ -103,33 +161,25 @@ def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
     schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
     properties = schema.get("properties")
     described = properties.get(name) if isinstance(properties, Mapping) else None
-    return as_kind(value, kinds_of(described))
+    return as_kind(value, kinds_of(described, schema))
 
 
 def as_kind(value: str, kinds: set[str]) -> Any:
-    """`value` read as JSON of one of `kinds` (none: of any), or as it is."""
+    """`value` read as one of `kinds` (none: as JSON of any), or as it is."""
     if kinds == {"string"}:
         return value
     try:
         read = json.loads(value)
     except (ValueError, RecursionError):
-        return value
-    if "string" in kinds and not kinds.intersection(_JSON_KINDS.get(type(read), ())):
-        return value
-    return read
+        return _in_python(value, kinds)
+    wanted = kinds | ({"integer"} if "number" in kinds else set())
+    return value if "string" in kinds and kind_of(read) not in wanted else read
 
 
-def kinds_of(described: Any) -> set[str]:
-    """The JSON types a schema names; empty where it names none."""
-    if not isinstance(described, Mapping):
-        return set()
-    kind = described.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {k for k in kind if isinstance(k, str)}
-    options = [described["const"]] if "const" in described else described.get("enum")
-    if isinstance(options, list):
-        return {"string" if isinstance(o, str) else _JSON_KINDS.get(type(o), ("object",))[0] for o in options}
-    either = described.get("anyOf") or described.get("oneOf")
-    return set().union(*map(kinds_of, either)) if isinstance(either, list) else set()
+def _in_python(value: str, kinds: set[str]) -> Any:
+    """What some templates write for truths, nulls and lists."""
+    try:
+        read = literal(value)
+    except (ValueError, RecursionError):
+        return value
+    return read if kind_of(read) in kinds - {"string"} else value

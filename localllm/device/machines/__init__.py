@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from localllm.device.machines import linux, macos, windows
 from localllm.device.readings import Readings
 from localllm.device.types import Device, Figure
 
@@ -12,5 +11,15 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
     Raises DeviceUnreadableError when the system did not even say how much memory there is.
     """
-    by_system = {"linux": linux.identify, "macos": macos.identify, "windows": windows.identify}
-    return by_system[readings.system](readings, ram_bandwidth)
+    # Of three systems only the one that is needed is read.
+    if readings.system == "linux":
+        from localllm.device.machines import linux
+
+        return linux.identify(readings, ram_bandwidth)
+    if readings.system == "macos":
+        from localllm.device.machines import macos
+
+        return macos.identify(readings, ram_bandwidth)
+    from localllm.device.machines import windows
+
+    return windows.identify(readings, ram_bandwidth)

@@ -68,7 +68,7 @@ def _nvidia_bandwidth(gpu: NvidiaGpu, row: Row | None) -> tuple[Figure | None, l
 
 
 def one_machine(
-    cards: Sequence[Card], accelerator: Accelerator, host: Memory, ram_bandwidth: Figure | None, base: Device
+    cards: Sequence[Card], accelerator: Accelerator, host: Memory | None, ram_bandwidth: Figure | None, base: Device
 ) -> Device:
     """Discrete cards as one Device: memory adds up (layers are split), bandwidth is what a token meets on its way.
 
@@ -98,6 +98,7 @@ def one_machine(
         compute_capability=biggest.compute_capability,
         match=biggest.row.name if biggest.row else "",
         n_gpus=len(cards),
+        cards_bytes=tuple(card.memory.limit_bytes for card in cards) if len(cards) > 1 else (),
         findings=tuple(findings),
     )
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
 from localllm.device.probes.commands import read_text, run
 
-_WORKER = "localllm.engine.worker"
+_WORKERS = {"localllm.engine.worker", "localllm.engine.embedding"}
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
-    """Everything `health.judge` needs; what could not be read stays None, so that it is reported as not checked."""
+    """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not be read stays None, so
+    that it is reported as not checked."""
     power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
     return HealthFacts(
         build=llama_cpp_build(),
@@ -119,7 +120,7 @@ def workers() -> tuple[WorkerProcess, ...]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "memory_info"]):
         try:
-            if _WORKER not in (process.info["cmdline"] or []):
+            if not _WORKERS.intersection(process.info["cmdline"] or []):
                 continue
             parent = process.parent()
             memory = process.info["memory_info"]

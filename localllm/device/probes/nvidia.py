@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ _WSL = "/usr/lib/wsl/lib"
 
 def nvml() -> str:
     """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would cost memory)."""
+    if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
+        return ""  # before the module is read: it is 10 ms of every start
     try:
         import pynvml
     except ImportError:
@@ -36,6 +39,15 @@ def nvml() -> str:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _has_driver() -> bool:
+    """Whether the driver's library is to be found, as `pynvml` looks for it or where WSL keeps it."""
+    for name in ("libnvidia-ml.so.1", f"{_WSL}/libnvidia-ml.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return True
+    return False
 
 
 def _gpu(api: Any, index: int) -> dict[str, Any]:

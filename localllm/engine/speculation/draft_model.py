@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
-from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from localllm.engine.kv_store import KvStore
+from localllm.engine.matching import Matching
+from localllm.engine.prefix_cache import as_tokens
 from localllm.engine.sampling import distribution
 from localllm.engine.sequence_pool import SequencePool
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
@@ -48,8 +50,7 @@ class DraftModel:
 
     def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backend = backend
-        cache = PrefixCache(whole=not backend.capabilities.segments, capacity_bytes=_CACHE_BYTES)
-        self._pool = SequencePool(backend, cache)
+        self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
         self._clock = clock
         self.token_s = 0.0
@@ -133,7 +134,7 @@ class DraftModel:
         line = self._lines.get(job.id)
         if line is None:
             tokens = as_tokens(job.tokens)
-            source = self._pool.lookup(tokens, ())
+            source = self._pool.lookup(Matching(tokens), ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
             self._pool.make_room(need, live=len(self._lines) + 1, keep=source.resident)
@@ -170,12 +171,14 @@ class DraftModel:
             sequence = self.backend.new_sequence()
         except BackendFailure:
             return
-        for _ in range(3):
-            started = self._clock()
-            self.backend.step([Chunk(sequence, [self.backend.info.bos_token or 0])]).argmax(0)
-            seconds = self._clock() - started
-            self.token_s = min(self.token_s or seconds, seconds)
-        self.backend.drop(sequence)
+        try:
+            for _ in range(3):
+                started = self._clock()
+                self.backend.step([Chunk(sequence, [self.backend.info.bos_token or 0])]).argmax(0)
+                seconds = self._clock() - started
+                self.token_s = min(self.token_s or seconds, seconds)
+        finally:
+            self.backend.drop(sequence)
 
     def close(self) -> None:
         """Free the draft model."""

@@ -145,8 +145,9 @@ class Lookup:
         if pointer.line is self._line and tokens and len(tokens) < most:
             # The copy has caught up with itself: the text is repeating, and so does the guess.
             tokens = (tokens * (most // len(tokens) + 1))[:most]
-        if _SEPARATOR in tokens:
-            tokens = tokens[: tokens.index(_SEPARATOR)]
+        # The separator, or an image.
+        foreign = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
+        tokens = tokens[:foreign]
         return tokens, pointer.match
 
     def _valid(self) -> _Pointer | None:

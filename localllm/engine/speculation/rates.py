@@ -10,6 +10,8 @@ _PRIOR_WEIGHT = 4.0
 _SLOW_DECAY = 0.995
 _FAST_DECAY = 0.92
 _LEAST_SURVIVAL = 0.05
+# What drafting brought is remembered for some 30 steps: three good drafts show that a copy has begun.
+_GAIN_DECAY = 0.97
 
 
 def _prior(match: int) -> float:
@@ -87,3 +89,20 @@ class Acceptance:
     def survival(self, length: int) -> list[float]:
         """P(the first k are all accepted) = a^k, k = 1 … length; their sum is (1 − a^(g+1))/(1 − a) − 1."""
         return [self.rate**k for k in range(1, length + 1)]
+
+
+class Gain:
+    """How much quicker one stream is with its drafts than without, over its last steps; 1.0 before the first."""
+
+    def __init__(self) -> None:
+        # As if it had decoded plainly up to now.
+        self._plain = self._spent = 1.0 / (1.0 - _GAIN_DECAY)
+
+    def observe(self, tokens: int, steps: float) -> None:
+        """A step brought `tokens` and took as long as so many plain ones."""
+        self._plain = self._plain * _GAIN_DECAY + tokens
+        self._spent = self._spent * _GAIN_DECAY + steps
+
+    def affords(self, least: float) -> float:
+        """How many plain steps the next one may take, if it brought a single token, for the gain to stay at `least`."""
+        return (self._plain + 1.0) / least - self._spent

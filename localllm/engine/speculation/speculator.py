@@ -15,8 +15,8 @@ from localllm.engine.speculation.controller import Candidate, StepCost, choose_l
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
-from localllm.engine.speculation.rates import Acceptance, HitRates
-from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingBackend
+from localllm.engine.speculation.rates import Acceptance, Gain, HitRates
+from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingBackend, NoCellsError
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
@@ -24,6 +24,11 @@ _MOST_MODEL_TOKENS = 16
 # A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait for the step too, it
 # takes no longer than this many plain ones.
 _MOST_STEPS_BESIDE_OTHERS = 2.5
+# A burst is a pause for whoever reads along: looked-up drafts have to have earned it on this very stream, which stays faster
+# by this much even if all of them are wrong. Else a step with them takes no longer than so many plain ones. (A grammar's
+# forced text is no guess, and what drafts by computing backs off by itself.)
+_EARNED_GAIN = 1.15
+_MOST_STEPS_UNEARNED = 2.0
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
@@ -85,13 +90,14 @@ class _BackOff:
 
 @dataclass
 class _DraftState:
-    """One decoding request: its lookup, every drafter's back-off, and who drafted last. `stopped_at`: the length at which
+    """One decoding request: its lookup, every drafter's back-off, who drafted last and what it brought. `stopped_at`: the length at which
     the last drafter stopped before what was wanted, unsure of the next token (-1: it did not)."""
 
     lookup: Lookup
     back_offs: dict[str, _BackOff]
     drafter: str = ""
     stopped_at: int = -1
+    gain: Gain = field(default_factory=Gain)
 
 
 @dataclass
@@ -171,6 +177,10 @@ class Speculator:
             self._since_plain = 0
             return
         most_steps = math.inf if len(running) == 1 else _MOST_STEPS_BESIDE_OTHERS
+        guesses = [job for job, p in zip(decoding, proposals, strict=True) if p.drafter == "ngram" and p.tokens]
+        if guesses:
+            earned = min(self._states[job.id].gain.affords(_EARNED_GAIN) for job in guesses)
+            most_steps = min(most_steps, max(earned, _MOST_STEPS_UNEARNED))
         lengths = choose_lengths([p.candidate for p in proposals], self.cost.seconds, most_steps)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self._drafters and length:
@@ -214,7 +224,7 @@ class Speculator:
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
         best = _Proposal(found_by, tokens, Candidate(survival))
-        if self.mode != "ngram" and job.request.draft != "ngram":
+        if self.mode != "ngram" and job.request.draft != "ngram" and not job.images:
             for name, drafter in self._drafters.items():
                 best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
         return best
@@ -259,6 +269,7 @@ class Speculator:
         if state is None:
             return
         state.lookup.advance(tokens)
+        state.gain.observe(len(tokens), self._steps(state.drafter, drafted))
         # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
         unsure, state.stopped_at = state.stopped_at == drafted, -1
         if not drafted and not unsure:
@@ -268,6 +279,12 @@ class Speculator:
         tally.accepted += accepted
         if state.drafter in state.back_offs:
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
+
+    def _steps(self, drafter: str, drafted: int) -> float:
+        """How many plain steps one with such a draft takes, for a stream alone."""
+        by = self._drafters.get(drafter)
+        drafting_s = by.token_s * drafted if by is not None else 0.0
+        return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
         """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in `seconds`."""
@@ -303,23 +320,47 @@ class Speculator:
         except BackendFailure:
             self._probe_left.insert(0, rows)
             return False
-        token = self.backend.info.bos_token or 0
-        started = self.clock()
         try:
-            self.backend.step([Chunk(sequence, [token] * rows, rows)]).argmax(0)
-        finally:
-            seconds = self.clock() - started
-            self.backend.drop(sequence)
+            seconds = self._verification_s(sequence, rows)
+        except NoCellsError:
+            self._probe_left.insert(0, rows)
+            return False
+        except BackendFailure as e:
+            # What can't be verified must not be drafted: a step that fails costs every request in it.
+            self._give_up(f"a trial step with {rows} rows failed: {e}")
+            return False
         self._probed[rows] = min(self._probed.get(rows, seconds), seconds)
         self._probe_spent_s += seconds
         if self._probe_spent_s > _PROBE_BUDGET_S:
             self._probe_left.clear()
         if not self._probe_left:
             self.cost.set(self._probed)
-            for drafter in self._drafters.values():
-                if not drafter.token_s:
-                    drafter.probe()
+            self._probe_drafters()
         return bool(self._probe_left)
+
+    def _verification_s(self, sequence: int, rows: int) -> float:
+        # Different tokens: equal ones go to the same experts of a mixture, which then reads less than it does for a draft.
+        first, n_vocab = self.backend.info.bos_token or 0, self.backend.info.n_vocab
+        tokens = [(first + i * max(n_vocab // rows, 1)) % n_vocab for i in range(rows)]
+        started = self.clock()
+        try:
+            self.backend.step([Chunk(sequence, tokens, rows)]).argmax(0)
+            return self.clock() - started
+        finally:
+            self.backend.drop(sequence)
+
+    def _probe_drafters(self) -> None:
+        for name, drafter in list(self._drafters.items()):
+            if drafter.token_s:
+                continue
+            try:
+                drafter.probe()
+            except BackendFailure as e:
+                self._give_up(f"a trial draft ({name}) failed: {e}")
+
+    def _give_up(self, why: str) -> None:
+        self._probe_left.clear()
+        self.off_because = why
 
     def close(self) -> None:
         """Free the draft model, if there is one."""

@@ -2,7 +2,8 @@
 
 The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
 "off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated
-(editors send odd ones) and named in the response header `x-localllm-ignored`.
+(editors send odd ones) and named in the response header `x-localllm-ignored`: what changes the answer is refused, what
+does not is named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
 # Of a dialect that has no such field.
@@ -34,8 +36,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "web_search_options": ("this server does not search the web", (None,)),
     "functions": ("the legacy function interface is not spoken; send `tools`", (None, [])),
     "function_call": ("the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")),
-    "store": ("chat completions are not stored here; /v1/responses are", (None, False)),
-    "verbosity": ("no model here has this control; say it in the prompt", (None, "medium")),
     "best_of": ("candidates are not ranked here; send `n`", (None, 1)),
     "use_beam_search": ("there is no beam search", (None, False)),
     "mirostat": ("mirostat sampling is not implemented", (None, 0)),
@@ -65,12 +65,19 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
     "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
 }
+# Wishes that no model here has a control for: the answer is none the worse for them, so they are taken, and named
+# unless they say what holds anyway.
+NAMED: Mapping[str, tuple[Any, ...]] = {"store": (None, False), "verbosity": (None, "medium")}
 HINTS = frozenset(
     {
         "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
         "service_tier", "id_slot",
     }
 )  # fmt: skip
+
+
+# Places in the queue by OpenAI's `service_tier`; every other tier is the usual one.
+PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
 class Body(BaseModel):
@@ -150,6 +157,9 @@ class SamplingFields(Body):
     repetition_detection: LoopFields | None = Field(None, description="ends loops: finish_reason repetition")
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
     n: Annotated[int, Field(ge=1, le=16)] | None = None
+    service_tier: str | None = Field(
+        None, max_length=64, description="priority: before others; flex, batch: after them"
+    )
     t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
     grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
     json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
@@ -192,6 +202,7 @@ class SamplingFields(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             thinking_tokens=self.thinking_tokens(),
             loops=self.repetition_detection.limits() if self.repetition_detection else None,
+            priority=PRIORITIES.get(self.service_tier or "", 0),
         )
 
     def thinking_tokens(self) -> int | None:
@@ -218,6 +229,28 @@ class SamplingFields(Body):
             grammar=("gbnf", self.grammar) if self.grammar else None,
             json_schema=of_schema(self.json_schema),
         )
+
+
+class ReasonedFields(SamplingFields):
+    """How an answer to a conversation is made: reasoning may come before it."""
+
+    reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
+    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+    thinking_token_budget: Budget | None = Field(None, description="another name of thinking_budget (vLLM)")
+    thinking_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
+    reasoning_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
+
+    def thinking_tokens(self) -> int | None:
+        """The longest reasoning asked for, by the first of its names that is sent; None = no limit."""
+        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
+        sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
+        return limit_of(next((n for n in sent if n is not None), None))
+
+
+def first_limit(*sent: int | None) -> int | None:
+    """The first limit that was sent; None = the remaining window, which a negative one asks for."""
+    value = next((n for n in sent if n is not None), None)
+    return None if value is None or value < 0 else value
 
 
 def sampling_over(default: Sampling, **sent: Any) -> Sampling:
@@ -252,8 +285,9 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
         # Unions report one error per member, with the member's type in the path: the field is what helps.
         path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
         raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
-    unknown = sorted(k for k in (fields.model_extra or {}) if k not in hints and k not in REFUSED)
-    return fields, unknown
+    extra = fields.model_extra or {}
+    told = (k for k in extra if k not in hints and k not in REFUSED and not (k in NAMED and extra[k] in NAMED[k]))
+    return fields, sorted(told)
 
 
 def _bias(sent: Mapping[str, float]) -> dict[int, float]:

@@ -13,6 +13,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.errors import headers_of
+from localllm.server.http.headers import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Order, Server
@@ -22,9 +23,10 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """A request that only wants its model loaded; `body` is the answer then."""
+    """A request that only wants its model loaded, or with `keep_s` 0 unloaded; `body` is the answer then."""
 
     body: Mapping[str, Any]
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,31 @@ def mount_count(
     """Serve `path`, which takes what `route` takes and answers with the number of tokens of its prompt, as `body`."""
 
     async def count(request: Request) -> Response:
-        fields, _ = read(route.fields, await read_json(request, server.settings), route.hints)
-        model = server.models.resolve(fields.model)
+        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
+        model = await server.models.find(fields.model)
         order = route.order(fields, model)
         assert isinstance(order, Order)
-        return JSONResponse(body(await server.count(order, model)))
+        tokens, ignored = await server.count(order, model)
+        headers = {**request_id(), **ignored_header([*unknown, *ignored])}
+        return JSONResponse(body(tokens), headers=headers)
 
     described = body_of(route.fields, "input_tokens")
     post(router, path, refusing(route.dialect, count), "How many tokens the prompt has", described)
+
+
+def mount_prompt(router: APIRouter, server: Server, path: str, route: Route[Any]) -> None:
+    """Serve `path`, which takes what `route` takes and answers with its prompt (llama.cpp's `/apply-template`)."""
+
+    async def prompt(request: Request) -> Response:
+        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
+        model = await server.models.find(fields.model)
+        order = route.order(fields, model)
+        assert isinstance(order, Order)
+        text, ignored = await server.prompt(order, model)
+        return JSONResponse({"prompt": text}, headers={**request_id(), **ignored_header([*unknown, *ignored])})
+
+    described = body_of(route.fields, "prompt")
+    post(router, path, refusing(route.dialect, prompt), "The prompt that a conversation becomes", described)
 
 
 def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
@@ -84,10 +103,14 @@ def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
 def _answering(server: Server, route: Route[Any]) -> Endpoint:
     async def answer(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
-        model = server.models.resolve(fields.model)
+        model = await server.models.find(fields.model)
         order = route.order(fields, model)
+        if isinstance(order, Preload) and order.keep_s == 0:
+            await server.keeper.drop(model.worker)
+            return JSONResponse(order.body)
         if isinstance(order, Preload):
-            await model.engine()
+            with server.counted(model, order.keep_s):
+                await model.engine()
             return JSONResponse(order.body)
         order = replace(order, ignored=(*unknown, *order.ignored))
         if route.dialect.streams if fields.stream is None else fields.stream:

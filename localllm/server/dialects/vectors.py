@@ -15,6 +15,7 @@ from pydantic import Field
 
 from localllm.engine.embedding import Embeds
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.http.accounts import caller
 from localllm.server.http.headers import ignored_header, request_id
 from localllm.server.http.streaming import unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel
@@ -27,11 +28,13 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 @dataclass(frozen=True, slots=True)
 class VectorOrder:
     """`inputs` to be turned into vectors; `body` writes them (little-endian float32) and the tokens they took down.
-    `truncate`: cut what is too long instead of refusing it."""
+    `truncate`: cut what is too long instead of refusing it. `keep_s`: how long the model stays loaded behind it, where
+    the client says so."""
 
     inputs: Sequence[str | list[int]]
     body: Callable[[list[bytes], int], Mapping[str, Any]]
     truncate: bool = False
+    keep_s: float | None = None
 
 
 def model_for(models: ModelRouter, name: str | None) -> ServedModel:
@@ -60,11 +63,13 @@ async def answer(
             raise RequestError(f"input {i} is empty", param="input")
 
     async def work() -> tuple[list[bytes], int]:
-        with server.counted(model):
+        with server.counted(model, order.keep_s):
             engine = await model.engine()
             if not isinstance(engine, Embeds):
                 raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
-            return await engine.embed(order.inputs, truncate=order.truncate)
+            vectors, n_tokens = await engine.embed(order.inputs, truncate=order.truncate)
+            caller().charge(n_tokens, 0, 0)
+            return vectors, n_tokens
 
     found = await unless_gone(request, work())
     if found is None:

@@ -1,11 +1,11 @@
-"""What several dialects write alike: server-sent events, OpenAI's error in a stream, timings, calls' arguments."""
+"""What several dialects write alike: server-sent events, OpenAI's error, timings, log-probabilities, arguments."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from localllm.engine.messages import Timings
+from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.generation.job import PrefillProgress, Spent
 from localllm.server.serving import Dialect
@@ -51,17 +51,33 @@ class RawText:
 
 
 def timings_body(usage: Spent, timings: Timings) -> dict[str, Any]:
-    """Times in milliseconds and speeds in tokens per second, under llama.cpp's names."""
+    """Times in milliseconds and speeds in tokens per second, under llama.cpp's names; `queued_ms` and `predicted_steps`
+    (sweeps over the weights behind `predicted_ms`) are ours."""
     fresh = usage.prompt_tokens - usage.cached_tokens
+    drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
     return {
+        "queued_ms": timings.queued_s * 1e3,
         "cache_n": usage.cached_tokens,
         "prompt_n": fresh,
         "prompt_ms": timings.prefill_s * 1e3,
         "prompt_per_second": fresh / timings.prefill_s if timings.prefill_s > 0 else 0.0,
+        "draft_n": drafted,
+        "draft_n_accepted": usage.accepted_draft_tokens,
+        "predicted_steps": timings.decode_steps,
         "predicted_n": usage.completion_tokens,
         "predicted_ms": timings.decode_s * 1e3,
         # The first token comes out of the prefill: the decode time holds the others.
         "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s if timings.decode_s > 0 else 0.0,
+    }
+
+
+def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
+    """One token's entry of `logprobs.content`."""
+    return {
+        "token": p.text,
+        "logprob": p.logprob,
+        "bytes": list(p.text.encode()),
+        "top_logprobs": [{"token": t, "logprob": lp, "bytes": list(t.encode())} for t, _, lp in p.top],
     }
 
 

@@ -103,6 +103,7 @@ async def fitted(
             f"out are; the served context is {n_ctx}",
             hint="shorten the system prompt, the tools or the newest turn, or serve with a larger --context",
             param="messages",
+            counts=(size, n_ctx),
         )
     return prompt, Shortened(len(kept.dropped), whole - size) if kept.dropped else None
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from localllm.conversation.images import shown
 from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.server.generation import prompting
 from localllm.server.generation.compacting import Counts, Messages, fitted
+from localllm.server.generation.counting import WithImages
 from localllm.server.generation.job import Outcome, Prepared, ReplyWriter, Spent
 from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
@@ -20,18 +22,23 @@ from localllm.server.models.router import ServedModel
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `n` choices are
-    wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit."""
+    wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit. `omitted` names
+    what could not be read of its attachments."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
     wishes: Wishes = field(default_factory=Wishes)
     n: int = 1
     compaction: bool = False
+    omitted: tuple[str, ...] = ()
 
 
 async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Recall, counts: Counts) -> Prepared:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
-    messages, normalised = without_volatile(recall.restore(ask.messages))
+    told = shown(ask.messages, sees=engine.info.sees)
+    messages, normalised = without_volatile(recall.restore(told.messages))
+    if told.files:
+        engine = WithImages(engine, told.files)
     template = model.template(engine.info)
 
     async def render(kept: Messages) -> prompting.Prompt:
@@ -41,7 +48,7 @@ async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Re
         prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
-    generation, ignored = ask.generation, prompt.ignored
+    generation, ignored = ask.generation, (*prompt.ignored, *told.ignored, *ask.omitted)
     if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
         # This model has no reasoning to limit.
         generation, ignored = replace(generation, thinking_tokens=None), (*ignored, "thinking_budget")
@@ -51,6 +58,7 @@ async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Re
         answer=prompt.answer,
         add_bos=prompting.wants_bos(engine.info, prompt.text),
         n=ask.n,
+        images={mark: file for mark, file in told.files.items() if mark in prompt.text},
         ignored=ignored,
         normalised=normalised,
         compacted="" if shortened is None else str(shortened),

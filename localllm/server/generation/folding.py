@@ -62,9 +62,11 @@ class Fold:
         self._arguments[choice, index].append(text)
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Put the pieces together."""
+        """Put the pieces together. A call that was cut off is none."""
         done = self.choices[choice]
         done.outcome = outcome
+        if outcome.half_call:
+            done.calls.pop()
         done.text = "".join(self._texts[choice])
         done.reasoning = "".join(self._thoughts[choice])
         for index, call in enumerate(done.calls):

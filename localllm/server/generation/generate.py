@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from localllm.engine.messages import (
     TokenLogprob,
 )
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
+from localllm.server.generation.counting import WithImages
 from localllm.server.generation.job import (
     CUT,
     AnswerPlan,
@@ -31,15 +33,16 @@ from localllm.server.generation.job import (
     ReplyWriter,
     Spent,
 )
+from localllm.server.generation.shown_tokens import ShownTokens
 
 # What models write between their reasoning and their answer.
 _BEHIND_THOUGHT = "\n\n"
 
 
-async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> None:
-    """Generate every choice of `job`. Raises the LocalLLMError of the first choice that fails, after cancelling the
-    others; cancelling this coroutine cancels the requests in the engine."""
-    jobs = [await _within_window(engine, replace(job, prompt=p, also=())) for p in (job.prompt, *job.also)]
+async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> Spent:
+    """Generate every choice of `job`; returns what they took together. Raises the LocalLLMError of the first choice
+    that fails, after cancelling the others; cancelling this coroutine cancels the requests in the engine."""
+    jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
     if job.choices == 1:
         outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]
     else:
@@ -53,38 +56,37 @@ async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress
             raise failures.exceptions[0] from None
         outcomes = [t.result() for t in tasks]
     usages = [o.usage for o in outcomes]
-    writer.end(
-        Spent(
-            prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
-            completion_tokens=sum(u.completion_tokens for u in usages),
-            cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
-            accepted_draft_tokens=sum(u.accepted_draft_tokens for u in usages),
-            rejected_draft_tokens=sum(u.rejected_draft_tokens for u in usages),
-            cache_miss=usages[0].cache_miss,
-            reasoning_tokens=sum(u.reasoning_tokens for u in usages),
-        ),
-        outcomes[0].timings,
+    spent = Spent(
+        prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
+        completion_tokens=sum(u.completion_tokens for u in usages),
+        cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
+        accepted_draft_tokens=sum(u.accepted_draft_tokens for u in usages),
+        rejected_draft_tokens=sum(u.rejected_draft_tokens for u in usages),
+        cache_miss=usages[0].cache_miss,
+        reasoning_tokens=sum(u.reasoning_tokens for u in usages),
     )
+    writer.end(spent, outcomes[0].timings)
+    return spent
 
 
-async def _within_window(engine: EngineClient, job: Prepared) -> Prepared:
+async def _within_window(engine: EngineClient, request: Request) -> Request:
     """`max_tokens` is a limit, not a wish: agents send 32,000 whatever the window, so it is lowered to what is left.
 
     A token has at least one byte, so a short prompt needs no counting."""
-    most = job.generation.max_tokens
+    most, prompt = request.generation.max_tokens, request.prompt
     if most is None:
-        return job
-    size = len(job.prompt.encode()) + 1 if isinstance(job.prompt, str) else len(job.prompt)
+        return request
+    size = len(prompt.encode()) + 1 if isinstance(prompt, str) else len(prompt)
     n_ctx = engine.info.n_ctx
-    if size + most <= n_ctx:
-        return job
-    tokens = job.prompt
-    if isinstance(tokens, str):
-        tokens = await engine.tokenize(tokens, add_bos=job.add_bos)
-    room = n_ctx - len(tokens)
-    if room <= 0 or most <= room:
-        return replace(job, prompt=tokens)
-    return replace(job, prompt=tokens, generation=replace(job.generation, max_tokens=room))
+    if size + most <= n_ctx and not request.images:
+        return request
+    if isinstance(prompt, str):
+        prompt = await WithImages(engine, request.images).tokenize(prompt, add_bos=request.add_bos)
+    room = n_ctx - len(prompt)
+    # Without any room the engine says so; how much was asked for is nothing that the client could mend.
+    limit = None if room <= 0 else min(most, room)
+    # Images stand in a prompt of text.
+    return replace(_generating(request, max_tokens=limit), prompt=request.prompt if request.images else prompt)
 
 
 async def _choice(
@@ -102,6 +104,8 @@ async def _choice(
         add_bos=job.add_bos,
         render_control=answer.control,
         thinking=_thinking_limit(answer, generation.thinking_tokens),
+        begun=answer.begun,
+        images=job.images,
     )
     voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
     before: Finish | None = None
@@ -111,9 +115,11 @@ async def _choice(
             return voice.finish(before if before.reason in CUT else replace(before, reason="length"))
     if answer.prefix:
         voice.hear(answer.prefix)
-        request = replace(request, prompt=await _behind(engine, request, answer.prefix), add_bos=False)
-    end = await (_with_calls(engine, answer, request, voice) if answer.calls else voice.speak(engine, request))
-    return voice.finish(_joined(before, end))
+        behind = await _behind(engine, request, answer.prefix)
+        request = replace(request, prompt=behind, add_bos=request.add_bos and isinstance(behind, str))
+    if not answer.calls:
+        return voice.finish(await voice.speak(engine, request, so_far=before))
+    return voice.finish(_joined(before, await _with_calls(engine, answer, request, voice)))
 
 
 async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
@@ -123,12 +129,7 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
     said: list[str] = []
     end: Finish | None = None
     while True:
-        try:
-            end = _joined(end, await voice.speak(engine, free, said))
-        except ContextLengthError:
-            if end is None:
-                raise
-            return replace(end, reason="length")
+        end = await voice.speak(engine, free, said, end)
         start = answer.calls.get(end.stop or "")
         if start is None or end.reason in CUT:
             return end
@@ -138,10 +139,10 @@ async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request
             rest = await _going_on(engine, request, said, end)
             try:
                 strict = replace(_generating(rest, stop=(), ignore_eos=False), grammar=start.grammar)
-                end = _joined(end, await voice.speak(engine, strict, said))
+                end = await voice.speak(engine, strict, said, end)
             except UnsupportedError:
                 # A schema that no grammar can hold: the call comes as the model writes it.
-                return _joined(end, await voice.speak(engine, rest))
+                return await voice.speak(engine, rest, so_far=end)
             if end.reason in CUT:
                 return end
             said.append(voice.hear(start.closing))
@@ -164,7 +165,8 @@ def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
     """`request` for what comes behind a part of its answer, which has ended its reasoning."""
     least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
     rest = _generating(request, max_tokens=_left(request, so_far), min_tokens=least)
-    return replace(rest, prompt=prompt, add_bos=False, goes_on=True, thinking=None)
+    add_bos = request.add_bos and isinstance(prompt, str)
+    return replace(rest, prompt=prompt, add_bos=add_bos, goes_on=True, thinking=None)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
@@ -206,7 +208,7 @@ def _left(request: Request, so_far: Finish) -> int | None:
 
 async def _behind(engine: EngineClient, request: Request, text: str) -> str | list[int]:
     """The request's prompt with `text` behind it. BOS is decided by the original prompt, so ids carry it on."""
-    if isinstance(request.prompt, str) and not (request.add_bos and engine.info.adds_bos):
+    if isinstance(request.prompt, str) and (request.images or not (request.add_bos and engine.info.adds_bos)):
         return request.prompt + text
     head = request.prompt
     if isinstance(head, str):
@@ -227,8 +229,20 @@ def _joined(first: Finish | None, second: Finish) -> Finish:
             accepted_draft_tokens=usage.accepted_draft_tokens + more.accepted_draft_tokens,
             rejected_draft_tokens=usage.rejected_draft_tokens + more.rejected_draft_tokens,
         ),
-        timings=replace(early, decode_s=early.decode_s + late.queued_s + late.prefill_s + late.decode_s),
+        timings=replace(
+            early,
+            decode_s=early.decode_s + late.queued_s + late.prefill_s + late.decode_s,
+            decode_steps=early.decode_steps + late.decode_steps,
+        ),
     )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _Voice:
@@ -239,6 +253,8 @@ class _Voice:
         self._heard: list[str] | None = None
         self._reasoned = 0
         self._calls: list[str] = []
+        self._tokens = ShownTokens()
+        self._arguments: list[str] = []  # of the last call
         self._known: set[str] = set()
 
     def new_call(self) -> bool:
@@ -262,17 +278,24 @@ class _Voice:
             self._writer.text(self._choice, text, ())
         return text
 
-    async def speak(self, engine: EngineClient, request: Request, heard: list[str] | None = None) -> Finish:
-        """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text."""
+    async def speak(
+        self, engine: EngineClient, request: Request, heard: list[str] | None = None, so_far: Finish | None = None
+    ) -> Finish:
+        """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text. `so_far` is how the
+        part of the answer in front of this one ended: the two are one, cut where the window has no room for more."""
         self._heard = heard
-        end = await engine.listen(request, self._event)
+        end = await engine.listen(await _within_window(engine, request), self._event)
         if isinstance(end, Failure):
-            raise by_code(end.code, end.message, hint=end.hint or None)
-        return end
+            error = by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
+            if so_far is not None and isinstance(error, ContextLengthError):
+                return replace(so_far, reason="length")
+            raise error
+        return _joined(so_far, end)
 
     def _event(self, event: Event) -> None:
         """Runs in the loop's read of the engine's pipe: once per token, so with as little as can be."""
         if type(event) is Text:
+            self._progress.written += len(event.tokens)
             if self._heard is not None:
                 self._heard.append(event.text)
             parser = self._parser
@@ -294,29 +317,36 @@ class _Voice:
 
     def finish(self, end: Finish) -> Outcome:
         """The end of the choice."""
-        calls = 0
+        calls, half = 0, False
         if self._parser is not None:
             # A client's stop text cuts as a limit does: it can stand in the middle of an argument.
-            self._tell(self._parser.close(cut=end.reason != "stop" or end.stop is not None), ())
-            calls = self._parser.calls
+            cut = end.reason != "stop" or end.stop is not None
+            self._tell(self._parser.close(cut), ())
+            half = cut and self._parser.calls > 0 and not _is_json("".join(self._arguments))
+            calls = self._parser.calls - half
         said: Reason = "tool_calls" if calls else "stop"
         if end.reason == "length" or end.reason == "repetition":
             said = end.reason
-        outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop)
+        outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop, half)
         self._writer.finish(self._choice, outcome)
         return outcome
 
     def _tell(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
-        writer, choice = self._writer, self._choice
+        writer, choice, tokens = self._writer, self._choice, self._tokens
+        tokens.hear(logprobs)
         for delta in deltas:
             if isinstance(delta, Content):
-                writer.text(choice, delta.text, logprobs)
-                logprobs = ()
+                writer.text(choice, delta.text, tokens.told(delta.text))
             elif isinstance(delta, ReasoningText):
+                tokens.told(delta.text)
                 writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
                 self._calls.append(delta.name)
+                self._arguments = []
                 writer.call_start(choice, delta.index, delta.name)
             elif isinstance(delta, CallArguments):
                 self._calls[-1] += delta.text
+                self._arguments.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
+        if self.in_call:
+            tokens.forget()

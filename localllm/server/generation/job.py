@@ -23,7 +23,8 @@ class AnswerPlan:
 
     `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
     as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
-    has finished. `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
+    has finished. `begun` is the beginning that the client gave, which is in the prompt: `grammar` goes on behind it.
+    `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
     markers are control tokens, which the engine must render.
     """
 
@@ -32,6 +33,7 @@ class AnswerPlan:
     prefix: str = ""
     calls: Mapping[str, Start] = field(default_factory=dict)
     control: bool = False
+    begun: str = ""
 
     @property
     def reasons_first(self) -> bool:
@@ -43,9 +45,9 @@ class AnswerPlan:
 class Prepared:
     """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
 
-    `ignored` names fields that have no effect on this model, `normalised` what was taken out of the prompt,
-    `compacted` how much of the conversation was left out; `asked` is the turn that is answered, where the reasoning
-    behind the answer is to be remembered.
+    `images`: files in base64, each by the mark that stands for it in a prompt. `ignored` names fields that have no
+    effect on this model, `normalised` what was taken out of the prompt, `compacted` how much of the conversation was
+    left out; `asked` is the turn that is answered, where the reasoning behind the answer is to be remembered.
     """
 
     prompt: str | list[int]
@@ -58,6 +60,7 @@ class Prepared:
     normalised: tuple[str, ...] = ()
     compacted: str = ""
     asked: str | None = None
+    images: dict[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> int:
@@ -87,12 +90,13 @@ class Spent(Usage):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one choice ended."""
+    """How one choice ended. `half_call`: the last call was cut off within its arguments, which are no JSON."""
 
     reason: Reason
     usage: Spent
     timings: Timings
     stop: str | None = None
+    half_call: bool = False
 
 
 class ReplyWriter(Protocol):
@@ -123,15 +127,23 @@ class ReplyWriter(Protocol):
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Where a job stands, for keep-alive comments."""
+    """Where a job stands, for keep-alive comments. `loaded`: how much of its model is, from 0 to 1. `written`: tokens of
+    the answer so far."""
 
+    loaded: float = 0.0
     done: int = 0
     total: int = 0
     cached: int = 0
+    written: int = 0
     ahead: int = 0
     accepted: bool = False
 
     def __str__(self) -> str:
         if self.total:
             return f"prefill {self.done}/{self.total} tokens, {self.cached} cached"
-        return f"queued, {self.ahead} ahead" if self.accepted else "loading"
+        if self.accepted:
+            return f"queued, {self.ahead} ahead"
+        if self.loaded >= 1:
+            return "preparing the prompt"
+        # 0 is also what a worker says that can't tell.
+        return f"loading, {self.loaded:.0%}" if self.loaded else "loading"

@@ -12,6 +12,7 @@ from localllm.conversation.messages import unfinished
 from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
+from localllm.conversation.tools.holdable import holdable
 from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
 from localllm.conversation.tools.prompt import Choice, forced, with_instruction
 from localllm.errors import RequestError, UnsupportedError
@@ -21,6 +22,7 @@ from localllm_backends.contract import ModelInfo
 # Variables of a rendering that a client may not set: they are the conversation itself.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
+_NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
@@ -87,7 +89,8 @@ def _build(
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
     render = template.render_continued if begun else template.render
-    text = render(messages, tools=tools or None, **kwargs)
+    shown = [{"type": t["type"], "function": t["function"]} for t in tools]
+    text = render(messages, tools=shown or None, **kwargs)
     think = style.think or think_markers(template.source)
     if begun:
         text, thinking = _continued(text, messages[-1]["content"], think)
@@ -101,13 +104,11 @@ def _build(
         lead=style.header if style.header and text.endswith(style.header) else "",
     )
     if tools:
-        answer = _with_tools(wishes, style, template.source, reply, marker_id)
+        held, left_out = holdable(tools)
+        ignored += left_out
+        answer = _with_tools(replace(wishes, tools=held), tools, style, template.source, reply, marker_id)
     else:
-        grammar = wishes.grammar
-        if grammar is not None and grammar[0] == "json_schema":
-            shaped = answer_alone(style, grammar[1])
-            grammar = ("lark", shaped) if shaped is not None else grammar
-        answer = AnswerPlan(reply, grammar, control=style.control and style.think is not None)
+        answer = _without_tools(wishes, style, reply, messages[-1]["content"] if begun else "")
     return Prompt(text, answer, ignored)
 
 
@@ -133,7 +134,9 @@ def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], 
     if wishes.effort is None:
         return kwargs, ()
     if "reasoning_effort" in template.source:
-        kwargs.setdefault("reasoning_effort", wishes.effort)
+        kwargs.setdefault("reasoning_effort", _level(template.source, wishes.effort))
+        if wishes.effort in _THINKING_OFF and "enable_thinking" in template.source:
+            kwargs.setdefault("enable_thinking", False)
     elif "enable_thinking" in template.source:
         kwargs.setdefault("enable_thinking", wishes.effort not in _THINKING_OFF)
     else:
@@ -141,10 +144,35 @@ def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], 
     return kwargs, ()
 
 
+def _without_tools(wishes: Wishes, style: ToolFormat, reply: ReplyFormat, begun: str) -> AnswerPlan:
+    """An answer in the form that was asked for, which goes on with what is `begun` of it."""
+    grammar = wishes.grammar
+    if reply.thinking:
+        begun = ""
+    elif reply.think is not None:
+        begun = begun.rpartition(reply.think[1])[2].lstrip() if reply.think[1] in begun else begun
+    if grammar is not None and grammar[0] == "json_schema" and not begun:
+        shaped = answer_alone(style, grammar[1])
+        grammar = ("lark", shaped) if shaped is not None else grammar
+    return AnswerPlan(reply, grammar, control=style.control and style.think is not None, begun=begun)
+
+
+def _level(source: str, effort: str) -> str:
+    """`effort` as one of the levels that the template knows: low, medium and high, and what else it names itself."""
+    named = f"'{effort}'" in source or f'"{effort}"' in source
+    return effort if named else _NEAREST.get(effort, effort)
+
+
 def _with_tools(
-    wishes: Wishes, style: ToolFormat, source: str, reply: ReplyFormat, marker_id: int | None
+    wishes: Wishes,
+    offered: Sequence[Tool],
+    style: ToolFormat,
+    source: str,
+    reply: ReplyFormat,
+    marker_id: int | None,
 ) -> AnswerPlan:
-    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call."""
+    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call. `wishes`
+    has the tools as a grammar holds them, `offered` as they were sent, which is how calls are read."""
     tools, grammar, parallel = wishes.offered, wishes.grammar, wishes.parallel
     prefix = ""
     calls: Mapping[str, Start] = {}
@@ -172,7 +200,7 @@ def _with_tools(
     reply = replace(
         reply,
         call_markers=list(readers),
-        new_reader=lambda first, marker: readers[marker](first, marker, tools),
+        new_reader=lambda first, marker: readers[marker](first, marker, offered),
         parallel=parallel,
         in_thought=style.in_thought,
         quotable=not style.control,

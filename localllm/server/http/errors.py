@@ -6,6 +6,7 @@ import logging
 import traceback
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, NotFoundError, RequestError
+from localllm.server.http.accounts import RateLimitError
 
 log = logging.getLogger("localllm.server")
 
@@ -24,6 +25,14 @@ class MediaTypeError(RequestError):
     code = "unsupported_media_type"
     http_status = 415
     default_hint = "send Content-Type: application/json"
+
+
+class EncodingError(RequestError):
+    """A body packed in a way that the server does not unpack."""
+
+    code = "unsupported_encoding"
+    http_status = 415
+    default_hint = "send it plain, or with Content-Encoding: gzip or deflate"
 
 
 class BodyTooLargeError(RequestError):
@@ -55,7 +64,7 @@ class MethodError(RequestError):
 
 def headers_of(error: LocalLLMError) -> dict[str, str]:
     """Headers an error adds to its response."""
-    if isinstance(error, BusyError):
+    if isinstance(error, BusyError | RateLimitError):
         return {"retry-after": str(error.retry_after_s)}
     if error.http_status == 401:
         return {"www-authenticate": "Bearer"}

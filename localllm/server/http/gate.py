@@ -1,34 +1,50 @@
 """The gate before every route: who may speak to this server, from which page, in which form and how much.
 
 Loopback is not trust: any web page can make the user's browser send requests here. So the Host must be a name of this
-machine (DNS rebinding), the Origin, when there is one, must be allowed (foreign pages), a body must say it is JSON
-(which a page can't send without a preflight), and a key is compared in constant time where one is set.
+machine (DNS rebinding), the Origin, when there is one, must be allowed, and a browser that sends none must not say that
+it comes from a foreign page; a body must say it is JSON (which a page can't send without a preflight), and a key is
+compared in constant time where one is set. Every name that a page's owner could point here stays refused, key or not.
 """
 
 from __future__ import annotations
 
-import hmac
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
 
-from localllm.errors import AuthError, LocalLLMError, RequestError
+from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
+from localllm.server.http.accounts import Account, Accounts, called_by
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
 from localllm.server.http.json_body import send_json
-from localllm.server.http.settings import ServerSettings, is_loopback
+from localllm.server.http.names import below_localhost, host_name, is_loopback, served_with_key
+from localllm.server.http.settings import ServerSettings
 
 # Schemes of desktop programs: a web site can't have such an origin.
 _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")
 # Answered without a key: they tell nothing but that a server is here.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
-_ALLOW_HEADERS = "authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-requested-with"
+_FORM = b"application/x-www-form-urlencoded"
+_ALLOW_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-requested-with"
+_EXPOSE_HEADERS = (
+    b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, x-localllm-ran-on, "
+    b"x-request-id, retry-after, www-authenticate"
+)
+# Under this key of its scope a request says that there are more connections than the settings allow.
+CROWDED = "localllm.crowded"
+_HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_MOST_HEADERS = 64
+_ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch-site")
 
 
 class SecurityGate:
     """ASGI middleware that refuses what the settings do not allow, and adds CORS headers for allowed origins."""
 
-    def __init__(self, app: App, settings: ServerSettings) -> None:
+    def __init__(self, app: App, settings: ServerSettings, accounts: Accounts | None = None) -> None:
         self.app = app
         self.settings = settings
+        self._accounts = Accounts(settings.keys, settings.api_key) if accounts is None else accounts
         self._hosts = {h.lower() for h in settings.allowed_hosts} | {settings.host.lower()}
         self._origins = {o.lower().rstrip("/") for o in settings.allowed_origins}
 
@@ -41,26 +57,49 @@ class SecurityGate:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = {}
+        repeated = ""
         for name, value in scope["headers"]:
-            if name in (b"host", b"origin", b"content-type", b"content-length") and name in headers:
-                await refuse(send, RequestError(f"the request repeats the header {name.decode('latin-1')}"))
-                return
+            if name in headers and name in _ONE_ONLY:
+                repeated = name.decode("latin-1")
             headers[name] = value
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        allowed = self._origin_allowed(origin) and repeated != "origin"
+        if origin and allowed:
+            # Refusals too: a browser shows a page no answer without these headers, only a failed connection.
+            send = _with_cors(send, origin)
         try:
+            if repeated:
+                raise RequestError(f"the request repeats the header {repeated}")
             self._check_host(headers.get(b"host"))
-            if origin and not self._origin_allowed(origin):
-                raise AuthError("this origin may not use this server", hint="allow it in the server's settings")
+            if origin and not allowed:
+                raise AuthError("this origin may not use this server", hint="allow it: --allow-origin ORIGIN")
+            if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
+                raise AuthError("a page of another site may not use this server")
+            if scope.get(CROWDED):
+                raise BusyError("this server has as many connections as it takes")
             if scope["method"] == "OPTIONS":
-                await _preflight(send, origin)
+                await _preflight(send, origin, headers)
                 return
-            if scope["path"] not in _OPEN_PATHS:
-                self._check_key(headers)
-            self._check_body(scope["method"], headers, from_page=bool(origin) or b"sec-fetch-site" in headers)
+            account = self._caller(headers) if scope["path"] not in _OPEN_PATHS else None
+            self._check_body(scope["method"], headers, from_page=_of_a_page(headers))
         except LocalLLMError as e:
             await refuse(send, e)
             return
-        await self.app(scope, receive, _with_cors(send, origin) if origin else send)
+        await self._pass(account, scope, receive, send)
+
+    async def _pass(self, account: Account | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """On to the routes; in the name of whose key was sent, where keys have names, and within its limits."""
+        if account is None or not (account.name or account.owner):
+            await self.app(scope, receive, send)
+            return
+        with called_by(account), ExitStack() as running:
+            if scope["method"] == "POST" and account.name:
+                try:
+                    running.enter_context(account.request())
+                except LocalLLMError as e:
+                    await refuse(send, e)
+                    return
+            await self.app(scope, receive, send)
 
     def _check_host(self, value: bytes | None) -> None:
         if value is None:
@@ -70,7 +109,13 @@ class SecurityGate:
         name = host_name(value.decode("latin-1"))
         if is_loopback(name) or name in self._hosts:
             return
-        raise AuthError("this Host is not a name of this server", hint="use localhost, or allow the name in settings")
+        keyed = self.settings.keyed
+        if keyed and served_with_key(name):
+            return
+        hint = "use localhost, or allow the name: --allow-host NAME"
+        if not keyed and served_with_key(name):
+            hint += "; with a key (--api-key) it needs no allowing"
+        raise AuthError("this Host is not a name of this server", hint=hint)
 
     def _origin_allowed(self, origin: str) -> bool:
         if origin.rstrip("/") in self._origins or "*" in self._origins:
@@ -78,15 +123,22 @@ class SecurityGate:
         if origin.startswith(_APP_SCHEMES):
             return True
         scheme, _, rest = origin.partition("://")
-        return scheme in ("http", "https") and is_loopback(host_name(rest))
+        if scheme not in ("http", "https"):
+            return False
+        name = host_name(rest)
+        # A webview's page may live below localhost (Tauri's on Windows do); only browsers promise what that means.
+        return is_loopback(name) or (self.settings.keyed and below_localhost(name))
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
-        if self.settings.api_key is None:
-            return
+    def _caller(self, headers: dict[bytes, bytes]) -> Account | None:
+        """Whose key was sent; None where none is asked for. Raises KeyRequiredError."""
+        if not self._accounts:
+            return None
         sent = headers.get(b"authorization", b"")
         key = sent[7:] if sent[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        if not hmac.compare_digest(key.strip(), self.settings.api_key.encode()):
+        account = self._accounts.of(key.strip())
+        if account is None:
             raise KeyRequiredError("the API key is missing or wrong")
+        return account
 
     def _check_body(self, method: str, headers: dict[bytes, bytes], *, from_page: bool) -> None:
         if method not in _BODY_METHODS:
@@ -94,20 +146,18 @@ class SecurityGate:
         length = headers.get(b"content-length")
         empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        # Some programs say no type at all (LiteLLM's Ollama client); a page always says its origin.
-        unsaid = kind == b"" and (empty or not from_page)
+        # Some programs say no type at all (LiteLLM's Ollama client), or that of a form (`curl -d`); a page always says
+        # where it is from.
+        unsaid = (kind == b"" and (empty or not from_page)) or (kind == _FORM and not from_page)
         if not unsaid and kind != b"application/json" and not kind.endswith(b"+json"):
             raise MediaTypeError("the body must be sent as Content-Type: application/json")
         if length is not None and length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLargeError(f"the body is larger than {self.settings.max_body_bytes} bytes")
 
 
-def host_name(authority: str) -> str:
-    """The name in `name:port`, `[::1]:port` or `name`, lower case."""
-    authority = authority.strip().lower()
-    if authority.startswith("["):
-        return authority[1:].partition("]")[0]
-    return authority.rpartition(":")[0] if authority.count(":") == 1 else authority
+def _of_a_page(headers: dict[bytes, bytes]) -> bool:
+    """True for what a browser sent: a page's requests say where they are from, in one of these."""
+    return any(name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers)
 
 
 async def refuse(send: Send, error: LocalLLMError) -> None:
@@ -115,16 +165,19 @@ async def refuse(send: Send, error: LocalLLMError) -> None:
     await send_json(send, error.http_status, error.to_openai(), headers_of(error))
 
 
-async def _preflight(send: Send, origin: str) -> None:
+async def _preflight(send: Send, origin: str, asked: Mapping[bytes, bytes]) -> None:
     headers = [(b"content-length", b"0"), (b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
     if origin:
+        wanted = [h.strip() for h in asked.get(b"access-control-request-headers", b"").split(b",")[:_MOST_HEADERS]]
+        echoed = [h for h in wanted if _HEADER_NAME.fullmatch(h)]
         headers += [
-            (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"access-control-allow-headers", _ALLOW_HEADERS.encode()),
+            (b"access-control-allow-headers", b", ".join((_ALLOW_HEADERS, *echoed))),
             (b"access-control-max-age", b"600"),
-            (b"vary", b"Origin"),
+            (b"vary", b"Access-Control-Request-Headers"),
         ]
+        if asked.get(b"access-control-request-private-network") == b"true":
+            headers.append((b"access-control-allow-private-network", b"true"))
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 
@@ -132,7 +185,7 @@ async def _preflight(send: Send, origin: str) -> None:
 def _with_cors(send: Send, origin: str) -> Send:
     extra = [
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-expose-headers", b"x-localllm-ignored, x-localllm-cache, x-request-id, retry-after"),
+        (b"access-control-expose-headers", _EXPOSE_HEADERS),
         (b"vary", b"Origin"),
     ]
 

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 IGNORED = "x-localllm-ignored"
+# Which server an answer is from, where that is another one.
+RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
 
 

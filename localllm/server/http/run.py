@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import h11
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.gate import CROWDED
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 
@@ -64,11 +66,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_on(app: App, sock: socket.socket, settings: ServerSettings, *, quiet: bool = False) -> None:
-    """Serve until cancelled; open streams get a few seconds to end. Prompts are never logged."""
+async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False) -> None:
+    """Serve on `socks` until cancelled; open streams get a few seconds to end. Prompts are never logged."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
+        scope[CROWDED] = len(server.server_state.connections) > settings.max_connections
         await app(scope, receive, send)
 
     class Protocol(_Protocol):
@@ -84,12 +87,13 @@ async def serve_on(app: App, sock: socket.socket, settings: ServerSettings, *, q
         log_level=logging.CRITICAL if quiet else logging.WARNING,
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        limit_concurrency=settings.max_connections + 1,  # uvicorn refuses from this number on
         server_header=False,
         date_header=False,
+        ssl_certfile=settings.tls.certificate if settings.tls is not None else None,
+        ssl_keyfile=settings.tls.key if settings.tls is not None else None,
     )
     server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+    task = asyncio.create_task(server.serve(sockets=list(socks)))
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -97,6 +101,7 @@ async def serve_on(app: App, sock: socket.socket, settings: ServerSettings, *, q
         await asyncio.wait({task}, timeout=_GRACE_S + 2)
         raise
     finally:
-        sock.close()
+        for sock in socks:
+            sock.close()
     if not server.started:
         raise LocalLLMError("the HTTP server did not start")

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-_LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
+from localllm.errors import UsageError
+from localllm.server.http.accounts import NamedKey
+from localllm.server.http.names import allowed_host, allowed_origin, is_loopback
 
 
-def is_loopback(host: str) -> bool:
-    """True for names and addresses that only this machine can reach."""
-    if host.lower() in _LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """A certificate with the chain up to its root, and its private key (None: in the same file)."""
+
+    certificate: Path
+    key: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`allowed_hosts` and `allowed_origins` are added to the loopback names. Sizes in bytes, times in seconds.
+    """`keys` let in besides `api_key`, each under its name and within its limits. `allowed_hosts` and
+    `allowed_origins` are added to the loopback names. Images are fetched from `image_hosts` (name, port) and nowhere else.
+    Sizes in bytes, times in seconds.
 
     `grace_s`: how long a stream's headers wait for an early error to become an HTTP status. `keepalive_s`: the longest
     silence on a stream. `header_timeout_s`, `body_timeout_s`: how long a client may take to send a request's head, and its
@@ -31,10 +33,13 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 11535
     api_key: str | None = None
+    keys: tuple[NamedKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    image_hosts: tuple[tuple[str, int], ...] = ()
     generated_key: bool = False
     unix_socket: str | None = None
+    tls: TlsFiles | None = None
     max_body_bytes: int = 32 * 2**20
     max_json_depth: int = 96
     grace_s: float = 0.8
@@ -43,25 +48,25 @@ class ServerSettings:
     header_timeout_s: float = 15.0
     max_connections: int = 512
 
-    @classmethod
-    def secure(
-        cls,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 11535,
-        api_key: str | None = None,
-        allowed_hosts: tuple[str, ...] = (),
-        allowed_origins: tuple[str, ...] = (),
-        unix_socket: str | None = None,
-    ) -> ServerSettings:
-        """Settings for this address: one that other machines can reach gets a key, made up when none is given."""
-        generated = api_key is None and unix_socket is None and not is_loopback(host)
-        return cls(
-            host=host,
-            port=port,
-            api_key=secrets.token_urlsafe(24) if generated else api_key,
-            allowed_hosts=allowed_hosts,
-            allowed_origins=allowed_origins,
+    @property
+    def keyed(self) -> bool:
+        """True where a request must show a key."""
+        return self.api_key is not None or bool(self.keys)
+
+    def secured(self) -> ServerSettings:
+        """These, fit for their address: one that other machines can reach gets a key, made up when there is none.
+
+        Raises UsageError for a name or origin that can't be allowed, and an empty key."""
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")
+        if self.tls is not None and self.unix_socket is not None:
+            raise UsageError("a Unix socket has no TLS: it does not leave this machine", hint="leave --tls-cert out")
+        generated = not self.keyed and self.unix_socket is None and not is_loopback(self.host)
+        keyed = generated or self.keyed
+        return replace(
+            self,
+            api_key=secrets.token_urlsafe(24) if generated else self.api_key,
+            allowed_hosts=tuple(allowed_host(name) for name in self.allowed_hosts),
+            allowed_origins=tuple(allowed_origin(origin, keyed=keyed) for origin in self.allowed_origins),
             generated_key=generated,
-            unix_socket=unix_socket,
         )

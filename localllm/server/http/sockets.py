@@ -9,19 +9,55 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from localllm.errors import PortInUseError, UsageError
 
+_FREE_PORT_ATTEMPTS = 8
+_FIRST_GIVEN = 3
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on `host:port` (0 = any free port). Raises PortInUseError or UsageError."""
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` one for each of its addresses that
+    this machine has, on the same port. Raises PortInUseError or UsageError."""
+    if host.lower() != "localhost":
+        return [_bind_one(host, port)]
+    if not has_ipv6_loopback():
+        return [_bind_one("127.0.0.1", port)]
+    attempts = 1 if port != 0 else _FREE_PORT_ATTEMPTS
+    while True:
+        first = _bind_one("127.0.0.1", port)
+        try:
+            return [first, _bind_one("::1", first.getsockname()[1])]
+        except PortInUseError:
+            first.close()
+            attempts -= 1
+            if not attempts:
+                raise
+
+
+def has_ipv6_loopback() -> bool:
+    """True where `::1` can be listened on."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _bind_one(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as e:
         raise UsageError(f"{host!r} is not an address of this machine: {e.strerror or e}") from e
     family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
+    try:
+        sock = socket.socket(family, kind, proto)
+    except OSError as e:
+        raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     if os.name == "posix":
         # Elsewhere this option would let two servers share the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,23 +74,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open. Replaces a dead one, refuses a live one.
+    """A listening Unix socket that only this user can open. Replaces a dead one of this user's, and nothing else.
 
     Raises PortInUseError, or UsageError for a path that can't be one."""
     if not hasattr(socket, "AF_UNIX"):
         raise UsageError("this system has no Unix sockets", hint="listen on a port: --port")
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UsageError(f"{path.name} exists and is not a socket")
-        probe = socket.socket(socket.AF_UNIX)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink()
-        else:
-            raise PortInUseError(f"another program listens on the socket {path.name}")
-        finally:
-            probe.close()
+    _make_room(path)
     sock = socket.socket(socket.AF_UNIX)
     old = os.umask(0o177)
     try:
@@ -66,3 +91,61 @@ def bind_unix(path: Path) -> socket.socket:
     finally:
         os.umask(old)
     return sock
+
+
+def _make_room(path: Path) -> None:
+    """Remove a socket that nobody listens on: a connection to it is refused. Everything else stays, and is said."""
+    try:
+        there = path.lstat()
+    except OSError:
+        return  # nothing there, or nothing that can be seen: binding says why
+    if not stat.S_ISSOCK(there.st_mode):
+        raise UsageError(f"{path.name} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        # One that is too busy to answer keeps a blocking connection waiting.
+        probe.setblocking(False)
+        answer = probe.connect_ex(str(path))
+    if answer == errno.ENOENT:
+        return
+    if answer in (0, errno.EAGAIN, errno.EINPROGRESS):
+        raise PortInUseError(f"another program listens on the socket {path.name}")
+    if answer != errno.ECONNREFUSED:
+        raise UsageError(f"{path.name} is a socket of another kind, or not ours: {os.strerror(answer)}")
+    if there.st_uid != os.geteuid():
+        raise UsageError(f"the socket {path.name} belongs to another user", hint="choose another --unix PATH")
+    path.unlink(missing_ok=True)
+
+
+def inherited() -> list[socket.socket]:
+    """The listening sockets that a service manager opened for this process, as systemd hands them over
+    (sd_listen_fds(3)); [] where it opened none. They stay open there when this process ends. To be called once.
+
+    Raises UsageError for descriptors that are not listening sockets."""
+    pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    os.environ.pop("LISTEN_FDNAMES", None)
+    if os.name != "posix" or pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    found = []
+    for descriptor in range(_FIRST_GIVEN, _FIRST_GIVEN + int(count)):
+        try:
+            sock = socket.socket(fileno=descriptor)
+            listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        except OSError as e:
+            raise UsageError(f"LISTEN_FDS names descriptor {descriptor}, which is no socket: {e.strerror}") from e
+        if not listens or sock.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+            raise UsageError(f"LISTEN_FDS names descriptor {descriptor}, which is no socket that listens")
+        sock.set_inheritable(False)
+        found.append(sock)
+    return found
+
+
+@contextmanager
+def unix_file(path: Path) -> Iterator[None]:
+    """The file of a socket bound to `path` for as long as the block runs; one that has taken its place stays."""
+    ours = path.lstat()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if os.path.samestat(path.lstat(), ours):
+                path.unlink()

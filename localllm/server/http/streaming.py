@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.errors import LocalLLMError
+from localllm.errors import BusyError, LocalLLMError
 from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
 from localllm.server.http.json_body import send_json
@@ -125,6 +125,11 @@ class StreamResponse(Response):
                     await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
             last = self._frame_error(outbox.error) if outbox.error is not None else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
+        except asyncio.CancelledError:
+            if ticker is not None:  # the server stops in mid-stream: a client must not take that for the answer's end
+                last = self._frame_error(BusyError("the server is stopping", hint="send the request again later"))
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+            raise
         finally:
             if ticker is not None:
                 ticker.stop()

@@ -15,13 +15,17 @@ _RETRY_AFTER_S = 10
 
 
 class LoadedModel(Protocol):
-    """A model as admission sees it. `needs_bytes`: what it takes while loaded, as planned."""
+    """A model as admission sees it."""
 
     name: str
-    needs_bytes: int
     loaded: bool
     in_use: int
     last_used_s: float
+
+    @property
+    def needs_bytes(self) -> int:
+        """What it takes while loaded, as planned."""
+        ...
 
     async def unload(self) -> None:
         """Give its memory back."""
@@ -46,6 +50,11 @@ class ModelAdmission:
     def held_bytes(self) -> int:
         """Bytes that the admitted models were planned to take."""
         return sum(m.needs_bytes for m in self._admitted)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the admitted models that nobody uses now: they would make room."""
+        return sum(m.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
 
     async def admit(self, model: LoadedModel) -> None:
         """Make room for `model` and count it in; nothing to do when it is in already.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from localllm.server.models.router import ModelRouter
@@ -16,17 +17,24 @@ _MOST_BETWEEN_LOOKS_S = 30.0
 async def unload_idle(
     models: ModelRouter, *, idle_s: float, pressed: Callable[[], bool] = lambda: False, pressed_idle_s: float = 60.0
 ) -> None:
-    """Runs until cancelled. A loaded model without a request in flight is closed after `idle_s` seconds of silence,
-    or after `pressed_idle_s` while `pressed()` says that the machine's memory is short."""
+    """Runs until cancelled. A loaded model without a request in flight is closed after `idle_s` seconds of silence (its
+    own, where it has one; 0 never), or after `pressed_idle_s` while `pressed()` says that the machine's memory is
+    short. A client's "for ever" (infinity) is never as well where the owner says never for all (`idle_s` 0)."""
+    models.idle_s = idle_s
     closed_at: dict[str, float] = {}
-    pause = min(idle_s / _LOOKS_PER_PERIOD, _MOST_BETWEEN_LOOKS_S)
+    periods_s = [s for s in (idle_s, *(w.idle_s for w in models.workers())) if s]
+    pause = min([_MOST_BETWEEN_LOOKS_S, *(s / _LOOKS_PER_PERIOD for s in periods_s)])
     while True:
         await asyncio.sleep(pause)
         now = asyncio.get_running_loop().time()
-        limit = min(idle_s, pressed_idle_s) if pressed() else idle_s
-        for model in models.list():
+        short = pressed()
+        for model in models.workers():
             used = model.last_used_s
-            if not model.loaded or model.in_use or closed_at.get(model.name) == used or now - used < limit:
+            own_s = idle_s if model.idle_s is None else model.idle_s
+            if not own_s or (math.isinf(own_s) and not idle_s) or not model.loaded or model.in_use:
+                continue
+            limit = min(own_s, pressed_idle_s) if short else own_s
+            if closed_at.get(model.name) == used or now - used < limit:
                 continue
             closed_at[model.name] = used
             log.info("unloading %s after %.0f s without a request", model.name, now - used)

@@ -12,10 +12,11 @@ import pytest
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling import Row
+from localllm.engine.ranking import Row
 from localllm.engine.speculation.draft_model import vocabulary_difference
+from localllm_backends.contract import Chunk
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend
+from support.scripted_backend import ScriptedBackend, _Result
 
 
 def engine_of(backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto") -> Engine:
@@ -170,7 +171,7 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=5)
 
     def answer(mode: str, prediction: str) -> tuple[str, int]:
-        settings = EngineSettings(draft=mode, make_constraint=lambda _: EveryOther())
+        settings = EngineSettings(draft=mode, make_constraint=lambda *_: EveryOther())
         ticks = itertools.count(1.0)
         engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
         settle(engine)
@@ -235,3 +236,39 @@ def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
     assert vocabulary_difference(words, [*words, b"<pad>"]) is None
     assert "token 7" in str(vocabulary_difference(words, [*words[:7], b"?", *words[8:]]))
     assert "200 tokens" in str(vocabulary_difference(words, words[:20]))
+
+
+class Failing(ScriptedBackend):
+    """Whose steps fail while nobody asks for anything: on a driver that has gone, or for want of memory."""
+
+    broken = True
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        if self.broken:
+            self.fail_next_step = "the device is gone"
+        return super().step(chunks)
+
+
+@pytest.mark.parametrize("which", ["the model", "the draft model"])
+def test_a_probe_that_fails_costs_no_request(which: str) -> None:
+    backend, small = (Failing(n_ctx=1024) for _ in range(2))
+    (backend if which == "the draft model" else small).broken = False
+    engine = engine_of(backend, small)
+    assert len(backend._lines) == 0
+    backend.broken = small.broken = False
+    assert run(engine, request_for("a", "say it", 30, GREEDY, ignore_eos=True)).text["a"] == plain(
+        "say it", 30, ignore_eos=True
+    )
+
+
+def test_a_probe_verifies_different_tokens() -> None:
+    seen: list[list[int]] = []
+
+    class Noting(ScriptedBackend):
+        def step(self, chunks: Seq[Chunk]) -> _Result:
+            seen.extend(list(c.tokens) for c in chunks)
+            return super().step(chunks)
+
+    engine_of(Noting(n_ctx=1024))
+    assert max(len(tokens) for tokens in seen) == 32
+    assert all(len(set(tokens)) == len(tokens) for tokens in seen)

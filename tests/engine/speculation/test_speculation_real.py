@@ -67,7 +67,7 @@ def assert_same(backend: Backend, prompts: dict[str, list[int]], got: dict[str, 
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "first layers"])
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("together", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_greedy_answers_of_smollm2_stay_the_same(smollm2: Path, tmp_path: Path, drafter: str, together: int) -> None:
     draft = write_first_layers(smollm2, tmp_path / "draft.gguf", 6) if drafter == "first layers" else None
     engine = speculating(smollm2, draft)

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.client import LeftOut, PrefillDone, ReasoningDelta, StreamEvent, TextDelta, Waiting
+from localllm_tui.control.client import (
+    AnswerTimings,
+    AnswerUsage,
+    Done,
+    LeftOut,
+    PrefillDone,
+    ReasoningDelta,
+    StreamEvent,
+    TextDelta,
+    ToolRan,
+    Waiting,
+)
 from localllm_tui.control.meter import Meter
+from localllm_tui.control.physics import Seen
 from localllm_tui.control.session import Answer
 from localllm_tui.control.terminal import printable
+
+# What is read again beside these is the order of the day: the end of the last answer, a template's changes.
+REREAD_TOKENS = 64
+REREAD_SHARE = 0.25
 
 
 class Shows(Protocol):
@@ -23,6 +39,10 @@ class Shows(Protocol):
 
     def progress(self, what: str) -> None:
         """Say what happens before the first piece; "" when it is over."""
+        ...
+
+    def tool(self, ran: ToolRan) -> None:
+        """Show a call and what came of it."""
         ...
 
 
@@ -41,6 +61,18 @@ class Answering:
         self.reason = "stopped"
         self.turn: StoredMessage | None = None
         self.closed = False
+        self._known_tokens = keep.session.used_tokens if keep is not None else 0
+        self._cache_miss = ""
+        self.timings: AnswerTimings | None = None
+        self._tools: list[dict[str, Any]] = []
+        self._owed: Callable[[], object] | None = None
+
+    def seen(self, used_before: int) -> Seen:
+        """What is known of its speed: the server's figures once it is complete, before that how its tokens arrive."""
+        meter = self.meter
+        if self.timings is not None and meter.usage is not None:
+            return Seen(meter.usage, self.timings, self._cache_miss)
+        return Seen(AnswerUsage(meter.prompt_tokens or used_before, meter.tokens), live=meter.tok_s)
 
     @property
     def text(self) -> str:
@@ -72,15 +104,42 @@ class Answering:
         keep, meta = self._keep, self.meter.meta()
         if keep is None:
             return
-        if "prompt_tokens" not in meta:  # stopped before the server counted: what the screen showed
-            used = keep.session.used_tokens
+        if self.meter.usage is None:  # stopped before the server counted: what the screen showed
+            used = self.meter.prompt_tokens or keep.session.used_tokens
             meta |= {"prompt_tokens": used, "completion_tokens": self.meter.tokens, "estimated": True}
+
+        meta |= self._reread()
+        if self._tools:
+            meta["tools"] = self._tools
 
         def finish() -> None:
             self.turn = keep.finish({**meta, "finish_reason": self.reason})
 
         if not self._saving(finish):
             self.turn = StoredMessage(0, "assistant", keep.text, keep.reasoning, {"finish_reason": self.reason})
+            self._owed = finish
+
+    @property
+    def owed(self) -> bool:
+        """Whether the disk refused the end of it."""
+        return self._owed is not None
+
+    def write_owed(self) -> StoredMessage | None:
+        """Write what the disk refused, and return the turn. Raises LocalLLMError where it refuses again."""
+        if self._owed is not None:
+            self._owed()
+            self._owed = None
+        return self.turn
+
+    def _reread(self) -> dict[str, Any]:
+        """What was said before and read again all the same, and why: worth a word only where it is much."""
+        usage = self.meter.usage
+        if usage is None:
+            return {}
+        again = min(self._known_tokens, usage.prompt) - usage.cached
+        if again < max(REREAD_TOKENS, REREAD_SHARE * usage.prompt):
+            return {}
+        return {"reread_tokens": again, "reread_why": self._cache_miss}
 
     def _take(self, event: StreamEvent, shown: Shows) -> None:
         first = self.meter.tokens == 0
@@ -98,13 +157,22 @@ class Answering:
             if first:
                 shown.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
         elif isinstance(event, Waiting):
-            if first:
+            if first or self._tools:
                 shown.progress(printable(event.note) + "…")
         elif isinstance(event, LeftOut):
             self.meter.left_out = event.messages
-        else:
+        elif isinstance(event, ToolRan):
+            call = event.call
+            self._tools.append(
+                {"name": call.name, "arguments": call.arguments, "result": event.result, "allowed": event.allowed}
+            )
+            shown.progress("")
+            shown.tool(event)
+        elif isinstance(event, Done):
             self.meter.usage = event.usage
             self.reason = event.reason
+            self._cache_miss = event.cache_miss
+            self.timings = event.timings
 
     def _saving(self, write: Callable[[], object]) -> bool:
         """Whether `write` wrote."""

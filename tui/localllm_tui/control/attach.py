@@ -1,4 +1,4 @@
-"""Files that go with a question: read as text, refused with a clear reason when they are not or can't fit."""
+"""Files that go with a question: read as text, or as images, refused with a clear reason when they are not or can't fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from localllm.errors import ContextLengthError, UsageError
+from localllm_tui.control.images import data_url, is_image
 
 # No tokenizer in use averages more bytes than this over a text; the server counts exactly, this only refuses early.
 MAX_BYTES_PER_TOKEN = 8
@@ -14,7 +15,7 @@ MAX_BYTES = 16_000_000
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """(name, text) of a UTF-8 file. Raises UsageError."""
+    """(name, text) of a UTF-8 file; of an image its data URL. Raises UsageError."""
     path = path.expanduser()
     try:
         if path.is_dir():
@@ -25,6 +26,9 @@ def read_text(path: Path) -> tuple[str, str]:
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
+    url = data_url(data)
+    if url:
+        return path.name, url
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -32,13 +36,14 @@ def read_text(path: Path) -> tuple[str, str]:
             f"{path.name} is not UTF-8 text (byte {e.start:,} is not)", hint="convert it first, for example with iconv"
         ) from e
     if "\0" in text:
-        raise UsageError(f"{path.name} is a binary file, and models read text")
+        raise UsageError(f"{path.name} is a binary file, and models read text and images")
     return path.name, text
 
 
 def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
     """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises ContextLengthError."""
-    size = sum(len(text.encode()) for _, text in attached)
+    # What an image comes to depends on the model: the server counts it.
+    size = sum(len(text.encode()) for _, text in attached if not is_image(text))
     if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
         raise ContextLengthError(
             f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "

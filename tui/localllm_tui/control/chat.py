@@ -7,6 +7,7 @@ from typing import Protocol
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.session import Session
+from localllm_tui.control.tools import ToolBox
 
 
 class Chat(Protocol):
@@ -61,32 +62,64 @@ class Chat(Protocol):
         """Say something that is no part of the conversation."""
         ...
 
-    async def open(self, session: Session) -> None:
-        """Show another conversation."""
+    async def open(self, session: Session, at: int = 0) -> None:
+        """Show another conversation, at the turn of this id (0: its end)."""
         ...
 
-    async def choose(self, words: str) -> None:
-        """Let the person find a conversation, beginning with `words`, and open it."""
+    async def choose(self, words: str, *, within: bool = False) -> None:
+        """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
         ...
 
     async def stop_answer(self) -> None:
         """Stop the answer, if there is one, and wait until what came is on disk."""
         ...
 
-    async def answer_again(self) -> None:
-        """Ask for the last answer anew, in the place of the one on screen. Raises UsageError when nothing was asked."""
+    async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
+
+        Raises UsageError when nothing was asked, or there is nothing to go on with.
+        """
         ...
 
-    async def replace_answer(self, turn: StoredMessage) -> None:
-        """Show another version of the last answer."""
+    async def redraw(self) -> None:
+        """Show the branch that the session shows now."""
         ...
 
-    def edit(self, question: StoredMessage) -> None:
-        """Let the person change `question`."""
+    async def show_glass(self) -> None:
+        """Show or hide the panel of bytes, bandwidth and time."""
+        ...
+
+    async def show_help(self) -> None:
+        """Show all commands and keys."""
+        ...
+
+    @property
+    def tools(self) -> ToolBox:
+        """The tools that a model may be offered."""
+        ...
+
+    def refresh_head(self) -> None:
+        """Show what holds for all of the conversation anew."""
+        ...
+
+    async def show_models(self) -> None:
+        """Show what would fit and what is installed, and use what is chosen there."""
+        ...
+
+    async def use_own_engine(self) -> None:
+        """Load the model in this chat, in place of the server that answered so far. Raises LocalLLMError."""
+        ...
+
+    def edit(self, turn: StoredMessage) -> None:
+        """Let the person change `turn`: what comes of it stands beside it."""
         ...
 
     def attach(self, name: str, text: str) -> None:
         """Keep a file for the next question."""
+        ...
+
+    def detach(self) -> None:
+        """Take back the files for the next question."""
         ...
 
     def use_model(self, name: str, models: list[ListedModel]) -> None:

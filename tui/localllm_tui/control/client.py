@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote
 
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
+from localllm_tui.control.engine import Engine
+from localllm_tui.control.images import as_sent
+
+if TYPE_CHECKING:
+    import httpx  # read when the first request is made: the screen is there before
 
 _PREFILL = re.compile(r"prefill\D+(\d+)\s*/\s*(\d+)")
+_CACHE = re.compile(r"cache \d+/\d+ tokens; (.+)")
 _LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
 # Comment lines that only keep the connection open, or come when all is over, say nothing a person waits for.
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Words of our server that deserve a sentence.
 _SAID = {"loading": "loading the model", "queued, 0 ahead": "starting"}
-_START_AGAIN = "start it again with `localllm serve`, or start the chat again; what was said is kept"
+_START_AGAIN = (
+    "start it again with `localllm serve`, or type /own to load the model in this chat; what was said is kept"
+)
+# A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop the rest.
+_CONNECT_S = 5.0
+_LOOK_S = 0.05
 # Names under which servers publish a model's context length; ours comes first.
 _CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window", "max_context_length")
 
@@ -73,28 +84,70 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTimings:
+    """Where an answer's time went, as the server measured it: seconds, prompt tokens computed, decode steps (sweeps over
+    the weights), and tokens drafted and accepted."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    prefilled: int = 0
+    decode_s: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete: OpenAI's finish reason, and the usage where the server sent it."""
+    """The answer is complete: OpenAI's finish reason, the usage and the timings where the server sent them, and why not
+    more of the prompt was known, in the server's words."""
 
     reason: str
     usage: AnswerUsage | None
+    cache_miss: str = ""
+    timings: AnswerTimings | None = None
 
 
-StreamEvent: TypeAlias = TextDelta | ReasoningDelta | PrefillDone | Waiting | LeftOut | Done
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """The model asks for a tool; `arguments` as it wrote them, which should be a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRan:
+    """What became of a call: what the tool said, or why it did not run."""
+
+    call: ToolCall
+    result: str
+    allowed: bool
+
+
+StreamEvent: TypeAlias = TextDelta | ReasoningDelta | PrefillDone | Waiting | LeftOut | ToolCall | ToolRan | Done
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """One line of /v1/models; `n_ctx` in tokens, None where the server does not say."""
+    """One line of /v1/models; `n_ctx` in tokens, None where the server does not say. `physics`: what a token costs and the
+    machine can do, from a server that plans (localllm/planner/physics.py). `notice`: what its users should know about how
+    it runs now, as a sentence. `sampling` is what a request gets that says none; `has_system`: a conversation without a
+    system prompt gets the preset's."""
 
     name: str
     n_ctx: int | None = None
+    physics: Mapping[str, Any] = field(default_factory=dict)
+    notice: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    has_system: bool = False
 
 
 @dataclass
 class ChatClient:
     """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed, max_tokens,
-    truncation).
+    truncation). What `engine` is behind it, where it is known: requests wait for it to be loaded.
 
     `transport` replaces the network, as httpx allows. Use as an async context manager, or call `aclose`.
     """
@@ -103,18 +156,31 @@ class ChatClient:
     api_key: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     transport: httpx.AsyncBaseTransport | None = None
+    engine: Engine | None = None
     _http: httpx.AsyncClient | None = field(default=None, init=False, repr=False)
+    _counts: bool = field(default=True, init=False, repr=False)
 
-    # A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop the rest.
-    TIMEOUT: ClassVar[httpx.Timeout] = httpx.Timeout(None, connect=5.0)
+    @classmethod
+    def of(cls, engine: Engine, sampling: Mapping[str, Any]) -> ChatClient:
+        """A client of this engine."""
+        return cls(engine.base_url, engine.api_key, sampling, engine=engine)
 
     @property
     def http(self) -> httpx.AsyncClient:
         if self._http is None:
+            import httpx
+
+            transport = self.transport
+            if transport is None and self.engine is not None and self.engine.unix_socket:
+                transport = httpx.AsyncHTTPTransport(uds=self.engine.unix_socket)
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
             # trust_env=False: a proxy set in the environment must not see, or break, what stays on this machine.
             self._http = httpx.AsyncClient(
-                base_url=self.base_url, headers=headers, timeout=self.TIMEOUT, trust_env=False, transport=self.transport
+                base_url=self.base_url,
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),
+                trust_env=False,
+                transport=transport,
             )
         return self._http
 
@@ -130,8 +196,30 @@ class ChatClient:
             await self._http.aclose()
             self._http = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken up now."""
+        return self.engine is None or self.engine.progress().state != "loading"
+
+    async def _until_ready(self, model: str) -> AsyncGenerator[Waiting, None]:
+        """Wait for the engine, saying how far it is. Raises what loading `model` ended in, if that was waited for: later
+        it is asked for again."""
+        if self.engine is None:
+            return
+        waited, said = False, ""
+        while (progress := self.engine.progress()).state == "loading":
+            waited = True
+            if (words := progress.words(self.engine.model)) != said:
+                said = words
+                yield Waiting(said)
+            await asyncio.sleep(_LOOK_S)
+        if progress.error is not None and (progress.down or (waited and model == self.engine.model)):
+            raise progress.error
+
     async def models(self) -> list[ListedModel]:
         """What the server offers. Raises LocalLLMError."""
+        import httpx
+
         try:
             response = await self.http.get("models")
         except httpx.HTTPError as e:
@@ -141,12 +229,45 @@ class ChatClient:
         if response.status_code != 200:
             raise _error(response.status_code, response.content)
         try:
-            entries = response.json()["data"]
-            return [ListedModel(str(m["id"]), _context(m)) for m in entries]
+            return [_listed(entry) for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as e:
             raise ServerUnreachableError(
                 f"{self.base_url} does not speak the OpenAI API: {_reason(e)}", hint=_START_AGAIN
             ) from e
+
+    async def model(self, name: str) -> ListedModel | None:
+        """What the server calls `name`, also where it was installed since the list was made; None where it has no such
+        model. Raises ServerUnreachableError."""
+        import httpx
+
+        try:
+            response = await self.http.get(f"models/{quote(name, safe='')}")
+            return _listed(response.json()) if response.status_code == 200 else None
+        except httpx.HTTPError as e:
+            raise ServerUnreachableError(f"the server does not answer: {_reason(e)}", hint=_START_AGAIN) from e
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    async def count(self, model: str, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """How many tokens `messages` are for `model`; None where the server can't be asked."""
+        return (await self.counted(model, messages))[0]
+
+    async def counted(self, model: str, messages: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+        """`count`, and why the model can't be sent these at all, where the server says so."""
+        if not self._counts or not self.ready:
+            return None, ""
+        import httpx
+
+        try:
+            response = await self.http.post(
+                "responses/input_tokens", json={"model": model, "input": as_sent(messages, items=True)}
+            )
+            self._counts = response.status_code not in (404, 405, 501)  # a server of another make
+            if response.status_code == 400:
+                return None, str(response.json()["error"]["message"])
+            return int(response.json()["input_tokens"]) if response.status_code == 200 else None, ""
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None, ""
 
     @property
     def compacts(self) -> bool:
@@ -154,22 +275,39 @@ class ChatClient:
         return self.sampling.get("truncation") == "auto"
 
     async def stream(
-        self, model: str, messages: Sequence[Mapping[str, Any]], *, compact: bool = False
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        compact: bool = False,
+        goes_on: bool = False,
+        sampling: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncGenerator[StreamEvent, None]:
         """Ask `model` to continue `messages`; ends after exactly one Done, or raises LocalLLMError.
 
         `compact` lets the server leave out the oldest messages when not all fit; LeftOut tells how many.
+        `goes_on`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
+        `tools` are offered: what the model asks for comes as ToolCalls before Done.
 
         Closing the iterator closes the connection, which is how the server learns to stop.
         """
         body = {
             **self.sampling,
+            **(sampling or {}),
             "model": model,
-            "messages": list(messages),
+            "messages": as_sent(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"tools": list(tools)} if tools else {}),
             **({"truncation": "auto"} if compact else {}),
+            **({"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}),
         }
+        async with aclosing(self._until_ready(model)) as said:
+            async for note in said:
+                yield note
+        import httpx
+
         try:
             async with self.http.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -184,8 +322,13 @@ class ChatClient:
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
     reason: str | None = None
     usage: AnswerUsage | None = None
+    cache_miss = ""
+    timings: AnswerTimings | None = None
+    calls: dict[int, ToolCall] = {}
     async for line in _lines(response):
         if line.startswith(":"):
+            noted = _CACHE.fullmatch(line[1:].strip())
+            cache_miss = noted[1] if noted else cache_miss
             event = _comment(line[1:].strip())
             if event is not None:
                 yield event
@@ -203,6 +346,8 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
             raise _error_body(chunk["error"])
         if chunk.get("usage"):
             usage = _usage(chunk["usage"])
+        if isinstance(chunk.get("timings"), Mapping):
+            timings = _timings(chunk["timings"])
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             thinking = delta.get("reasoning_content") or delta.get("reasoning")
@@ -210,10 +355,26 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
                 yield ReasoningDelta(thinking)
             if delta.get("content"):
                 yield TextDelta(delta["content"])
+            for piece in delta.get("tool_calls") or ():
+                _take_call(calls, piece)
             reason = choice.get("finish_reason") or reason
     if reason is None:
         raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
-    yield Done(reason, usage)
+    for call in calls.values():
+        yield call
+    yield Done(reason, usage, cache_miss, timings)
+
+
+def _take_call(calls: dict[int, ToolCall], piece: Mapping[str, Any]) -> None:
+    """Put a piece of a tool call to those before it."""
+    at = int(piece.get("index") or 0)
+    old = calls.get(at, ToolCall("", "", ""))
+    function = piece.get("function") or {}
+    calls[at] = ToolCall(
+        str(piece.get("id") or old.id),
+        old.name + str(function.get("name") or ""),
+        old.arguments + str(function.get("arguments") or ""),
+    )
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
@@ -248,6 +409,39 @@ def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
         int(details.get("cached_tokens") or 0),
         int(drafts.get("accepted_prediction_tokens") or 0),
     )
+
+
+def _timings(said: Mapping[str, Any]) -> AnswerTimings:
+    def number(name: str) -> float:
+        value = said.get(name)
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    return AnswerTimings(
+        number("queued_ms") / 1e3,
+        number("prompt_ms") / 1e3,
+        int(number("prompt_n")),
+        number("predicted_ms") / 1e3,
+        int(number("predicted_steps")),
+        int(number("draft_n")),
+        int(number("draft_n_accepted")),
+    )
+
+
+def _listed(entry: Mapping[str, Any]) -> ListedModel:
+    sampling = entry.get("sampling")
+    return ListedModel(
+        str(entry["id"]),
+        _context(entry),
+        _physics(entry),
+        str(entry.get("notice") or ""),
+        sampling if isinstance(sampling, Mapping) else {},
+        bool(entry.get("has_system")),
+    )
+
+
+def _physics(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = entry.get("physics")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _context(entry: Mapping[str, Any]) -> int | None:

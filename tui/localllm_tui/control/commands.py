@@ -11,17 +11,17 @@ from typing import TypeAlias
 from localllm.errors import UsageError
 from localllm_tui.control import doing
 from localllm_tui.control.chat import Chat
-from localllm_tui.control.keys import KEYS
+from localllm_tui.control.keys import label_of, remapped
 
 Runs: TypeAlias = Callable[[Chat, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`name` without its slash and what it runs; `argument` as /help shows it ("" for none).
+    """`name` without its slash and what it runs; `argument` as F1 shows it ("" for none).
 
     `palette`: its title there, "" to stay out of it. `insist` is run for the name with a "!". `plain`: the chat without
-    a screen knows it too.
+    a screen knows it too. `keys` run it without an argument, named as the toolkit does; `label` as people do.
     """
 
     name: str
@@ -31,47 +31,91 @@ class Command:
     palette: str = ""
     aliases: tuple[str, ...] = ()
     insist: Runs | None = None
-    plain: bool = False
+    plain: bool = True
+    keys: str = ""
+    label: str = ""
 
+    @property
+    def label_now(self) -> str:
+        """Its key as people say it, as config.toml may have it; "" without one."""
+        return label_of(remapped()[f"command.{self.name}"]) if f"command.{self.name}" in remapped() else self.label
 
-async def _help(chat: Chat, _: str) -> None:
-    await chat.say(help_markdown(), markdown=True)
+    @property
+    def usage(self) -> str:
+        """How it is typed."""
+        return f"/{self.name} {self.argument}".rstrip()
 
 
 COMMANDS = (
-    Command("new", doing.new, "start a new conversation", palette="New conversation", plain=True),
+    Command("new", doing.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", doing.find, "find an earlier conversation and open it", "[WORDS]", "Find a conversation", ("history",)
+        "list", doing.find, "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
     ),
     Command(
-        "continue", doing.resume_last, "open the last conversation", "", "Continue the last conversation", ("resume",)
+        "find", doing.look, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
+        keys="ctrl+f", label="Ctrl+F",
+    ),
+    Command(
+        "continue", doing.resume_last, "go on with a stopped answer; else open the last conversation", "",
+        "Continue", ("resume",)
     ),
     Command("retry", doing.retry, "answer the last question again", "", "Retry the last answer", ("regenerate",)),
+    Command("more", doing.more, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
-        "earlier", doing.show_earlier, "show the other version of a retried answer",
+        "earlier", doing.show_earlier, "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", doing.edit, "change the last question in a copy of the conversation", palette="Edit the last question"
+        "edit", doing.edit, "change the last question; the old one stays beside it", palette="Edit the last question"
     ),
     Command(
+        "branch", doing.branch, "go on in a conversation of its own, with all that was said", palette="Branch here"
+    ),
+    Command("drop", doing.drop, "remove the last question, where it has no answer", palette="Remove the last question"),
+    Command(
         "compact", doing.compact, "leave out the oldest messages once not all fit the context", "[off]",
-        "Compact the conversation", plain=True,
+        "Compact the conversation",
     ),
     Command(
         "copy", doing.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]", "Copy the last answer"
     ),
     Command(
-        "save", doing.save, "write the conversation to a file (/save! overwrites)", "FILE.md", insist=doing.save_over
+        "save", doing.save, "write the conversation to a file, Markdown or JSON (/save! overwrites)",
+        "FILE.md|.json", insist=doing.save_over
     ),
-    Command("attach", doing.attach, "send a text file along with the next question", "FILE"),
+    Command("title", doing.title, "show or change the conversation's title", "[TEXT]"),
+    Command("import", doing.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
+    Command("attach", doing.attach, "send a text file along with the next question (- takes back)", "FILE"),
     Command(
         "system", doing.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
     ),
     Command("model", doing.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
-    Command("help", _help, "show commands and keys", palette="Chat help", aliases=("?",)),
-    Command("quit", doing.leave, "leave; everything is kept", aliases=("exit", "q"), plain=True),
+    Command(
+        "tools", doing.tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "[on [NAME]|off]", "Tools", plain=False,
+    ),
+    Command("sampling", doing.sample, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
+    Command(
+        "models", doing.models, "what would fit this machine, what is on its disk; pull, use and remove", "",
+        "Models", plain=False, keys="f4", label="F4",
+    ),
+    Command(
+        "own", doing.own, "load the model in this chat, when the server it is attached to went away", "",
+        "Load the model in this chat", plain=False,
+    ),
+    Command(
+        "glass", doing.glass, "show or hide what a token costs and where the time went", "", "What a token costs",
+        plain=False, keys="f3", label="F3",
+    ),
+    Command(
+        "help", doing.show_help, "show all commands and keys", "", "Keys and commands", ("?",), keys="f1",
+        label="F1",
+    ),
+    Command("quit", doing.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
+# What config.toml may call the commands that have a key.
+KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
 _NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 
 # A word, so that a path like /etc/hosts is a question and not a command.
@@ -99,6 +143,12 @@ async def run(chat: Chat, name: str, argument: str) -> None:
     await runs(chat, argument)
 
 
+def needs_screen(name: str) -> bool:
+    """Whether a command that there is can't be done line by line."""
+    command = _NAMES.get(name.removesuffix("!"))
+    return command is not None and not command.plain
+
+
 def question(text: str) -> str:
     """The question as sent: without the slash that kept it from being a command."""
     return text[1:] if text.startswith("//") else text
@@ -115,10 +165,3 @@ def suggestion(name: str) -> str:
     """What to say about a command that does not exist."""
     close = difflib.get_close_matches(name.rstrip("!"), [c.name for c in COMMANDS], n=1)
     return f"did you mean /{close[0]}?" if close else "/help lists the commands"
-
-
-def help_markdown() -> str:
-    """What /help shows."""
-    rows = [f"- `/{c.name}{' ' + c.argument if c.argument else ''}` {c.help}" for c in COMMANDS]
-    keys = [f"- **{key.label}** {key.help}" for key in KEYS if key.help]
-    return "\n".join(["**Commands**", "", *rows, "", "**Keys**", "", *keys])

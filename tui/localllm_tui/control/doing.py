@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from localllm.errors import UsageError
+from localllm_tui.control import importing, sampling, turning
 from localllm_tui.control.attach import check_room, read_text
 from localllm_tui.control.chat import Chat
-from localllm_tui.control.session import Session, code_blocks
+from localllm_tui.control.exporting import to_json, to_markdown
+from localllm_tui.control.session import Session
+from localllm_tui.control.texts import code_blocks, title_of
 
 
 async def new(chat: Chat, _: str) -> None:
-    """An empty conversation with the same system prompt."""
-    system = chat.session.system or chat.system_asked
+    """An empty conversation with the same system prompt, which is said."""
+    system = chat.session.system if chat.session.system_set else chat.system_asked
     await chat.open(Session(chat.history, chat.model, system=system))
+    if system:
+        await chat.say("the system prompt is kept, and shown at the top: /system - removes it")
 
 
 async def find(chat: Chat, words: str) -> None:
@@ -21,17 +27,42 @@ async def find(chat: Chat, words: str) -> None:
     await chat.choose(words)
 
 
+async def look(chat: Chat, words: str) -> None:
+    """Words in this conversation."""
+    if chat.session.id is None:
+        raise UsageError("nothing was said yet")
+    await chat.choose(words, within=True)
+
+
 async def resume_last(chat: Chat, _: str) -> None:
-    """The newest conversation that is not on screen."""
+    """More of the answer on screen where it was stopped or cut; else the newest conversation that is not on screen."""
+    last = chat.session.turns[-1] if chat.session.turns else None
+    if last is not None and chat.session.unfinished(last) and not chat.answering:
+        await more(chat, "")
+        return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
         raise UsageError("there is no earlier conversation", hint="this one is kept as soon as you ask something")
     await resume(chat, found[0].id)
 
 
-async def resume(chat: Chat, conv_id: str) -> None:
-    """An earlier conversation, by its id."""
-    await chat.open(Session(chat.history, chat.model, conv_id=conv_id))
+async def show_help(chat: Chat, _: str) -> None:
+    """All commands and keys."""
+    await chat.show_help()
+
+
+async def glass(chat: Chat, _: str) -> None:
+    """The panel of bytes, bandwidth and time."""
+    await chat.show_glass()
+
+
+async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
+    """An earlier conversation, by its id, at a turn of it."""
+    session = chat.session if chat.session.id == conv_id else Session(chat.history, chat.model, conv_id=conv_id)
+    if at and session.tree.holds(at):
+        await chat.stop_answer()
+        session.tree.show(at)
+    await chat.open(session, at)
 
 
 async def retry(chat: Chat, _: str) -> None:
@@ -40,18 +71,41 @@ async def retry(chat: Chat, _: str) -> None:
     await chat.answer_again()
 
 
+async def more(chat: Chat, _: str) -> None:
+    """More of an answer that was stopped, cut at its limit or broken off."""
+    await chat.stop_answer()
+    await chat.answer_again(goes_on=True)
+
+
 async def show_earlier(chat: Chat, _: str) -> None:
     """The next version of the last answer."""
     await chat.stop_answer()
-    await chat.replace_answer(chat.session.swap_earlier())
+    answer = chat.session.last_answer
+    if answer is None:
+        raise UsageError("there is no answer yet")
+    chat.session.other_version(answer, -1)
+    await chat.redraw()
 
 
 async def edit(chat: Chat, which: str) -> None:
     """The last question back into the input."""
     if which not in ("", "last"):
-        raise UsageError("only the last question can be edited", hint="use /edit")
+        raise UsageError(f"/edit {which} is not known", hint="/edit changes the last question; F2 selects any turn")
     await chat.stop_answer()
     chat.edit(chat.session.last_question)
+
+
+async def branch(chat: Chat, _: str) -> None:
+    """A conversation of its own with all that was said so far."""
+    await chat.stop_answer()
+    await turning.run(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
+
+
+async def drop(chat: Chat, _: str) -> None:
+    """The last question taken back, where it has no answer."""
+    await chat.stop_answer()
+    chat.session.drop_question()
+    await chat.redraw()
 
 
 async def compact(chat: Chat, argument: str) -> None:
@@ -63,7 +117,7 @@ async def compact(chat: Chat, argument: str) -> None:
         always = "; but the setting `compaction` is auto" if chat.client.compacts else ""
         await chat.say(f"a conversation that does not fit the context is an error again{always}")
         return
-    if not chat.answering and chat.session.dialogue[-1].role == "user":
+    if not chat.answering and chat.session.turns[-1].role == "user":
         await retry(chat, "")
         return
     await chat.say(
@@ -91,7 +145,7 @@ async def copy(chat: Chat, what: str) -> None:
 
 
 async def save(chat: Chat, name: str) -> None:
-    """The conversation as a new Markdown file."""
+    """The conversation as a new file: JSON where it is named so, else Markdown."""
     await _save(chat, name, mode="x")
 
 
@@ -106,7 +160,7 @@ async def _save(chat: Chat, name: str, mode: str) -> None:
     path = Path(name).expanduser()
     try:
         with path.open(mode, encoding="utf-8") as f:
-            f.write(chat.session.to_markdown())
+            f.write(to_json(chat.session) if path.suffix.lower() == ".json" else to_markdown(chat.session))
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
@@ -114,21 +168,54 @@ async def _save(chat: Chat, name: str, mode: str) -> None:
     await chat.say(f"saved to {path}")
 
 
-async def attach(chat: Chat, name: str) -> None:
-    """A text file for the next question."""
+async def title(chat: Chat, text: str) -> None:
+    """The title, shown or changed."""
+    if chat.session.id is None:
+        raise UsageError("a conversation has a title once something was asked")
+    if text:
+        chat.session.rename(title_of(text))
+    await chat.say(f"title: {chat.session.title}")
+
+
+async def import_from(chat: Chat, name: str) -> None:
+    """The conversations of a file into the history; a single one is opened."""
     if not name:
-        raise UsageError("/attach needs a file name", hint="for example /attach notes.txt")
-    attached = read_text(Path(name))
-    check_room([*chat.attached, attached], chat.n_ctx)
-    chat.attach(*attached)
+        raise UsageError("/import needs a file name", hint="for example /import conversations.json")
+    ids = importing.store(chat.history, importing.read(Path(name)), chat.model)
+    if len(ids) == 1:
+        await resume(chat, ids[0])
+    await chat.say(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
+
+
+async def attach(chat: Chat, name: str) -> None:
+    """A text file for the next question; "-" takes back all of them."""
+    if not name:
+        raise UsageError("/attach needs a file name", hint="for example /attach notes.txt; /attach - takes all back")
+    if name == "-":
+        chat.detach()
+        return
+    attach_text(chat, *read_text(Path(name)))
+
+
+def attach_text(chat: Chat, name: str, text: str) -> None:
+    """A text for the next question, under a name. Raises ContextLengthError for one that can't fit."""
+    check_room([*chat.attached, (name, text)], chat.n_ctx)
+    chat.attach(name, text)
 
 
 async def system(chat: Chat, text: str) -> None:
     """The system prompt, shown or changed."""
     if text:
+        await chat.stop_answer()
         chat.session.set_system("" if text == "-" else text)
     now = chat.session.system
-    await chat.say(f"system prompt: {now}" if now else "no system prompt; /system TEXT sets one")
+    said = f"system prompt: {now}" if now else "no system prompt; /system TEXT sets one"
+    if text and chat.session.turns:
+        said += (
+            f"\nIt stands before everything that was said, so all of it ({chat.session.used_tokens:,} tokens) is read again "
+            "for the next answer"
+        )
+    await chat.say(said)
 
 
 async def model(chat: Chat, name: str) -> None:
@@ -140,10 +227,47 @@ async def model(chat: Chat, name: str) -> None:
         more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
         await chat.say("models on this server:\n" + "\n".join(lines) + more)
         return
+    found = None
     if name not in names:
-        raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(names))
-    chat.use_model(name, models)
-    await chat.say(f"{name} answers from here on")
+        found = await chat.client.model(name)  # it may be new, or an alias
+        if found is None:
+            raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(names))
+    chat.use_model(name, models if found is None else [*models, replace(found, name=name)])
+    await chat.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
+
+
+async def sample(chat: Chat, text: str) -> None:
+    """How answers are drawn, shown or changed."""
+    if text:
+        chat.client.sampling = sampling.changed(chat.client.sampling, text)
+    chat.refresh_head()
+    own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
+    now = sampling.words(own, chat.client.sampling) or "the model's own"
+    await chat.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
+
+
+async def tools(chat: Chat, what: str) -> None:
+    """Tools on, off, or which there are."""
+    word, _, name = what.partition(" ")
+    if word not in ("", "on", "off"):
+        raise UsageError(f"/tools {what} is not known", hint="use /tools, /tools on, /tools on NAME or /tools off")
+    if word == "off":
+        await chat.tools.switch_off()
+    elif word == "on":
+        await chat.tools.switch_on(name.strip())
+    chat.refresh_head()
+    asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
+    await chat.say(chat.tools.said() + (asks if chat.tools.names else ""))
+
+
+async def models(chat: Chat, _: str) -> None:
+    """The screen of models."""
+    await chat.show_models()
+
+
+async def own(chat: Chat, _: str) -> None:
+    """An engine of the chat's own, in place of a server that went away."""
+    await chat.use_own_engine()
 
 
 async def leave(chat: Chat, _: str) -> None:

@@ -1,30 +1,62 @@
-"""What is typed and not sent yet: one small file per conversation, so that no way of ending the chat loses it."""
+"""What is typed and not sent yet: one small file per conversation and window, so that no way of ending the chat loses it."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from localllm import paths
 
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(fd: int) -> None:
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# More windows than this share the last place: nobody has them.
+_WINDOWS = 64
+
 
 class Drafts:
-    """Drafts under `folder`, by conversation id (None: the one that has not begun). A disk that refuses is ignored:
-    losing a draft must never stop the chat."""
+    """Drafts under `folder`, by conversation id (None: the one that has not begun).
+
+    Windows open at the same time have their own drafts: each takes the first free place, and holds it by a lock until
+    `close` or the end of its process. What a window that is gone left behind is the next one's. A disk that refuses is
+    ignored: losing a draft must never stop the chat.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._held: int | None = None
+        self._place = 1
+        for place in range(1, _WINDOWS + 1):
+            self._held = self._take(place)
+            if self._held is not None:
+                self._place = place
+                break
 
     def load(self, conv_id: str | None) -> str:
         """The draft, or ""."""
+        file = self._file(conv_id, self._place)
         try:
-            return self._file(conv_id).read_text(encoding="utf-8")
+            if not file.exists():
+                self._inherit(conv_id, file)
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return ""
 
     def save(self, conv_id: str | None, text: str) -> None:
         """Keep `text`; nothing but spaces removes the draft."""
-        file = self._file(conv_id)
+        file = self._file(conv_id, self._place)
         try:
             if not text.strip():
                 file.unlink(missing_ok=True)
@@ -38,5 +70,39 @@ class Drafts:
         except OSError:
             pass
 
-    def _file(self, conv_id: str | None) -> Path:
-        return self.folder / f"{conv_id or 'new'}.txt"
+    def close(self) -> None:
+        """Leave this window's place to the next one."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def _file(self, conv_id: str | None, place: int) -> Path:
+        return self.folder / (f"{conv_id or 'new'}.txt" if place == 1 else f"{conv_id or 'new'}.{place}.txt")
+
+    def _inherit(self, conv_id: str | None, file: Path) -> None:
+        """Take over a draft of this conversation that a window now gone has left."""
+        for place in range(1, _WINDOWS + 1):
+            left = self._file(conv_id, place)
+            if place != self._place and left.exists():
+                with suppress(OSError):
+                    held = self._take(place)
+                    if held is not None:
+                        try:
+                            os.replace(left, file)
+                        finally:
+                            os.close(held)
+                        return
+
+    def _take(self, place: int) -> int | None:
+        """The lock of a place, as a descriptor that holds it until it is closed; None where another window has it, or the disk refuses."""
+        try:
+            locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
+            held = os.open(locks / str(place), os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            return None
+        try:
+            _lock(held)
+        except OSError:
+            os.close(held)
+            return None
+        return held

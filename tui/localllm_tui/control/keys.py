@@ -1,10 +1,14 @@
-"""The keys of the chat: their one table, from which the bindings, the hints in the frames and /help all read."""
+"""The keys of the chat: their one table, from which the bindings, the hints in the frames and F1 all read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from localllm.errors import UsageError
 
 
 class Moment(Enum):
@@ -14,6 +18,12 @@ class Moment(Enum):
     EDITING = "editing"
     ANSWERING = "answering"
     CHOOSING = "choosing"
+    SELECTING = "selecting"
+    HELP = "help"
+    FILING = "filing"
+    MODELS = "models"
+    ON_DISK = "on disk"
+    APPROVING = "approving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +31,7 @@ class Key:
     """`keys` as the toolkit names them and `label` as people do; `owner` is the part of the screen they belong to.
 
     `action` is that part's to do ("" where the toolkit does it by itself); `priority`: before the part in focus has its
-    say; `caught`: where the toolkit would write the key, or move the cursor. `help` is for /help ("" stays out of it).
+    say; `caught`: where the toolkit would write the key, or move the cursor. `help` is for F1 ("" stays out of it).
     `hints`: what the key does in the frames' words, by moment.
     """
 
@@ -34,20 +44,94 @@ class Key:
     caught: bool = False
     hints: Mapping[Moment, str] = field(default_factory=dict)
 
+    @property
+    def id(self) -> str:
+        """What config.toml calls it: turn.edit, chat.stop, turn.version-back; "" for what can't be had otherwise."""
+        if not self.action or self.caught:
+            return ""
+        found = _ACTION.fullmatch(self.action)
+        assert found is not None
+        name, what, number = found["name"], found["what"], found["number"]
+        words = [(what or name).replace("_", "-")]
+        if number:
+            words.append(
+                {"-1": "back", "1": "on"}.get(number, number) if "code" not in words and "pull" not in words else number
+            )
+        return f"{self.owner}.{'-'.join(words)}"
 
-APP, COMPOSER, PICKER = "app", "composer", "picker"
+    @property
+    def keys_now(self) -> str:
+        """Its keys, as config.toml may have them."""
+        return _remapped.get(self.id, self.keys)
+
+    @property
+    def label_now(self) -> str:
+        """The same as people say it."""
+        return label_of(self.keys_now) if self.id in _remapped else self.label
+
+
+_ACTION = re.compile(r"(?P<name>\w+)(?:\((?:'(?P<what>\w+)')?(?:, )?(?P<number>-?\d+)?\))?")
+# What config.toml says of keys: ids, and keys as the toolkit names them.
+_remapped: dict[str, str] = {}
+
+
+def label_of(keys: str) -> str:
+    """Keys as people say them: "ctrl+k,f9" is Ctrl+K, F9."""
+    return ", ".join("+".join(part.capitalize() for part in key.split("+")) for key in keys.split(","))
+
+
+def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
+    """Take keys from config.toml's table: names as `Key.id` has them, or one of `further`. Raises UsageError for a name that
+    nothing has, a key that is no text, and one that would do two things in one place."""
+    known = [*dict.fromkeys(key.id for key in KEYS if key.id), *further]
+    for name, keys in table.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`localllm config keys` lists them"
+            raise UsageError(f"[chat_keys] of config.toml has an unknown name: {name}", hint=hint)
+        if not isinstance(keys, str) or not keys.strip():
+            raise UsageError(f'{name} in [chat_keys] of config.toml must be keys such as "ctrl+k" or "f9,ctrl+y"')
+    _remapped.clear()
+    _remapped.update({name: str(keys).replace(" ", "").lower() for name, keys in table.items()})
+    taken: dict[tuple[str, str], str] = {}
+    for entry in KEYS:
+        for one in entry.keys_now.split(",") if entry.action else ():
+            other = taken.setdefault((entry.owner, one), entry.id)
+            if other != entry.id and {other, entry.id} & set(_remapped):
+                _remapped.clear()
+                raise UsageError(f"[chat_keys] of config.toml has {one} do two things at once: {other} and {entry.id}")
+
+
+def remapped() -> Mapping[str, str]:
+    """What config.toml says of keys."""
+    return _remapped
+
+
+APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL = (
+    "app",
+    "chat",
+    "composer",
+    "turn",
+    "picker",
+    "help",
+    "files",
+    "glass",
+    "models",
+    "slider",
+    "approval",
+)
 
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={Moment.WRITING: "sends", Moment.EDITING: "asks it in a new conversation"},
+        hints={Moment.WRITING: "sends", Moment.EDITING: "puts it beside the old one"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
         "new line (Shift+Enter where the terminal tells it apart)", hints={Moment.WRITING: "new line"},
     ),
     Key(
-        APP, "escape", "Esc", "stop", "stop the answer and keep its text",
+        CHAT, "escape", "Esc", "stop", "stop the answer and keep its text",
         hints={Moment.ANSWERING: "stops", Moment.EDITING: "leaves it"},
     ),
     Key(
@@ -60,10 +144,75 @@ KEYS = (
     Key(COMPOSER, "down", "Down", "later", caught=True),
     Key(COMPOSER, "pageup", "PageUp, PageDown", "scroll_transcript(-1)", "scroll the conversation"),
     Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
-    Key(APP, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
+    Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
     Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True),
+    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along", caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
+    Key(
+        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select", "select a turn; the keys below are for it then", priority=True,
+        hints={Moment.WRITING: "turns"},
+    ),
+    Key(
+        TURN, "up", "Up, Down", "select(-1)", "the turn before, the turn after"
+    ),
+    Key(TURN, "down", "Down", "select(1)"),
+    Key(
+        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is", hints={Moment.SELECTING: "edit"}
+    ),
+    Key(TURN, "r", "R", "turn('again')", "another answer", hints={Moment.SELECTING: "again"}),
+    Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
+    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={Moment.SELECTING: "copy"}),
+    Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
+    *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
+    Key(
+        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here", hints={Moment.SELECTING: "branch"}
+    ),
+    Key(
+        TURN, "d,delete", "D", "turn('remove')", "twice: remove it, and what follows it",
+        hints={Moment.SELECTING: "delete"},
+    ),
+    Key(
+        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions", hints={Moment.SELECTING: "version"}
+    ),
+    Key(TURN, "right", "Right", "turn('version', 1)"),
+    Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
+    Key(TURN, "escape,q,i", "Esc", "unselect", hints={Moment.SELECTING: "back"}),
+    Key(CHAT, "f5", "F5, F6, F7", "pull(1)", "on the first run: pull one of the models named, then use it", priority=True),
+    Key(CHAT, "f6", "F6", "pull(2)", priority=True),
+    Key(CHAT, "f7", "F7", "pull(3)", priority=True),
+    Key(APPROVAL, "y", "Y", "yes", hints={Moment.APPROVING: "runs it, this once"}),
+    Key(APPROVAL, "n,escape,q", "N", "no", hints={Moment.APPROVING: "does not"}),
+    Key(MODELS, "enter", "Enter", hints={Moment.MODELS: "pulls, uses", Moment.ON_DISK: "uses"}),
+    Key(
+        MODELS, "left_square_bracket,left", "←→", "step('context', -1)", "a shorter, a longer context",
+        hints={Moment.MODELS: "context"},
+    ),
+    Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
+    Key(MODELS, "p", "P", "step('purpose', 1)", "another purpose (Tab goes to every slider)"),
+    Key(MODELS, "m", "M", "machine", "another machine, by its name", hints={Moment.MODELS: "machine"}),
+    Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={Moment.MODELS: "why"}),
+    Key(MODELS, "space", "Space", "mark", "mark a plan to compare it"),
+    Key(MODELS, "c", "C", "compare", "the marked plans side by side", hints={Moment.MODELS: "compare"}),
+    Key(
+        MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
+        hints={Moment.MODELS: "disk", Moment.ON_DISK: "plans"},
+    ),
+    Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
+    Key(
+        MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",
+        hints={Moment.ON_DISK: "removes"},
+    ),
+    Key(MODELS, "escape,q", "Esc", "close", hints={Moment.MODELS: "back", Moment.ON_DISK: "back"}),
+    Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
+    Key(SLIDER, "right", "Right", "move(1)"),
+    Key(SLIDER, "home", "Home", "first"),
+    Key(SLIDER, "end", "End", "last"),
+    Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
+    Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={Moment.HELP: "closes"}),
+    Key(FILES, "enter", "Enter", hints={Moment.FILING: "sends it along"}),
+    Key(FILES, "escape", "Esc", "close", hints={Moment.FILING: "closes"}),
     Key(PICKER, "enter", "Enter", hints={Moment.CHOOSING: "opens"}),
+    Key(PICKER, "right", "Right, Left", hints={Moment.CHOOSING: "unfolds"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={Moment.CHOOSING: "removes"}),
     Key(PICKER, "escape", "Esc", "close", hints={Moment.CHOOSING: "closes"}),
 )  # fmt: skip
@@ -71,4 +220,4 @@ KEYS = (
 
 def hints(moment: Moment) -> str:
     """What the keys do at `moment`, in a line for a frame."""
-    return " · ".join(f"{k.label.partition(',')[0]} {k.hints[moment]}" for k in KEYS if moment in k.hints)
+    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[moment]}" for k in KEYS if moment in k.hints)

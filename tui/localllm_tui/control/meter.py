@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from localllm_tui.control.client import AnswerUsage
 
 BAR_CELLS = 10
+_EIGHTHS = "▏▎▍▌▋▊▉"
 _GAP = "  "
 
 
@@ -110,12 +111,13 @@ class Numbers:
 
 
 def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
-    """A bar readable by shape alone. Anything used shows at least one cell, and only a full context fills the last."""
-    full = used * cells // n_ctx
+    """A bar readable by shape alone, exact to an eighth of a cell. Anything used shows, and only a full context fills it."""
+    eighths = min(8 * cells, used * 8 * cells // n_ctx)
     if used > 0:
-        full = max(1, full)
-    full = min(cells, full)
-    return "█" * full + "░" * (cells - full)
+        eighths = max(1, eighths)
+    full, part = divmod(eighths, 8)
+    shown = "█" * full + (_EIGHTHS[part - 1] if part else "")
+    return shown + "░" * (cells - len(shown))
 
 
 def status_text(n: Numbers, width: int) -> str:

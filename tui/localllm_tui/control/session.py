@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from localllm.conversation.history import History, StoredMessage
-from localllm.errors import UsageError
+from localllm.conversation.history import History, HistoryError, StoredMessage
+from localllm.errors import NotFoundError, UsageError
+from localllm_tui.control.branches import Branches
+from localllm_tui.control.texts import files_of, title_of, with_files
 
-TITLE_CHARS = 60
 # An answer is written this often while it streams: what a kill -9 can cost.
 SAVE_EVERY_S = 0.5
-
-_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n(.*?)(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+# A write that failed may have waited for a lock: the next one leaves the screen this many times as long alone.
+WAIT_SHARE = 5.0
 
 
 class Session:
     """A conversation and its place in `history`. A new one reaches the disk with its first message.
 
-    `turns` are the stored messages in order. Every method that changes them has written the change when it returns.
+    `turns` are the questions and answers of the branch that is shown, in order. Every method that changes something has
+    written the change when it returns.
     """
 
     def __init__(
@@ -35,26 +35,34 @@ class Session:
     ) -> None:
         self.history = history
         self.model = model
-        self.id = conv_id
         self.now = now
+        self.tree = Branches(history, conv_id)
         self._system = system
-        self.turns: list[StoredMessage] = history.messages(conv_id) if conv_id else []
-        self.title = history.get(conv_id).title if conv_id else ""
+        stored = history.get(conv_id) if conv_id else None
+        self.title = stored.title if stored is not None else ""
+        self.titled = stored.titled if stored is not None else 0  # who made the title: ConversationSummary
         if conv_id and system is not None and system != self.system:
             self.set_system(system)
 
     @property
-    def system(self) -> str:
-        """The system prompt in force ("" for none): the last one set."""
-        for turn in reversed(self.turns):
-            if turn.role == "system":
-                return turn.content
-        return self._system or ""
+    def id(self) -> str | None:
+        """Its id in the history; None before anything was said."""
+        return self.tree.id
 
     @property
-    def dialogue(self) -> list[StoredMessage]:
-        """The turns a person sees: questions and answers."""
-        return [t for t in self.turns if t.role in ("user", "assistant")]
+    def turns(self) -> list[StoredMessage]:
+        """The questions and answers that are shown."""
+        return self.tree.path
+
+    @property
+    def system(self) -> str:
+        """The system prompt in force ("" for none): the last one set, on whichever branch."""
+        return self.tree.systems[-1].content if self.tree.systems else self._system or ""
+
+    @property
+    def system_set(self) -> bool:
+        """Whether a system prompt was set here, or removed."""
+        return self._system is not None or bool(self.tree.systems)
 
     @property
     def last_answer(self) -> StoredMessage | None:
@@ -70,49 +78,156 @@ class Session:
         return 0
 
     @property
+    def counted(self) -> bool:
+        """Whether `used_tokens` is what the server counted for all that would be sent now."""
+        turns = self.alive
+        return not turns or (
+            turns[-1].role == "assistant" and "prompt_tokens" in turns[-1].meta and not turns[-1].meta.get("estimated")
+        )
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last thing said is a question."""
+        turns = self.turns
+        return bool(turns) and turns[-1].role == "user"
+
+    @property
     def compacts(self) -> bool:
         """Whether the oldest messages may be left out of what is sent once not all fit. Nothing is removed here."""
-        return any(t.meta.get("compact") for t in self.turns)
+        return any(t.meta.get("compact") for t in self.tree.every)
 
     def set_compacts(self, on: bool) -> None:
         """Allow that, or forbid it again; kept with the conversation. Raises UsageError when nothing was asked."""
-        for turn in [t for t in self.turns if t.meta.get("compact")]:
+        for turn in [t for t in self.tree.every if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
-            self._rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
+            self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
         if on:
             first = next((t for t in self.turns if t.role == "user"), None) or self.last_question
-            self._rewrite(first, first.content, first.reasoning or "", {**first.meta, "compact": True}, first.complete)
+            self.tree.rewrite(
+                first, first.content, first.reasoning or "", {**first.meta, "compact": True}, first.complete
+            )
 
     def set_system(self, text: str) -> None:
         """Use `text` as the system prompt from here on; "" for none."""
         if self.id is None:
             self._system = text
         else:
-            self._append("system", text)
+            self.tree.append("system", text)
 
     def ask(
-        self, text: str, attached: Sequence[tuple[str, str]] = (), *, like: StoredMessage | None = None
+        self, text: str, attached: Sequence[tuple[str, str]] = (), *, instead: StoredMessage | None = None
     ) -> StoredMessage:
-        """Store a question. `attached` are files as (name, text); those of the question `like` come along too."""
-        files, names = _files_of(like) if like is not None else ("", [])
+        """Store a question. `attached` are files as (name, text).
+
+        `instead`: as another version of this question, whose files come along. One that nothing followed is removed.
+        """
+        files, names = files_of(instead) if instead is not None else ("", [])
         names += [name for name, _ in attached]
         meta = {"typed": text, "attached": names} if names else {}
         content = with_files(text, attached, files)
         if self.id is None:
             self.title = title_of(text or ", ".join(names))
-            self.id = self.history.create(self.title, self.model)
+            self.tree.create(self.title, self.model)
             if self._system:
-                self._append("system", self._system)
-        return self._append("user", content, meta=meta)
+                self.tree.append("system", self._system)
+        if instead is None:
+            return self.tree.append("user", content, meta=meta)
+        turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
+        if self.tree.holds(instead.id) and not self.tree.followed(instead):
+            self.tree.remove(instead)
+        return turn
+
+    def change_answer(self, answer: StoredMessage, text: str) -> StoredMessage:
+        """Store `text` as another version of `answer`, as if the model had said it."""
+        meta = {"model": answer.meta.get("model", self.model), "finish_reason": "stop", "edited": True}
+        return self.tree.append("assistant", text, meta=meta, parent=answer.parent_id)
+
+    def drop_question(self) -> None:
+        """Take back the last question. Raises UsageError where it was answered, or nothing was asked."""
+        old = self.last_question
+        if not self.unanswered:
+            raise UsageError("the last question was answered", hint="/edit asks it differently")
+        self.remove(old)
+
+    def remove(self, turn: StoredMessage) -> None:
+        """Remove a turn and all that follows it; its other versions stay. The last turn takes the conversation with it."""
+        self.tree.remove(turn)
+        if not self.turns:
+            self._system = self.system
+            self.tree.forget()
+            self.title, self.titled = "", 0
+
+    def fail_question(self) -> None:
+        """Note that the last question was refused, or came to nothing: unless it is asked again, it is not sent."""
+        old = self.last_question
+        if self.unanswered:
+            meta = {**old.meta, "failed": True}
+            try:
+                self.tree.rewrite(old, old.content, old.reasoning or "", meta, old.complete)
+            except HistoryError:
+                self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
 
     def payload(self) -> list[dict[str, str]]:
         """What to send so that the last question is answered (an answer after it is left out).
 
-        Questions that got no answer are joined with the next: many templates insist on alternating roles.
+        Questions that got no answer are joined with the next: many templates insist on alternating roles. Those that
+        failed are left out, so that one question too long does not spoil what comes after it.
         """
-        turns = self.dialogue
-        while turns and turns[-1].role == "assistant":
-            turns.pop()
+        return self.payload_of(self.last_question)
+
+    def payload_of(self, asked: StoredMessage) -> list[dict[str, str]]:
+        """What to send so that this question of the branch is answered."""
+        before = self._before(asked)
+        return self._messages([*(t for t in self.alive if t.id in before), asked])
+
+    def _before(self, turn: StoredMessage) -> set[int]:
+        """The ids of the turns shown before `turn`."""
+        before: set[int] = set()
+        for t in self.turns:
+            if t.id == turn.id:
+                break
+            before.add(t.id)
+        return before
+
+    def context(self) -> list[dict[str, str]]:
+        """What the model has of the conversation, the last answer too."""
+        return self._messages(self.alive)
+
+    def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
+        """The same, up to a turn and with it."""
+        before = self._before(turn)
+        return self._messages([*(t for t in self.alive if t.id in before), turn])
+
+    def would_send(
+        self,
+        text: str,
+        attached: Sequence[tuple[str, str]] = (),
+        *,
+        instead: StoredMessage | None = None,
+        alone: bool = False,
+    ) -> list[dict[str, str]]:
+        """What would be sent if this was asked now; `instead`: as a version of this question; `alone`: without what was
+        said before."""
+        turns, files = self.alive, ""
+        if instead is not None:
+            files = files_of(instead)[0]
+            before = self._before(instead)
+            turns = [t for t in turns if t.id in before]
+        asked = StoredMessage(0, "user", with_files(text, attached, files))
+        return self._messages([asked] if alone else [*turns, asked])
+
+    @property
+    def alive(self) -> list[StoredMessage]:
+        """The turns but the questions that failed and were not answered since."""
+        turns = self.turns
+        after = [*turns[1:], None]  # one too many where there is no turn
+        return [
+            turn
+            for turn, then in zip(turns, after, strict=False)
+            if not turn.meta.get("failed") or (then is not None and then.role == "assistant")
+        ]
+
+    def _messages(self, turns: Sequence[StoredMessage]) -> list[dict[str, str]]:
         messages: list[dict[str, str]] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -125,97 +240,102 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(self) -> Answer:
-        """Begin the answer to the last question: a new message, or a new version of the answer it already has.
+    def answer(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> Answer:
+        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these.
 
-        Raises UsageError when nothing was asked.
+        `goes_on`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
+        asked, or there is nothing to go on with.
         """
-        self._last_question()
-        last = self.dialogue[-1]
-        return Answer(self, last if last.role == "assistant" else None)
+        last = self.turns[-1] if self.turns else None
+        if goes_on:
+            return Answer.more(self, self._to_go_on(to or last))
+        to = to or self.last_question
+        question = self.tree.parent(to) if to.role == "assistant" else to
+        if question is None:
+            raise UsageError("there is no question before this answer", hint="ask one, and it is answered")
+        return Answer(self, question)
 
-    def swap_earlier(self) -> StoredMessage:
-        """Show the last answer's next earlier version in its place; they go round. Raises UsageError if it has none."""
-        answer = self.last_answer
-        earlier = list(answer.meta.get("earlier", ())) if answer else []
-        if answer is None or not earlier:
-            raise UsageError("the last answer has no other version", hint="/retry makes one")
-        shown, *rest = earlier
-        meta = {**shown["meta"], "earlier": [*rest, _version(answer)]}
-        return self._rewrite(answer, shown["content"], shown["reasoning"] or "", meta, complete=True)
+    def _to_go_on(self, turn: StoredMessage | None) -> StoredMessage:
+        if turn is None:
+            raise UsageError("nothing was asked yet", hint="type a question and press Enter")
+        if turn.role != "assistant" or not turn.content.strip():
+            raise UsageError("there is no answer to go on with", hint="/retry asks for one")
+        if not self.unfinished(turn):
+            raise UsageError("the last answer is complete", hint="/retry asks for another")
+        return turn
 
-    def branch(self) -> tuple[Session, StoredMessage]:
-        """A new conversation with everything before the last question, and that question, to be asked differently.
+    @staticmethod
+    def unfinished(turn: StoredMessage) -> bool:
+        """Whether a turn is an answer that did not come to its end by itself, or was changed since."""
+        ended = turn.complete and turn.meta.get("finish_reason") == "stop" and not turn.meta.get("edited")
+        return turn.role == "assistant" and bool(turn.content.strip()) and not ended
 
-        The old conversation stays as it is. Raises UsageError when nothing was asked.
-        """
-        i = self._last_question()
+    def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
+        """Show the version `step` places on from `turn`, and what followed it; they go round. Raises UsageError where
+        there is no other."""
+        versions = self.tree.versions(turn)
+        if len(versions) == 1:
+            how = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
+            raise UsageError("this turn has no other version", hint=how)
+        at = next(i for i, v in enumerate(versions) if v.id == turn.id)
+        other = versions[(at + step) % len(versions)]
+        self.tree.show(other.id)
+        return other
+
+    def place(self, turn: StoredMessage) -> tuple[int, int]:
+        """Which of how many versions `turn` is, counted from 1."""
+        versions = [v.id for v in self.tree.versions(turn)]
+        return versions.index(turn.id) + 1, len(versions)
+
+    def branch_off(self, turn: StoredMessage) -> Session:
+        """A conversation of its own with all that was said up to `turn`; this one stays as it is."""
+        upto = self._before(turn) | {turn.id}
         copy = Session(self.history, self.model, system=self.system, now=self.now)
-        if any(t.role == "user" for t in self.turns[:i]):
-            copy.title = self.title
-            copy.id = self.history.create(self.title, self.model)
-            for turn in self.turns[:i]:
-                copy._append(turn.role, turn.content, reasoning=turn.reasoning, meta=turn.meta)
-        return copy, self.turns[i]
+        copy.title = self._title_of_branch()
+        copy.tree.create(copy.title, self.model)
+        copy.tree.add_all([*self.tree.systems[-1:], *(t for t in self.turns if t.id in upto)])
+        if self.compacts:
+            copy.set_compacts(True)
+        return copy
+
+    def rename(self, title: str, *, titled: int = 2) -> None:
+        """Give it another title, made by a model (1) or a person (2). Raises NotFoundError where it is not on disk."""
+        self.history.rename(self.id or "", title, titled=titled)
+        self.title, self.titled = title, titled
+
+    def _title_of_branch(self) -> str:
+        taken = {c.title for c in self.history.list(self.title, limit=1000)}
+        names = (f"{self.title} (branch{f' {n}' if n > 1 else ''})" for n in range(1, 1002))
+        return next(name for name in names if name not in taken)
 
     @property
     def last_question(self) -> StoredMessage:
         """The newest question. Raises UsageError when nothing was asked."""
-        return self.turns[self._last_question()]
-
-    def _last_question(self) -> int:
-        for i in range(len(self.turns) - 1, -1, -1):
-            if self.turns[i].role == "user":
-                return i
-        raise UsageError("nothing was asked yet", hint="type a question and press Enter")
-
-    def to_markdown(self) -> str:
-        """The conversation as a Markdown document."""
-        parts = [f"# {self.title or 'Conversation'}"]
-        if self.system:
-            parts.append("## System\n\n" + self.system)
-        for turn in self.dialogue:
-            who = "You" if turn.role == "user" else str(turn.meta.get("model") or self.model)
-            parts.append(f"## {who}\n\n{turn.content.strip()}")
-        return "\n\n".join(parts) + "\n"
-
-    def _append(
-        self,
-        role: str,
-        content: str,
-        *,
-        reasoning: str | None = None,
-        meta: dict[str, Any] | None = None,
-        complete: bool = True,
-    ) -> StoredMessage:
-        assert self.id is not None
-        meta = meta or {}
-        n = self.history.append(self.id, role, content, reasoning=reasoning, meta=meta, complete=complete)
-        turn = StoredMessage(n, role, content, reasoning, meta, complete, time.time())
-        self.turns.append(turn)
-        return turn
-
-    def _rewrite(
-        self, old: StoredMessage, content: str, reasoning: str, meta: dict[str, Any], complete: bool
-    ) -> StoredMessage:
-        self.history.update_partial(old.id, content, reasoning=reasoning, meta=meta, complete=complete)
-        new = replace(old, content=content, reasoning=reasoning, meta=meta, complete=complete)
-        self.turns[next(i for i, t in enumerate(self.turns) if t.id == old.id)] = new
-        return new
+        asked = next((t for t in reversed(self.turns) if t.role == "user"), None)
+        if asked is None:
+            raise UsageError("nothing was asked yet", hint="type a question and press Enter")
+        return asked
 
 
 class Answer:
-    """An answer while it streams. Nothing is stored, and no earlier version touched, before its first text."""
+    """An answer while it streams. Nothing is stored, and no other version touched, before its first text."""
 
-    def __init__(self, session: Session, replaces: StoredMessage | None) -> None:
+    def __init__(self, session: Session, question: StoredMessage, begun: StoredMessage | None = None) -> None:
         self.session = session
-        self._message = replaces
-        self._earlier = [*replaces.meta.get("earlier", ()), _version(replaces)] if replaces else []
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._begun = False
-        self._dirty = False
-        self._saved_s = float("-inf")
+        self.goes_on = begun is not None
+        self.question = question
+        self._begun = begun
+        # More of an answer is written in its place, unless the conversation has gone on from it.
+        self._message = begun if begun is not None and not session.tree.followed(begun) else None
+        self._text: list[str] = [begun.content] if begun is not None else []
+        self._reasoning: list[str] = [begun.reasoning or ""] if begun is not None else []
+        self._grown = self._dirty = False
+        self._next_save_s = float("-inf")
+
+    @classmethod
+    def more(cls, session: Session, begun: StoredMessage) -> Answer:
+        """More of an answer that there is."""
+        return cls(session, session.tree.parent(begun) or begun, begun)
 
     @property
     def text(self) -> str:
@@ -227,77 +347,54 @@ class Answer:
         """The thinking so far."""
         return "".join(self._reasoning)
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What to send for it."""
+        if self._begun is not None:
+            return self.session.context_to(self._begun)
+        return self.session.payload_of(self.question)
+
     def add(self, text: str = "", reasoning: str = "") -> None:
         """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""
         if text:
             self._text.append(text)
         if reasoning:
             self._reasoning.append(reasoning)
-        self._dirty = True
+        self._dirty = self._grown = True
         self.save_if_due()
 
     def save_if_due(self) -> None:
         """Write what is unsaved, at most every SAVE_EVERY_S seconds (call it from a timer: a stream may stall)."""
-        if self._dirty and self.session.now() - self._saved_s >= SAVE_EVERY_S:
+        began_s = self.session.now()
+        if not self._dirty or began_s < self._next_save_s:
+            return
+        try:
             self._save({}, complete=False)
+        except HistoryError:
+            ended_s = self.session.now()
+            self._next_save_s = ended_s + max(SAVE_EVERY_S, WAIT_SHARE * (ended_s - began_s))
+            raise
 
     def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
-        """Write the last of it with `meta`. None when there never was anything to keep."""
-        if not self._text and not self._reasoning:
-            return None
+        """Write the last of it with `meta`. None when nothing came."""
+        if not self._grown:
+            return self._message  # what there was before stays as it was
         return self._save(meta, complete=True)
 
     def _save(self, meta: dict[str, Any], *, complete: bool) -> StoredMessage:
-        session = self.session
-        meta = {"model": session.model, **meta, **({"earlier": self._earlier} if self._earlier else {})}
-        if self._message is None:
-            self._message = session._append("assistant", self.text, reasoning=self.reasoning, meta=meta, complete=False)
-            if not complete:
-                return self._saved(self._message)
-        return self._saved(session._rewrite(self._message, self.text, self.reasoning, meta, complete))
+        tree = self.session.tree
+        meta = {"model": self.session.model, **meta}
+        if self._message is not None:
+            try:
+                return self._saved(tree.rewrite(self._message, self.text, self.reasoning, meta, complete))
+            except NotFoundError:
+                pass  # another window removed it: what came is kept all the same
+        parent = self._begun.parent_id if self._begun is not None else self.question.id
+        turn = tree.append(
+            "assistant", self.text, parent=parent, reasoning=self.reasoning, meta=meta, complete=complete
+        )
+        return self._saved(turn)
 
     def _saved(self, message: StoredMessage) -> StoredMessage:
-        self._message, self._dirty, self._saved_s = message, False, self.session.now()
+        self._message, self._dirty, self._next_save_s = message, False, self.session.now() + SAVE_EVERY_S
         return message
-
-
-def _version(turn: StoredMessage) -> dict[str, Any]:
-    meta = {k: v for k, v in turn.meta.items() if k != "earlier"}
-    return {"content": turn.content, "reasoning": turn.reasoning, "meta": meta}
-
-
-def typed_in(question: StoredMessage) -> str:
-    """What a person typed for `question`, without the files that went along."""
-    return str(question.meta.get("typed", question.content))
-
-
-def title_of(text: str) -> str:
-    """A conversation's title: the first line of its first question, cut at a word where that is possible."""
-    line = next((part.strip() for part in text.splitlines() if part.strip()), "Untitled")
-    if len(line) <= TITLE_CHARS:
-        return line
-    cut = line[: TITLE_CHARS - 1]
-    return (cut[: cut.rfind(" ")] if " " in cut[TITLE_CHARS // 2 :] else cut).rstrip() + "…"
-
-
-def code_blocks(markdown: str) -> list[str]:
-    """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one counts."""
-    return [found[2].rstrip("\n") for found in _FENCE.finditer(markdown)]
-
-
-def fenced(name: str, body: str) -> str:
-    """A file's text as a named Markdown code block, its fence longer than any inside."""
-    longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
-    fence = "`" * (longest + 1)
-    language = name.rpartition(".")[2] if "." in name else ""
-    return f"File {name}:\n{fence}{language}\n{body.rstrip()}\n{fence}"
-
-
-def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
-    """A question as sent: `files` (fenced already) and the `attached` ones before the text."""
-    return "\n\n".join([*([files] if files else []), *(fenced(name, body) for name, body in attached), text])
-
-
-def _files_of(turn: StoredMessage) -> tuple[str, list[str]]:
-    names = [str(name) for name in turn.meta.get("attached", ())]
-    return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names) if names else ("", [])

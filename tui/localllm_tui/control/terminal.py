@@ -1,13 +1,23 @@
-"""What goes between a model's text and a terminal: control characters taken out, the clipboard found."""
+"""What goes between a model's text and a terminal: control characters taken out, the clipboard found; and whether the
+terminal is still there, or asks to leave."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 # C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the clipboard.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Marks that turn the direction of writing reach beyond the text they are in, over the line of the screen.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_BREAKS = re.compile("\r\n|[\u2028\u2029]")
 
 # OSC 52, which Textual sends, is not understood by every terminal (Apple's is one): the system's own tool is first.
 _CLIPBOARD_TOOLS = (
@@ -19,9 +29,25 @@ _CLIPBOARD_TOOLS = (
 )
 
 
+class KeyboardTerminal:
+    """The terminal that keys come from; none where this is no terminal from the start."""
+
+    def __init__(self) -> None:
+        try:
+            fd = sys.__stdin__.fileno() if sys.__stdin__ is not None else -1
+        except (OSError, ValueError):
+            fd = -1
+        self._fd = fd if fd >= 0 and os.isatty(fd) else None
+
+    @property
+    def gone(self) -> bool:
+        """True once it was closed under us. Reading from it then ends at once, for ever, and no signal need come."""
+        return self._fd is not None and not os.isatty(self._fd)
+
+
 def printable(text: str) -> str:
     """`text` without the control characters a terminal would obey."""
-    return _CONTROLS.sub("", text.replace("\r\n", "\n"))
+    return _CONTROLS.sub("", _BREAKS.sub("\n", text))
 
 
 def copy_with_tool(text: str) -> bool:
@@ -37,3 +63,11 @@ def copy_with_tool(text: str) -> bool:
             if done.returncode == 0:
                 return True
     return False
+
+
+def on_signals(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Let a closed terminal and a polite kill leave by `leave`, as a key would."""
+    loop = asyncio.get_running_loop()
+    for name in ("SIGHUP", "SIGTERM"):
+        with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(getattr(signal, name), lambda: loop.create_task(leave()))

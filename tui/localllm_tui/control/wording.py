@@ -13,13 +13,15 @@ from localllm_tui.control.meter import ago, elide
 from localllm_tui.control.terminal import printable
 
 
-def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary]) -> str:
-    """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers, newest first."""
-    lines = [f"**localllm** with **{model}** on this machine. Nothing you type leaves it."]
+def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], elsewhere: str = "") -> str:
+    """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers, newest first. `elsewhere` is
+    the address of a server that is not on this machine."""
+    stays = f"at {elsewhere}: what you ask goes there." if elsewhere else "on this machine. Nothing you type leaves it."
+    lines = [f"**localllm** with **{model}** {stays}"]
     if greeting:
         lines.append(greeting)
     if not earlier:
-        return "\n\n".join([*lines, "Ask anything. `/help` shows what else there is."])
+        return "\n\n".join([*lines, "Ask anything. F1 shows what else there is."])
     lines.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
     now = time.time()
     lines.append(
@@ -39,19 +41,38 @@ def footer(moment: Moment, typed: str, width: int, *, queued: bool = False) -> s
     if moment is Moment.ANSWERING:
         return hints(moment) + (" · sent when this answer ends" if queued else "")
     found = commands.matching(typed)
-    if len(found) == 1:
-        return f"/{found[0].name} · {found[0].help}"
+    typed_whole = [c for c in found if typed == f"/{c.name}"]
+    if len(found) == 1 or typed_whole:
+        command = (typed_whole or found)[0]
+        return f"/{command.name} · {command.help}"
     if found:
         return elide("  ".join(f"/{c.name}" for c in found), width)
-    return hints(moment) + (" · /help" if moment is Moment.WRITING else "")
+    return hints(moment) + (" · F1 help" if moment is Moment.WRITING else "")
 
 
-def way_on(error: LocalLLMError, *, kept: bool, compacts: bool) -> str:
-    """What can be done after an answer that failed; `kept`: some of it came, `compacts`: leaving out is allowed already."""
+CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"
+CONTINUED_BESIDE = "Another window has gone on with this conversation too: what was said there stands beside this (◂ ▸, F2 selects a turn)"
+
+
+def title(moment: Moment, attached: Sequence[str], costs: str) -> str:
+    """The line above the input: what is written there, with which files, and what sending it costs."""
+    if moment is Moment.ANSWERING:
+        return "answering"
+    if moment is Moment.SELECTING:
+        return "a turn is selected"
+    said = "message" if moment is Moment.WRITING else "changing what was said"
+    if attached:
+        said += elide(f" + {', '.join(attached)}", 50)
+    return said + (f" · {costs}" if costs else "")
+
+
+def way_on(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
+    """What can be done after an answer that failed; `kept`: some of it came, `alone`: nothing more can be left out."""
     said = "The text so far is kept. " if kept else ""
-    if isinstance(error, ContextLengthError) and not compacts:
+    if isinstance(error, ContextLengthError) and not alone:
         said += "/compact leaves out the oldest messages and asks again; "
-    return f"{said}/retry asks again, /edit changes the question, /new starts afresh."
+    drop = "" if kept else "/drop removes it, "
+    return f"{said}/retry asks again, /edit changes the question, {drop}/new starts afresh."
 
 
 def full_context(used: int, n_ctx: int) -> str:
@@ -71,16 +92,36 @@ def note_under(turn: StoredMessage) -> str:
     """The line under an answer: only what is out of the ordinary."""
     reason = str(turn.meta.get("finish_reason") or "")
     said = {
-        "stopped": "stopped; /retry answers again",
-        "length": "cut at the token limit; say “continue” for the rest",
-        "error": "broke off; /retry answers again",
+        "stopped": "stopped; /more goes on, /retry answers again",
+        "length": "cut at the token limit; /more goes on",
+        "error": "broke off; /more goes on, /retry answers again",
     }.get(reason, "")
     if not turn.complete:
-        said = "the chat ended here before the answer did; /retry answers again"
+        said = "the chat ended here before the answer did; /more goes on, /retry answers again"
     left_out = int(turn.meta.get("left_out") or 0)
     if left_out:
         said += ("; " if said else "") + f"the {left_out} oldest messages were left out to fit the context"
-    earlier = len(turn.meta.get("earlier", ()))
-    if earlier:
-        said += ("; " if said else "") + f"one of {earlier + 1} versions, /earlier shows another"
+    if turn.meta.get("reread_tokens"):
+        why = str(turn.meta.get("reread_why") or "")
+        said += (
+            ("; " if said else "")
+            + f"{turn.meta['reread_tokens']:,} tokens were read again"
+            + (f": {why}" if why else "")
+        )
+    if turn.meta.get("edited"):
+        said += ("; " if said else "") + "changed by you"
     return said
+
+
+def amount(n_bytes: float) -> str:
+    """Bytes as people read them: 94 MB, 4.7 GB."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.1f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def span(seconds: float) -> str:
+    """Seconds as people read them: 0.4 s, 12 s, 3 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

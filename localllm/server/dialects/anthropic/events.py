@@ -7,11 +7,12 @@ import secrets
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.errors import LocalLLMError
+from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object, quote
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ServedModel
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "repetition": "max_tokens"}
 _ERROR_TYPES = {
@@ -21,15 +22,19 @@ _ERROR_TYPES = {
 
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Anthropic's API."""
+    """The error object of Anthropic's API. By these very words for a prompt that does not fit clients know that they
+    should compact, and by how much."""
     kind = _ERROR_TYPES.get(error.http_status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    said = error.message
+    if isinstance(error, ContextLengthError) and error.counts is not None:
+        said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
+    return {"type": "error", "error": {"type": kind, "message": said}}
 
 
 class MessageEvents:
     """The Writer of Anthropic's events. The start waits for the first content, when the prompt's size is known."""
 
-    def __init__(self, outbox: Outbox, model: str, progress: PrefillProgress) -> None:
+    def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
         self._outbox, self._model, self._progress = outbox, model, progress
         self._block = -1
         self._kind = ""
@@ -69,7 +74,7 @@ class MessageEvents:
     def end(self, usage: Spent, timings: Timings) -> None:
         """Why it stopped, the usage, and the end."""
         assert self._outcome is not None
-        reason, sequence = stop_reason(self._outcome)
+        reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         self._send("message_delta", json.dumps({"delta": delta, "usage": usage_body(usage)})[1:-1])
         self._send("message_stop", "")
@@ -80,7 +85,7 @@ class MessageEvents:
         self._begun = True
         counted = Spent(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
         message: dict[str, Any] = {
-            "id": new_id(), "type": "message", "role": "assistant", "model": self._model, "content": [],
+            "id": new_id(), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
         }  # fmt: skip
         self._send("message_start", f'"message":{json.dumps(message)}')
@@ -120,7 +125,7 @@ def frame_error(error: LocalLLMError) -> bytes:
     return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
-def whole(fold: Fold, model: str) -> dict[str, Any]:
+def whole(fold: Fold, model: ServedModel) -> dict[str, Any]:
     """The message object."""
     choice = fold.choices[0]
     assert choice.outcome is not None
@@ -133,17 +138,20 @@ def whole(fold: Fold, model: str) -> dict[str, Any]:
         content.append(
             {"type": "tool_use", "id": new_tool_id(), "name": call.name, "input": arguments_object(call.arguments)}
         )
-    reason, sequence = stop_reason(choice.outcome)
+    reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
     return {
-        "id": new_id(), "type": "message", "role": "assistant", "model": model, "content": content,
+        "id": new_id(), "type": "message", "role": "assistant", "model": model.name, "content": content,
         "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(fold.usage),
     }  # fmt: skip
 
 
-def stop_reason(outcome: Outcome) -> tuple[str, str | None]:
-    """Anthropic's stop_reason and stop_sequence."""
+def stop_reason(outcome: Outcome, n_ctx: int | None) -> tuple[str, str | None]:
+    """Anthropic's stop_reason and stop_sequence. A full window has a name of its own: a higher limit would not help."""
     if outcome.stop is not None and outcome.reason == "stop":
         return "stop_sequence", outcome.stop
+    used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
+    if outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
+        return "model_context_window_exceeded", None
     return _STOP_REASONS[outcome.reason], None
 
 

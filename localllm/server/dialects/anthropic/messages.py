@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -10,27 +11,27 @@ from pydantic import Field
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Generation, Sampling
-from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.constraint import Constraint, of_schema
-from localllm.server.dialects.fields import MAX_TOKENS, Body, Count, StopText, sampling_over, stop_texts
+from localllm.errors import RequestError
+from localllm.server.dialects.anthropic.blocks import plain_messages
+from localllm.server.dialects.anthropic.client_tools import client_tool
+from localllm.server.dialects.constraint import Constraint, of_schema, only_one
+from localllm.server.dialects.fields import MAX_TOKENS, Count, SamplingFields, StopText, stop_texts
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.prompting import Wishes
 
-# Known to Anthropic's API and without effect on an answer here.
-HINTS = frozenset({"metadata", "service_tier", "betas", "speed"})
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+# Known to Anthropic's API and without effect on an answer here. What `cache_control` asks for is done to every prompt.
+HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-class MessagesFields(Body):
-    """POST /v1/messages."""
+class MessagesFields(SamplingFields):
+    """POST /v1/messages, and how tokens are chosen in the other dialects' words."""
 
     messages: list[dict[str, Any]]
     max_tokens: Count | None = None
     system: str | list[Any] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=32)] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
+    n: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="a message is one answer")
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -39,15 +40,40 @@ class MessagesFields(Body):
     container: None = Field(None, description="no container runs here")
     mcp_servers: list[Any] | None = Field(None, max_length=0, description="not connected to from here")
 
+    def generation(self, default: Sampling) -> Generation:
+        """How the answer is made."""
+        made = super().generation(default)
+        return replace(made, stop=stop_texts(self.stop_sequences) + made.stop)
+
+    def answer_tokens(self) -> int | None:
+        """`max_tokens`."""
+        return self.max_tokens
+
+    def thinking_tokens(self) -> int | None:
+        """`thinking.budget_tokens`; None = no limit. Raises RequestError."""
+        budget = (self.thinking or {}).get("budget_tokens")
+        if budget is None:
+            return None
+        if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_TOKENS:
+            raise RequestError("thinking.budget_tokens must be a number of tokens", param="thinking")
+        return budget
+
+    def constraint(self, response_format: Any = None) -> Constraint | None:
+        """`output_config.format`, or the form in another dialect's words."""
+        wanted = (self.output_config or {}).get("format") or self.output_format
+        return only_one(output_config=_form(wanted), grammar=super().constraint(response_format))
+
 
 def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
-    """The Ask, and the names of tools that were skipped because only Anthropic's servers can run them."""
+    """The Ask, and the names of what the model is not told of: tools that only Anthropic's servers run, what they did
+    in earlier turns, and images."""
     messages: list[dict[str, Any]] = []
+    omitted: list[str] = []
     if fields.system:
         # One block per line group: the agent's own instructions stay apart from what it adds.
         messages.append({"role": "system", "content": flatten(fields.system, "system")})
     for i, message in enumerate(fields.messages):
-        messages += _turns(message, f"messages[{i}]")
+        messages += plain_messages(message, f"messages[{i}]", omitted)
     if not fields.messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     tools, skipped = _tools(fields.tools or [])
@@ -62,29 +88,15 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=parallel,
-        grammar=_form(fields),
-        effort="none" if thinking == "disabled" else _EFFORTS[effort] if effort else "high" if thinking else None,
+        grammar=fields.constraint(),
+        effort="none" if thinking == "disabled" else effort if effort else "high" if thinking else None,
     )
-    sampling = sampling_over(default, temperature=fields.temperature, top_p=fields.top_p, top_k=fields.top_k)
-    generation = Generation(
-        sampling, fields.max_tokens, stop_texts(fields.stop_sequences), thinking_tokens=_budget(fields.thinking)
-    )
-    return Ask(normalise(messages), generation, wishes), skipped
+    ask = Ask(normalise(messages, omitted), fields.generation(default), wishes)
+    return ask, [*skipped, *dict.fromkeys(omitted)]
 
 
-def _budget(thinking: Mapping[str, Any] | None) -> int | None:
-    """`thinking.budget_tokens`; None = no limit. Raises RequestError."""
-    budget = (thinking or {}).get("budget_tokens")
-    if budget is None:
-        return None
-    if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_TOKENS:
-        raise RequestError("thinking.budget_tokens must be a number of tokens", param="thinking")
-    return budget
-
-
-def _form(fields: MessagesFields) -> Constraint | None:
+def _form(wanted: Any) -> Constraint | None:
     """The JSON schema the answer must match, if one is asked for."""
-    wanted = (fields.output_config or {}).get("format") or fields.output_format
     if wanted is None:
         return None
     if (
@@ -96,58 +108,23 @@ def _form(fields: MessagesFields) -> Constraint | None:
     return of_schema(wanted["schema"])
 
 
-def _turns(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One Anthropic message as OpenAI ones: tool results become messages of their own."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise RequestError(f"{where}.role must be user or assistant", param=f"{where}.role")
-    if not isinstance(content, list):
-        return [{"role": role, "content": content}]
-    texts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    reasoning: list[str] = []
-    for i, block in enumerate(content):
-        spot = f"{where}.content[{i}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "text":
-            texts.append(block)
-        elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "tool_result":
-            said = flatten(block.get("content"), f"{spot}.content")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
-        elif kind == "thinking":
-            reasoning.append(str(block.get("thinking") or ""))
-        elif kind in ("redacted_thinking", "server_tool_use", "web_search_tool_result"):
-            continue
-        elif kind in ("image", "document"):
-            raise UnsupportedError(f"{spot}: this model reads text only, not {kind}s", param=spot)
-        else:
-            raise UnsupportedError(f"{spot}.type {str(kind)[:40]!r} is not supported", param=spot)
-    if not texts and results:
-        return results
-    plain: dict[str, Any] = {"role": role, "content": texts}
-    if calls:
-        plain["tool_calls"] = calls
-    if reasoning:
-        plain["reasoning_content"] = "\n".join(reasoning)
-    return [*results, plain]
-
-
 def _tools(sent: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The tools as functions, and the names of those that only Anthropic's servers run."""
     kept, skipped = [], []
     for tool in sent:
-        if tool.get("type", "custom") != "custom":
+        function: dict[str, Any] | None
+        if tool.get("type") in (None, "custom"):
+            function = {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+            }
+        else:
+            function = client_tool(tool)
+        if function is None:
             skipped.append(f"tools.{tool.get('name', tool['type'])}")
-            continue
-        function = {
-            "name": tool.get("name"),
-            "description": tool.get("description"),
-            "parameters": tool.get("input_schema"),
-        }
-        kept.append({"type": "function", "function": function})
+        else:
+            kept.append({"type": "function", "function": function})
     return checked(kept), skipped
 
 

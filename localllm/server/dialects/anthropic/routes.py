@@ -22,13 +22,14 @@ _ANTHROPIC = Dialect(EVENT_STREAM, events.frame_error, events.ping, events.error
 
 def order(fields: MessagesFields, model: ServedModel) -> Order:
     """A conversation, answered as a message or its events."""
-    ask, skipped = messages.ask_of(fields, model.sampling)
+    off = (fields.thinking or {}).get("type") == "disabled"
+    ask, skipped = messages.ask_of(fields, model.sampling_for("none" if off else None))
 
     def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return events.whole(fold, model.name)
+        return events.whole(fold, model)
 
     def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> events.MessageEvents:
-        return events.MessageEvents(outbox, model.name, progress)
+        return events.MessageEvents(outbox, model, progress)
 
     return Order(ask, whole, writer, tuple(skipped))
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
+from localllm.conversation.images import in_text
 from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import Body, SamplingFields
 from localllm.server.dialects.wire import RawText, quote, timings_body
@@ -26,14 +28,23 @@ HINTS = _COMMON_HINTS | {
     "n_discard",
 }  # fmt: skip
 
+# What llama.cpp's server has stand for an image, unless told otherwise.
+MARKER = "<__media__>"
 # Other ends are of a stop text or the model's own.
 _STOP_TYPES = {"length": "limit", "repetition": "repetition"}
+
+
+class PicturedPrompt(Body):
+    """A prompt with images: each `<__media__>` in the text stands for the next of the files in base64."""
+
+    prompt_string: str
+    multimodal_data: list[str] = Field(default_factory=list, max_length=64)
 
 
 class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
-    prompt: str | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = ""
+    prompt: str | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | PicturedPrompt = ""
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(None, ge=0, le=20)
 
@@ -67,7 +78,15 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
     grammar = fields.constraint()
 
     async def job(engine: EngineClient) -> Prepared:
-        prompt, n = await _prompt(fields, engine), fields.n
+        images: dict[str, str] = {}
+        prompt: str | list[int]
+        if isinstance(fields.prompt, PicturedPrompt):
+            sent = fields.prompt
+            where, sees = "prompt.multimodal_data", engine.info.sees
+            prompt, images = in_text(sent.prompt_string, MARKER, sent.multimodal_data, where, sees=sees)
+        else:
+            prompt = await _prompt(fields, engine)
+        n = fields.n
         if isinstance(fields, InfillFields):
             n = fields.n_cmpl or n
         return Prepared(
@@ -76,6 +95,7 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
             generation=fields.generation(model.sampling),
             answer=AnswerPlan(grammar=grammar),
             n=n or 1,
+            images=images,
         )
 
     def answer(fold: Fold, job: Prepared) -> Any:
@@ -88,6 +108,8 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
 
 
 async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[int]:
+    if isinstance(fields.prompt, PicturedPrompt):
+        raise UnsupportedError("a gap is filled in from text alone", param="prompt")
     if not isinstance(fields, InfillFields):
         return fields.prompt
     return await fim_prompt(

@@ -1,4 +1,4 @@
-"""What is known of the models, for llama.cpp's and LM Studio's clients: props, loading and unloading, lists."""
+"""What is known of the models, for llama.cpp's clients: props, and the news of loading and unloading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from localllm.conversation.tools import format_for, unread
 from localllm.server.models.router import ModelRouter, ServedModel
 
-_SSE_PERIOD_S = 10.0
+_LOOK_S, _KEEPALIVE_S = 0.5, 10.0
 
 
 def props(served: ServedModel) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def props(served: ServedModel) -> dict[str, Any]:
         "total_slots": info.n_seq_max if info else 1,
         "model_alias": served.name,
         "model_path": served.name,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": bool(info and info.sees), "audio": False},
         "chat_template": template,
         "chat_template_caps": {
             "supports_tools": not unread(template),
@@ -40,32 +40,25 @@ def props(served: ServedModel) -> dict[str, Any]:
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
-    """Events of loading and unloading: the state now, then each change."""
-    said: dict[str, str] = {}
+    """Events of loading and unloading: the state now, then each change, and how far a load is."""
+    said: dict[str, dict[str, Any]] = {}
+    quiet_s = 0.0
     while True:
         for m in models.list():
-            status = "loaded" if m.loaded else "unloaded"
+            status = _status(m)
             if said.get(m.name) != status:
-                said[m.name] = status
-                event = {"model": m.name, "event": "status", "data": {"status": status}}
+                said[m.name], quiet_s = status, 0.0
+                event = {"model": m.name, "event": "model_status", "data": status}
                 yield f"data: {json.dumps(event)}\n\n".encode()
-        await asyncio.sleep(_SSE_PERIOD_S)
-        yield b": keepalive\n\n"
+        await asyncio.sleep(_LOOK_S)
+        quiet_s += _LOOK_S
+        if quiet_s >= _KEEPALIVE_S:
+            quiet_s = 0.0
+            yield b": keepalive\n\n"
 
 
-def lm_studio(model: ServedModel) -> dict[str, Any]:
-    """One entry of LM Studio's list."""
-    info = model.info
-    return {
-        "id": model.name,
-        "object": "model",
-        "type": "embeddings" if model.embeds else "llm",
-        "publisher": "localllm",
-        "arch": info.architecture if info else "",
-        "compatibility_type": str(model.details.get("format", "gguf")),
-        "quantization": str(model.details.get("quant", "")),
-        "state": "loaded" if model.loaded else "not-loaded",
-        "max_context_length": model.served_n_ctx,
-        "loaded_context_length": model.served_n_ctx,
-        "capabilities": [] if model.embeds else ["tool_use"],
-    }
+def _status(model: ServedModel) -> dict[str, Any]:
+    if model.state == "loading":
+        value = round(model.worker.progress, 2)
+        return {"status": "loading", "progress": {"stages": ["text_model"], "current": "text_model", "value": value}}
+    return {"status": "loaded" if model.loaded else "unloaded"}

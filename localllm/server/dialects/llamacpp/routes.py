@@ -1,24 +1,24 @@
-"""The paths of llama.cpp's server, and LM Studio's model list."""
+"""The paths of llama.cpp's server."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from localllm.conversation.messages import normalise
-from localllm.engine.messages import Generation
-from localllm.errors import RequestError
+from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.llamacpp import completion, model_list
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
-from localllm.server.dialects.llamacpp.vocabulary import DetokenizeFields, TemplateFields, TokenizeFields
+from localllm.server.dialects.llamacpp.managing import ModelFields
+from localllm.server.dialects.llamacpp.slots import slots
+from localllm.server.dialects.llamacpp.vocabulary import DetokenizeFields, TokenizeFields
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.generation.conversing import Ask
-from localllm.server.generation.prompting import Wishes
+from localllm.server.http.headers import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
 
@@ -49,51 +49,64 @@ def routes(server: Server) -> APIRouter:
         """Zed's subscription to loading and unloading."""
         return StreamingResponse(model_list.changes(server.models), media_type="text/event-stream")
 
-    @router.get("/api/v0/models", tags=["LM Studio"])
-    async def lm_studio() -> dict[str, Any]:
-        """LM Studio's model list."""
-        return {"object": "list", "data": [model_list.lm_studio(m) for m in server.models.list()]}
-
-    @router.get("/api/v0/models/{model_id:path}", tags=["LM Studio"])
-    async def lm_studio_one(model_id: str) -> dict[str, Any]:
-        """One entry of LM Studio's list."""
-        return model_list.lm_studio(server.models.resolve(model_id))
-
+    _managing(router, server)
     return router
 
 
 def _vocabulary(router: APIRouter, server: Server) -> None:
     @router.post("/tokenize", response_model=None, openapi_extra=body_of(TokenizeFields, "tokens"))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text."""
-        fields, _ = read(TokenizeFields, await read_json(request, server.settings))
+        fields, ignored = read(TokenizeFields, await read_json(request, server.settings))
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
             tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
-            if not fields.with_pieces:
-                return {"tokens": tokens}
-            return {"tokens": [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]}
+            said: list[Any] = tokens
+            if fields.with_pieces:
+                said = [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]
+        return JSONResponse({"tokens": said}, headers=ignored_header(ignored))
 
     @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content"))
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        fields, _ = read(DetokenizeFields, await read_json(request, server.settings))
+        fields, ignored = read(DetokenizeFields, await read_json(request, server.settings))
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
             bad = next((t for t in fields.tokens if t >= engine.info.n_vocab), None)
             if bad is not None:
                 raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
-            return {"content": await engine.detokenize(fields.tokens)}
+            text = await engine.detokenize(fields.tokens)
+        return JSONResponse({"content": text}, headers=ignored_header(ignored))
 
-    @router.post("/apply-template", response_model=None, openapi_extra=body_of(TemplateFields, "prompt"))
-    async def apply_template(request: Request) -> dict[str, Any]:
-        """The prompt a conversation becomes."""
-        fields, _ = read(TemplateFields, await read_json(request, server.settings))
-        model = server.models.resolve(fields.model)
-        wishes = Wishes(template_kwargs=fields.chat_template_kwargs)
-        ask = Ask(normalise(fields.messages), Generation(model.sampling), wishes)
-        with model.lease():
-            job = await server.job(ask, model, await model.engine())
-        return {"prompt": job.prompt}
+
+def _managing(router: APIRouter, server: Server) -> None:
+    under_way: set[asyncio.Task[Any]] = set()
+
+    @router.post("/models/load", response_model=None, openapi_extra=body_of(ModelFields, "success"))
+    async def load(request: Request) -> Response:
+        """Begin to load a model; `status` in the lists says how it goes. An error, if it can't be here at all."""
+        fields, ignored = read(ModelFields, await read_json(request, server.settings))
+        model = await server.models.find(fields.model)
+        task = asyncio.create_task(model.engine())
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+        # How it ended stands in the model's status; whoever asks for it next is told.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return JSONResponse({"success": True}, headers=ignored_header(ignored))
+
+    @router.post("/models/unload", response_model=None, openapi_extra=body_of(ModelFields, "success"))
+    async def unload(request: Request) -> Response:
+        """Give a model's memory back. A 503 while it answers requests."""
+        fields, ignored = read(ModelFields, await read_json(request, server.settings))
+        await server.models.resolve(fields.model).unload()
+        return JSONResponse({"success": True}, headers=ignored_header(ignored))
+
+    @router.get("/slots")
+    async def list_slots(model: str | None = None, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
+        """What a loaded model is working at, without a word of any prompt; [] for one that is not loaded."""
+        found = await slots(server.models.resolve(model))
+        if fail_on_no_slot not in ("", "0", "false") and not any(not s["is_processing"] for s in found):
+            raise BusyError("no slot is free")
+        return found

@@ -1,8 +1,8 @@
-"""POST /tokenize, /detokenize and /apply-template: what a client may send."""
+"""POST /tokenize and /detokenize: what a client may send."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -22,10 +22,3 @@ class DetokenizeFields(Body):
     """POST /detokenize."""
 
     tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=list)
-
-
-class TemplateFields(Body):
-    """POST /apply-template."""
-
-    messages: list[Any]
-    chat_template_kwargs: dict[str, Any] | None = None

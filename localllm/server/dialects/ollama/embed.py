@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from localllm.server.dialects.fields import MAX_TOKENS, Body
+from localllm.server.dialects.ollama.keep_alive import keep_alive_s
 from localllm.server.dialects.vectors import Texts, VectorOrder, cut, numbers
 from localllm.server.models.router import ServedModel
 
@@ -18,12 +19,14 @@ class OllamaEmbed(Body):
     input: str | Texts
     truncate: bool | None = Field(None, description="cut what is too long (the default), or refuse it")
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    keep_alive: str | float | None = None
 
 
 class OllamaEmbeddings(Body):
     """POST /api/embeddings, the older form."""
 
     prompt: str
+    keep_alive: str | float | None = None
 
 
 def order(fields: OllamaEmbed, model: ServedModel) -> VectorOrder:
@@ -40,9 +43,13 @@ def order(fields: OllamaEmbed, model: ServedModel) -> VectorOrder:
         }
 
     inputs = [fields.input] if isinstance(fields.input, str) else list(fields.input)
-    return VectorOrder(inputs, body, truncate=fields.truncate is not False)
+    return VectorOrder(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
 
 
 def older_order(fields: OllamaEmbeddings, model: ServedModel) -> VectorOrder:
     """The one vector of Ollama's older form."""
-    return VectorOrder([fields.prompt], lambda rows, tokens: {"embedding": numbers(rows[0])}, truncate=True)
+
+    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
+        return {"embedding": numbers(rows[0])}
+
+    return VectorOrder([fields.prompt], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive))

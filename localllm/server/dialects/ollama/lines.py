@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.errors import LocalLLMError
+from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.folding import Fold, new_call_id
 from localllm.server.generation.job import Outcome, Spent
 from localllm.server.http.streaming import Outbox
 
@@ -39,7 +39,7 @@ class Lines:
 
     def __init__(self, outbox: Outbox, model: str, shape: Shape) -> None:
         self._outbox, self._model, self._shape = outbox, model, shape
-        self._call: tuple[str, list[str]] | None = None
+        self._call: tuple[int, str, list[str]] | None = None
         self._outcome: Outcome | None = None
 
     def start(self) -> None:
@@ -48,8 +48,8 @@ class Lines:
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """A piece of the answer."""
         self._flush()
-        if text:
-            self._line(self._shape.body(text))
+        if text or logprobs:
+            self._line({**self._shape.body(text), **_logprobs(logprobs)})
 
     def reasoning(self, choice: int, text: str) -> None:
         """A piece of the thinking."""
@@ -58,15 +58,17 @@ class Lines:
     def call_start(self, choice: int, index: int, name: str) -> None:
         """A call begins."""
         self._flush()
-        self._call = (name, [])
+        self._call = (index, name, [])
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         """Keep its arguments."""
         assert self._call is not None
-        self._call[1].append(text)
+        self._call[2].append(text)
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Send the last call."""
+        """Send the last call, unless it was cut off."""
+        if outcome.half_call:
+            self._call = None
         self._flush()
         self._outcome = outcome
 
@@ -77,9 +79,9 @@ class Lines:
 
     def _flush(self) -> None:
         if self._call is not None:
-            name, pieces = self._call
+            index, name, pieces = self._call
             self._call = None
-            self._line(self._shape.body("", calls=[call(name, "".join(pieces))]))
+            self._line(self._shape.body("", calls=[call(index, name, "".join(pieces))]))
 
     def _line(self, body: Mapping[str, Any]) -> None:
         said = {"model": self._model, "created_at": now(), **body}
@@ -91,19 +93,39 @@ def whole(fold: Fold, model: str, shape: Shape) -> dict[str, Any]:
     """The reply in one object."""
     choice = fold.choices[0]
     assert choice.outcome is not None
-    calls = [call(c.name, c.arguments) for c in choice.calls]
-    body = shape.body(choice.text, choice.reasoning, calls)
+    calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
+    body = {**shape.body(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
     return {"model": model, "created_at": now(), **body, **done(choice.outcome, fold.usage, fold.timings)}
 
 
-def loaded(model: str, shape: Shape) -> dict[str, Any]:
-    """The answer to a request that only loads its model."""
-    return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": "load"}
+def loaded(model: str, shape: Shape, reason: str = "load") -> dict[str, Any]:
+    """The answer to a request that only loads its model, or unloads it (`reason`)."""
+    return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": reason}
 
 
-def call(name: str, arguments: str) -> dict[str, Any]:
+def call(index: int, name: str, arguments: str) -> dict[str, Any]:
     """Ollama's tool call: arguments are an object."""
-    return {"function": {"name": name, "arguments": arguments_object(arguments)}}
+    function = {"index": index, "name": name, "arguments": arguments_object(arguments)}
+    return {"id": new_call_id(), "function": function}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs`, where they were asked for."""
+    if not tokens:
+        return {}
+    return {
+        "logprobs": [
+            {
+                **_logprob(t.text, t.logprob),
+                **({"top_logprobs": [_logprob(a, p) for a, _, p in t.top]} if t.top else {}),
+            }
+            for t in tokens
+        ]
+    }
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def done(outcome: Outcome, usage: Spent, timings: Timings) -> dict[str, Any]:
@@ -122,8 +144,13 @@ def done(outcome: Outcome, usage: Spent, timings: Timings) -> dict[str, Any]:
 
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Ollama's API."""
-    return {"error": error.message}
+    """The error object of Ollama's API. It is all text, and by Ollama's words for a prompt that does not fit clients know
+    that they should compact."""
+    said = error.message
+    if isinstance(error, ContextLengthError) and error.counts is not None:
+        tokens, window = error.counts
+        said = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {said}"
+    return {"error": said}
 
 
 def frame_error(error: LocalLLMError) -> bytes:

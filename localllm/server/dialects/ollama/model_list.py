@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import asyncio
+import hashlib
+import math
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from localllm.server.models.router import ServedModel
+from localllm.server.elsewhere.upstreams import RemoteModel
+from localllm.server.models.router import ModelRouter, ServedModel
+
+
+def tags(models: ModelRouter) -> dict[str, Any]:
+    """/api/tags: the models here, and those of upstreams that are reached in this dialect."""
+    served = models.list()
+    ours = {m.name.lower() for m in served}
+    elsewhere = [] if models.elsewhere is None else models.elsewhere.models()
+    remote = [m for m in elsewhere if m.name.lower() not in ours and "ollama" in m.upstream.speaks]
+    return {"models": [*(tag(m) for m in served), *(remote_tag(m) for m in remote)]}
+
+
+def remote_tag(model: RemoteModel) -> dict[str, Any]:
+    """The entry of a model that runs elsewhere, of which nothing but the name is known; Ollama's own say it so."""
+    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
+    return {
+        "name": model.name,
+        "model": model.name,
+        "remote_model": model.theirs,
+        "remote_host": model.upstream.name,
+        "modified_at": "1970-01-01T00:00:00Z",
+        "size": 0,
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
+        "details": {**details, "quantization_level": ""},
+    }
 
 
 def model_details(model: ServedModel) -> dict[str, Any]:
@@ -29,15 +57,33 @@ def tag(model: ServedModel) -> dict[str, Any]:
         "model": model.name,
         "modified_at": datetime.fromtimestamp(model.created_s, UTC).isoformat().replace("+00:00", "Z"),
         "size": info.weights_bytes if info else int(model.details.get("bytes", 0)),
-        "digest": info.fingerprint if info else "",
+        "digest": digest(model),
         "details": model_details(model),
     }
 
 
-def running(model: ServedModel) -> dict[str, Any]:
-    """One entry of /api/ps."""
-    more = {"expires_at": "0001-01-01T00:00:00Z", "size_vram": 0, "context_length": model.served_n_ctx}
+def digest(model: ServedModel) -> str:
+    """The sha256 of the model's file. Never empty: `ollama list` cuts its first twelve digits out. Where nobody knows
+    the file (a server made without one) it is the name's."""
+    known = model.details.get("digest")
+    found = known() if callable(known) else known
+    return str(found or hashlib.sha256(model.name.encode()).hexdigest())
+
+
+def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
+    """One entry of /api/ps; `idle_s`: when models without a time of their own are unloaded (0: never)."""
+    more = {"expires_at": _expires_at(model, idle_s), "size_vram": 0, "context_length": model.served_n_ctx}
     return {**tag(model), **more}
+
+
+def _expires_at(model: ServedModel, idle_s: float) -> str:
+    """When it will be unloaded if nobody asks; the year 1 for never, as `ollama ps` reads it."""
+    own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
+    if not own_s or math.isinf(own_s):
+        return "0001-01-01T00:00:00Z"
+    silent_s = 0.0 if model.in_use else asyncio.get_running_loop().time() - model.last_used_s
+    expires = datetime.now(UTC) + timedelta(seconds=own_s - silent_s)
+    return expires.isoformat().replace("+00:00", "Z")
 
 
 def show(model: ServedModel, template: str) -> dict[str, Any]:
@@ -45,11 +91,12 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
     info = model.info
     architecture = info.architecture if info else "unknown"
     capabilities = model.capabilities
+    parameters = _parameters(model)
     if "insert" in capabilities:
         template += "{{/* .Suffix */}}"
     return {
-        "modelfile": "",
-        "parameters": f"num_ctx {model.served_n_ctx}" if model.served_n_ctx else "",
+        "modelfile": f"FROM {model.name}\n" + "".join(f"PARAMETER {line}\n" for line in parameters),
+        "parameters": "\n".join(parameters),
         "template": template,
         "details": model_details(model),
         "model_info": {
@@ -61,3 +108,10 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
         "capabilities": capabilities,
         "modified_at": tag(model)["modified_at"],
     }
+
+
+def _parameters(model: ServedModel) -> list[str]:
+    """What a request that names nothing gets, one a line."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    lines = [] if model.embeds else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines

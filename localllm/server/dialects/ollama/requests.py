@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
-from localllm.conversation.tools.prompt import checked, choice_of
+from localllm.conversation.tools.base import Tool
+from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
-from localllm.server.dialects.fields import Body, Budget, StopText, limit_of, sampling_over, stop_texts
+from localllm.server.dialects.fields import (
+    MAX_TOKENS,
+    Body,
+    Budget,
+    Count,
+    LoopFields,
+    StopText,
+    limit_of,
+    sampling_over,
+    stop_texts,
+)
+from localllm.server.dialects.ollama.keep_alive import keep_alive_s
 from localllm.server.generation import prompting
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.job import AnswerPlan, Prepared
 from localllm.server.generation.prompting import Wishes
 from localllm.server.models.router import ServedModel
 
-HINTS = frozenset({"keep_alive", "model", "name", "stream", "truncate"})
+HINTS = frozenset({"model", "name", "stream"})
 _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
+_SAMPLERS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+    "frequency_penalty", "seed", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "xtc_probability", "xtc_threshold",
+)  # fmt: skip
 
 
 class Options(BaseModel):
@@ -41,6 +59,16 @@ class Options(BaseModel):
     num_predict: int | None = Field(None, ge=-2, le=2**31 - 1)
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
     thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+    dry_multiplier: float | None = Field(None, ge=0, le=100, description="0 switches DRY off")
+    dry_base: float | None = Field(None, ge=1, le=100)
+    dry_allowed_length: Count | None = None
+    dry_penalty_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
+    xtc_probability: float | None = Field(None, ge=0, le=1, description="0 switches XTC off")
+    xtc_threshold: float | None = Field(None, ge=0, le=1)
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
+    repetition_detection: LoopFields | None = None
 
 
 class OllamaBody(Body):
@@ -49,21 +77,38 @@ class OllamaBody(Body):
     options: Options | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
-    keep_alive: str | float | None = None
+    keep_alive: str | float | None = Field(None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads")
+    truncate: bool | None = Field(None, description="leave out the oldest messages of a chat that does not fit")
+    shift: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def keep_s(self) -> float | None:
+        """How long the model is to stay loaded, in seconds; None where nothing was said."""
+        return keep_alive_s(self.keep_alive)
 
     def _options(self) -> Options:
         return self.options if self.options is not None else Options.model_validate({})
 
     def generation(self, default: Sampling) -> Generation:
         """How the answer is made: the options over the model's defaults."""
-        options = self._options()
-        others = ("num_predict", "stop", "thinking_budget")
-        sent = {name: getattr(options, name) for name in Options.model_fields if name not in others}
+        options, longest = self._options(), self.answer_tokens()
+        if options.min_tokens and longest is not None and options.min_tokens > longest:
+            raise RequestError(
+                f"min_tokens is {options.min_tokens} and num_predict {longest}", param="options.min_tokens"
+            )
+        breakers = options.dry_sequence_breakers
+        sent: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLERS}
+        sent["dry_sequence_breakers"] = None if breakers is None else tuple(b for b in breakers if b)
         return Generation(
             sampling_over(default, **sent),
-            self.answer_tokens(),
+            longest,
             stop_texts(options.stop),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            min_tokens=options.min_tokens or 0,
+            stop_token_ids=tuple(options.stop_token_ids or ()),
             thinking_tokens=limit_of(options.thinking_budget),
+            loops=options.repetition_detection.limits() if options.repetition_detection else None,
         )
 
     def answer_tokens(self) -> int | None:
@@ -77,8 +122,8 @@ class OllamaBody(Body):
             return None
         if isinstance(self.think, bool):
             return "medium" if self.think else "none"
-        if self.think not in ("low", "medium", "high"):
-            raise RequestError("think must be true, false, low, medium or high", param="think")
+        if self.think not in ("low", "medium", "high", "max"):
+            raise RequestError("think must be true, false, low, medium, high or max", param="think")
         return self.think
 
     def constraint(self) -> Constraint | None:
@@ -98,7 +143,10 @@ class OllamaBody(Body):
         for name, off in _REFUSED_OPTIONS.items():
             if name in extra and extra[name] not in off:
                 raise UnsupportedError(f"options.{name} is not implemented", param=f"options.{name}")
-        return [f"options.{k}" for k in sorted(extra) if k not in _REFUSED_OPTIONS]
+        named = [f"options.{k}" for k in sorted(extra) if k not in _REFUSED_OPTIONS]
+        # A window that is full ends the answer: nothing is shifted out of it.
+        named += ["shift"] if self.shift else []
+        return named + (["top_logprobs"] if self.top_logprobs and not self.logprobs else [])
 
 
 class OllamaChat(OllamaBody):
@@ -106,6 +154,7 @@ class OllamaChat(OllamaBody):
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = Field(None, description="as in /v1/chat/completions; auto where unsaid")
 
 
 class OllamaGenerate(OllamaBody):
@@ -115,28 +164,60 @@ class OllamaGenerate(OllamaBody):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: list[Any] | None = Field(None, max_length=0, description="this model reads text only")
+    images: list[str] | None = Field(None, max_length=64, description="in base64; only of a prompt that is templated")
     template: Annotated[str, Field(max_length=0)] | None = Field(None, description="the model's own template is used")
 
+    @property
+    def untemplated(self) -> bool:
+        """Whether the prompt reaches the model without the template: as it is, or with a suffix."""
+        return bool(self.raw or self.suffix)
 
-def chat_ask(fields: OllamaChat, default: Sampling) -> Ask:
-    """The Ask of a chat."""
-    for i, message in enumerate(fields.messages):
-        if message.get("images"):
-            raise UnsupportedError(f"messages[{i}].images: this model reads text only", param="messages")
-    tools = checked(fields.tools)
-    return _ask(fields, default, fields.messages, tools)
+    def ignored(self) -> list[str]:
+        """Nor can a prompt without messages be shortened by some. Raises UnsupportedError."""
+        if self.images and self.untemplated:
+            raise UnsupportedError("images go with a prompt that is templated, not with raw or suffix", param="images")
+        return super().ignored() + (["truncate"] if self.truncate and self.untemplated else [])
+
+
+class OllamaManaged(Body):
+    """POST /api/show and DELETE /api/delete."""
+
+    name: str | None = Field(None, max_length=512, description="the older name of model")
+
+    def wanted(self) -> str:
+        """The model that is meant. Raises RequestError."""
+        ref = (self.model or self.name or "").strip()
+        if not ref:
+            raise RequestError("model is required", param="model")
+        return ref
+
+
+class OllamaPull(OllamaManaged):
+    """POST /api/pull."""
+
+    insecure: Literal[False] | None = Field(None, description="the hub is asked by HTTPS alone")
+
+
+def chat_ask(fields: OllamaChat, default: Sampling) -> tuple[Ask, list[str]]:
+    """The Ask of a chat, and the names of what the model is not told."""
+    omitted: list[str] = []
+    tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
+    wanted = choice_of(choice, tools)
+    return _ask(fields, default, normalise(fields.messages, omitted), tools, wanted), omitted
 
 
 def generate_ask(fields: OllamaGenerate, default: Sampling) -> Ask:
     """The Ask of a prompt that goes through the template."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    return _ask(fields, default, [*messages, {"role": "user", "content": fields.prompt}], [])
+    asked = normalise([*messages, {"role": "user", "content": fields.prompt, "images": fields.images}])
+    return _ask(fields, default, asked, [], choice_of(None, []))
 
 
-def _ask(fields: OllamaBody, default: Sampling, messages: Any, tools: list[dict[str, Any]]) -> Ask:
-    wishes = Wishes(tools=tools, choice=choice_of(None, tools), grammar=fields.constraint(), effort=fields.effort())
-    return Ask(normalise(messages), fields.generation(default), wishes)
+def _ask(
+    fields: OllamaBody, default: Sampling, messages: list[dict[str, Any]], tools: Sequence[Tool], choice: Choice
+) -> Ask:
+    wishes = Wishes(tools=tools, choice=choice, grammar=fields.constraint(), effort=fields.effort())
+    return Ask(messages, fields.generation(default), wishes, compaction=bool(fields.truncate))
 
 
 async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> Prepared:

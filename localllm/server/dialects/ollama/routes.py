@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.engine.api import EngineClient
-from localllm.errors import UnsupportedError
+from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.ollama import embed, lines, model_list, requests
 from localllm.server.dialects.ollama.embed import OllamaEmbed, OllamaEmbeddings
 from localllm.server.dialects.ollama.lines import Shape
-from localllm.server.dialects.ollama.requests import OllamaChat, OllamaGenerate
+from localllm.server.dialects.ollama.pulling import Puller, allowed
+from localllm.server.dialects.ollama.requests import OllamaBody, OllamaChat, OllamaGenerate, OllamaManaged, OllamaPull
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Preload, Route, mount, post, refusing
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
+from localllm.server.http.headers import ignored_header, request_id
 from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import Outbox
+from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, MakeJob, Order, Server
 
 # The release of Ollama whose API this is; VS Code asks for at least 0.6.4.
-VERSION = "0.12.6"
+VERSION = "0.12.11"
 # A blank line would break clients that parse every line: silence is broken by the headers alone.
 _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", lines.error_body, streams=True)
 # How the model is loaded is not a request's to say, and nothing is sampled.
-_EMBED_HINTS = requests.HINTS | {"options"}
-# Models are managed on the command line, not over HTTP.
-_MANAGING = (
-    ("POST", "/api/pull"), ("POST", "/api/create"), ("POST", "/api/push"), ("POST", "/api/copy"),
-    ("DELETE", "/api/delete"),
-)  # fmt: skip
+_EMBED_HINTS = requests.HINTS | {"options", "truncate"}
+_NEVER = ("/api/create", "/api/push", "/api/copy")
 
 
 def chat(fields: OllamaChat, model: ServedModel) -> Order | Preload:
-    """A conversation; without messages it is Ollama's way to load a model ahead."""
-    ignored = fields.ignored()
+    """A conversation; without messages it is Ollama's way to load a model ahead, or to unload it."""
+    ignored, shape = fields.ignored(), Shape(chat=True)
     if not fields.messages:
-        return Preload(lines.loaded(model.name, Shape(chat=True)))
-    return _order(requests.chat_ask(fields, model.sampling), model, Shape(chat=True), ignored)
+        return _preload(fields, model, shape)
+    ask, omitted = requests.chat_ask(fields, model.sampling_for(fields.effort()))
+    return _order(ask, model, shape, [*ignored, *omitted], fields.keep_s())
 
 
 def generate(fields: OllamaGenerate, model: ServedModel) -> Order | Preload:
     """A prompt: through the template, raw, or filled in before a suffix."""
-    ignored = fields.ignored()
+    ignored, shape = fields.ignored(), Shape(chat=False)
     if not fields.prompt and not fields.suffix:
-        return Preload(lines.loaded(model.name, Shape(chat=False)))
+        return _preload(fields, model, shape)
     task: Ask | MakeJob
-    if fields.raw or fields.suffix:
+    if fields.untemplated:
         fields.constraint()
 
         async def raw(engine: EngineClient) -> Prepared:
@@ -60,18 +62,23 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> Order | Preload:
 
         task = raw
     else:
-        task = requests.generate_ask(fields, model.sampling)
-    return _order(task, model, Shape(chat=False), ignored)
+        task = requests.generate_ask(fields, model.sampling_for(fields.effort()))
+    return _order(task, model, shape, ignored, fields.keep_s())
 
 
-def _order(task: Ask | MakeJob, model: ServedModel, shape: Shape, ignored: list[str]) -> Order:
+def _preload(fields: OllamaBody, model: ServedModel, shape: Shape) -> Preload:
+    keep_s = fields.keep_s()
+    return Preload(lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s)
+
+
+def _order(task: Ask | MakeJob, model: ServedModel, shape: Shape, ignored: list[str], keep_s: float | None) -> Order:
     def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
         return lines.whole(fold, model.name, shape)
 
     def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> lines.Lines:
         return lines.Lines(outbox, model.name, shape)
 
-    return Order(task, whole, writer, tuple(ignored))
+    return Order(task, whole, writer, tuple(ignored), keep_s=keep_s)
 
 
 CHAT = Route(
@@ -101,24 +108,71 @@ def routes(server: Server) -> APIRouter:
     _about_models(router, server)
     _embeddings(router, server)
 
-    async def manage(request: Request) -> Response:
-        raise UnsupportedError("models are managed on the command line: `localllm pull`, `localllm models`")
-
-    for method, path in _MANAGING:
-        router.add_api_route(
-            path,
-            refusing(_OLLAMA, manage),
-            methods=[method],
-            response_model=None,
-            description="Refused: models are managed on the command line, not over HTTP",
-            include_in_schema=path == "/api/pull",
-        )
+    _managing(router, server)
     return router
+
+
+def _managing(router: APIRouter, server: Server) -> None:
+    puller = Puller()
+
+    async def pull(request: Request) -> Response:
+        store = allowed(server.store)
+        fields, ignored = read(OllamaPull, await read_json(request, server.settings), requests.HINTS)
+        name, headers = fields.wanted(), {**request_id(), **ignored_header(ignored)}
+        if fields.stream is False:
+            said: list[dict[str, Any]] = []
+            await unless_gone(request, puller.pull(store, name, said.append))
+            return JSONResponse(said[-1], headers=headers) if said else Response(status_code=499)
+
+        async def produce(outbox: Outbox) -> None:
+            await puller.pull(store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n"))
+
+        return StreamResponse(
+            produce,
+            settings=server.settings,
+            media_type=_OLLAMA.media_type,
+            keepalive=lambda: b"",
+            frame_error=lines.frame_error,
+            error_body=lines.error_body,
+            headers=lambda: headers,
+        )
+
+    async def delete(request: Request) -> Response:
+        store = allowed(server.store)
+        fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
+        name = fields.wanted()
+        with suppress(ModelNotFoundError):
+            # Files that are mapped would stay on the disk; one that answers is not taken away under its client.
+            model = await server.models.find(name)
+            if model.loaded:
+                await model.unload()
+        await asyncio.to_thread(store.remove, name)
+        return Response(headers={**request_id(), **ignored_header(ignored)})
+
+    async def never(request: Request) -> Response:
+        raise UnsupportedError(
+            "models are neither made nor published over HTTP: those of this disk are managed on the command line, `localllm models`"
+        )
+
+    about = "Fetch a model, where --allow-pull lets clients do that"
+    described = body_of(OllamaPull, "status", streams="application/x-ndjson")
+    post(router, "/api/pull", refusing(_OLLAMA, pull), about, described)
+    router.add_api_route(
+        "/api/delete",
+        refusing(_OLLAMA, delete),
+        methods=["DELETE"],
+        response_model=None,
+        description="Remove a model from this disk, where --allow-pull lets clients do that",
+        openapi_extra=body_of(OllamaManaged),
+    )
+    for path in _NEVER:
+        router.add_api_route(
+            path, refusing(_OLLAMA, never), methods=["POST"], response_model=None, include_in_schema=False
+        )
 
 
 def _about_models(router: APIRouter, server: Server) -> None:
     @router.get("/", response_class=PlainTextResponse, include_in_schema=False)
-    @router.head("/", response_class=PlainTextResponse, include_in_schema=False)
     async def root() -> str:
         """What Ollama's clients look for."""
         return "Ollama is running"
@@ -131,21 +185,21 @@ def _about_models(router: APIRouter, server: Server) -> None:
     @router.get("/api/tags")
     async def tags() -> dict[str, Any]:
         """The models on offer."""
-        return {"models": [model_list.tag(m) for m in server.models.list()]}
+        return model_list.tags(server.models)
 
     @router.get("/api/ps")
     async def ps() -> dict[str, Any]:
         """The models that are loaded."""
-        return {"models": [model_list.running(m) for m in server.models.list() if m.loaded]}
+        loaded = [m for m in server.models.list() if m.loaded]
+        return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
 
     async def show(request: Request) -> Response:
-        body = await read_json(request, server.settings)
-        name = body.get("model") or body.get("name")
-        model = server.models.resolve(name if isinstance(name, str) else None)
+        fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
+        model = await server.models.find(fields.model or fields.name)
         template = (model.info.chat_template or "") if model.info else ""
-        return JSONResponse(model_list.show(model, template))
+        return JSONResponse(model_list.show(model, template), headers=ignored_header(ignored))
 
-    post(router, "/api/show", refusing(_OLLAMA, show), "One model's facts")
+    post(router, "/api/show", refusing(_OLLAMA, show), "One model's facts", body_of(OllamaManaged, "capabilities"))
 
 
 def _embeddings(router: APIRouter, server: Server) -> None:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
-from localllm.conversation.tools.prompt import checked, choice_of
+from localllm.conversation.tools.prompt import checked, choice_of, narrowed
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import (
-    MAX_TOKENS,
-    TRUNCATION,
-    Budget,
-    Count,
-    Effort,
-    ReasoningFields,
-    SamplingFields,
-    limit_of,
-)
+from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.generation.conversing import Ask
 from localllm.server.generation.folding import Fold
@@ -39,13 +30,13 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class ChatFields(SamplingFields):
+class ChatFields(ReasonedFields):
     """POST /v1/chat/completions."""
 
     messages: list[Any] = Field(description="roles system, developer, user, assistant, tool; text content")
-    max_tokens: Count | None = Field(None, description="default: the remaining window")
-    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
-    n_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
+    max_completion_tokens: Limit | None = Field(None, description="the newer name of max_tokens")
+    n_predict: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: StreamOptions | None = None
@@ -54,11 +45,6 @@ class ChatFields(SamplingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
-    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
-    thinking_token_budget: Budget | None = Field(None, description="another name of thinking_budget (vLLM)")
-    thinking_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
-    reasoning_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(None, description="go on with the assistant's text at the end")
     add_generation_prompt: bool | None = Field(None, description="false: the same; true: a new answer")
@@ -91,16 +77,11 @@ class ChatFields(SamplingFields):
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""
-        for value in (self.max_completion_tokens, self.max_tokens, self.n_predict):
-            if value is not None:
-                return None if value < 0 else value
-        return None
+        return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
-    def thinking_tokens(self) -> int | None:
-        """The longest reasoning asked for, by the first of its names that is sent; None = no limit."""
-        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
-        sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
-        return limit_of(next((n for n in sent if n is not None), None))
+    def effort(self) -> str | None:
+        """The reasoning effort asked for, in either spelling."""
+        return self.reasoning_effort or (self.reasoning.level if self.reasoning else None)
 
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities."""
@@ -122,24 +103,27 @@ def order(fields: ChatFields, model: ServedModel) -> Order:
             outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
         )
 
-    return Order(ask_of(fields, model.sampling), whole, writer)
+    default = model.sampling_for(fields.effort(), fields.chat_template_kwargs)
+    ask, ignored = ask_of(fields, default)
+    return Order(ask, whole, writer, tuple(ignored))
 
 
-def ask_of(fields: ChatFields, default: Sampling) -> Ask:
-    """What `fields` asks for. Raises RequestError for what is wrong whatever the model."""
-    tools = checked(fields.tools)
-    messages = normalise(fields.messages)
+def ask_of(fields: ChatFields, default: Sampling) -> tuple[Ask, list[str]]:
+    """What `fields` asks for, and what of it has no effect. Raises RequestError for what is wrong whatever the model."""
+    ignored: list[str] = []
+    tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
+    messages = normalise(fields.messages, ignored)
     wishes = Wishes(
         tools=tools,
-        choice=choice_of(fields.tool_choice, tools),
+        choice=choice_of(choice, tools),
         parallel=fields.parallel_tool_calls is not False,
         grammar=fields.constraint(fields.response_format),
-        effort=fields.reasoning_effort or (fields.reasoning.level if fields.reasoning else None),
+        effort=fields.effort(),
         template_kwargs=fields.chat_template_kwargs,
         continues=fields.continues(messages),
     )
     compaction = fields.truncation == "auto"
-    return Ask(messages, fields.generation(default), wishes, fields.n or 1, compaction)
+    return Ask(messages, fields.generation(default), wishes, fields.n or 1, compaction), ignored
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.server.dialects.wire import compacted_comment, quote, timings_body
+from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.folding import Fold, FoldedChoice, new_call_id
 from localllm.server.generation.job import Outcome, Spent
 from localllm.server.http.streaming import Outbox
@@ -103,16 +103,6 @@ def _choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
         ]
     logprobs = {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None} if choice.logprobs else None
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
-
-
-def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
-    """One token's entry of `logprobs.content`."""
-    return {
-        "token": p.text,
-        "logprob": p.logprob,
-        "bytes": list(p.text.encode()),
-        "top_logprobs": [{"token": t, "logprob": lp, "bytes": list(t.encode())} for t, _, lp in p.top],
-    }
 
 
 def usage_body(usage: Spent) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server.dialects.constraint import Constraint
-from localllm.server.dialects.fields import Count, SamplingFields
+from localllm.server.dialects.fields import Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
 from localllm.server.dialects.openai.chat_reply import usage_body
@@ -40,8 +40,8 @@ class CompletionFields(SamplingFields):
         | Annotated[list[Ids], Field(max_length=MAX_PROMPTS)]
     ) = ""
     suffix: str | None = Field(None, description="text behind the insertion; needs a model with FIM tokens")
-    max_tokens: Count | None = Field(None, description="default: the remaining window")
-    n_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
+    n_predict: Limit | None = None
     echo: bool | None = Field(None, description="put the prompt before the answer")
     logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: StreamOptions | None = None
@@ -60,8 +60,7 @@ class CompletionFields(SamplingFields):
 
     def answer_tokens(self) -> int | None:
         """The longest answer asked for; None = the remaining window."""
-        value = self.max_tokens if self.max_tokens is not None else self.n_predict
-        return None if value is None or value < 0 else value
+        return first_limit(self.max_tokens, self.n_predict)
 
     def alternatives(self) -> int | None:
         """Alternatives per token to report; None = no log-probabilities."""
@@ -87,8 +86,8 @@ def fill_in_order(fields: CompletionFields, model: ServedModel) -> Order:
     def answer(fold: Fold, job: Prepared) -> dict[str, Any]:
         return chat_reply.whole(fold, model.name)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> chat_reply.ChatChunks:
-        return chat_reply.ChatChunks(outbox, model.name, n=job.choices, include_usage=True)
+    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> FillInChunks:
+        return FillInChunks(outbox, model.name, n=job.choices, include_usage=False)
 
     return Order(_task(fields, model), answer, writer)
 
@@ -131,6 +130,28 @@ async def job_of(
     )
 
 
+class FillInChunks(chat_reply.ChatChunks):
+    """Mistral's chunks: the usage stands in the last choice's end, and no chunk is without a choice."""
+
+    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool) -> None:
+        super().__init__(outbox, model, n=n, include_usage=include_usage)
+        self._ended: list[tuple[int, Outcome]] = []
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        """Wait for the usage."""
+        self._ended.append((choice, outcome))
+
+    def end(self, usage: Spent, timings: Timings) -> None:
+        """The finish reasons, the last with the usage, and the end mark."""
+        for choice, outcome in self._ended[:-1]:
+            super().finish(choice, outcome)
+        for choice, outcome in self._ended[-1:]:
+            said = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": outcome.reason}
+            body = {"choices": [said], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
+            self._outbox.write(f"{self._head},{json.dumps(body)[1:]}\n\n".encode())
+        super().end(usage, timings)
+
+
 class CompletionChunks(RawText):
     """The Writer of text_completion events. `echoes` is put before each choice's answer."""
 
@@ -142,6 +163,7 @@ class CompletionChunks(RawText):
         )
         self._tail = f"}}]{',' + chr(34) + 'usage' + chr(34) + ':null' if include_usage else ''}}}\n\n"
         self._job, self._echo = job, echo
+        self._tokens_end = [0] * job.choices
 
     def start(self) -> None:
         """The prompt, where it is echoed."""
@@ -152,7 +174,8 @@ class CompletionChunks(RawText):
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """More of the answer."""
-        said = json.dumps(logprobs_body(logprobs)) if logprobs else "null"
+        said = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
+        self._tokens_end[choice] += sum(len(p.text) for p in logprobs)
         self._outbox.write(
             f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{said},'
             f'"finish_reason":null{self._tail}'.encode()
@@ -194,9 +217,9 @@ def whole(fold: Fold, job: Prepared, model: str, *, echo: bool) -> dict[str, Any
     }
 
 
-def logprobs_body(logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-    """The legacy shape: parallel arrays."""
-    offsets, at = [], 0
+def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, Any]:
+    """The legacy shape: parallel arrays. `at` is where the first token begins in the answer."""
+    offsets = []
     for p in logprobs:
         offsets.append(at)
         at += len(p.text)

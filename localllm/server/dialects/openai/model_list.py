@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.server.dialects.openai.codex_models import codex_entry
+from localllm.server.elsewhere.upstreams import RemoteModel
 from localllm.server.models.router import ModelRouter, ServedModel
+
+# Where a model of this server runs.
+HERE = "this server"
+# Of what another server's list says of a model.
+_TOLD = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
 
 
 def entry(model: ServedModel) -> dict[str, Any]:
     """One model, in OpenAI's shape plus what editors look for: `context_length`, `meta.n_ctx`, `architecture`,
-    `status`."""
+    `status`; `physics`, where it was planned: the bytes a token reads and what this machine can do; a `notice` where
+    there is something to say about how it runs; `sampling` (what a request gets that says none) and `has_system` (a
+    preset's own system prompt)."""
     n_ctx = model.served_n_ctx
     info = model.info
     body: dict[str, Any] = {
@@ -17,14 +26,23 @@ def entry(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "localllm",
+        "runs_on": HERE,
         "aliases": list(model.aliases),
         "context_length": n_ctx,
         "max_model_len": n_ctx,
         "capabilities": model.capabilities,
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
-        "status": {"value": "loaded" if model.loaded else "unloaded"},
+        "status": status(model),
         "meta": {"n_ctx": n_ctx},
     }
+    if not (model.embeds or model.ranks):
+        drawn = model.sampling
+        body["sampling"] = {name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        body["has_system"] = bool(model.defaults.system)
+    if model.worker.facts.physics:
+        body["physics"] = dict(model.worker.facts.physics)
+    if model.worker.notice:
+        body["notice"] = model.worker.notice
     if info is not None:
         body["meta"] = {
             "n_ctx": n_ctx,
@@ -37,11 +55,41 @@ def entry(model: ServedModel) -> dict[str, Any]:
     return body
 
 
+def remote_entry(model: RemoteModel) -> dict[str, Any]:
+    """One model that runs elsewhere: what that server says of it, under our name, and where it runs. Its address is
+    nobody's business."""
+    told = {k: model.facts[k] for k in _TOLD if k in model.facts}
+    context = told.get("context_length") or told.get("max_model_len")
+    return {
+        "created": 0,
+        **told,
+        "id": model.name,
+        "object": "model",
+        "owned_by": model.upstream.name,
+        "runs_on": model.upstream.name,
+        **({"context_length": context, "max_model_len": context} if context else {}),
+    }
+
+
+def status(model: ServedModel) -> dict[str, Any]:
+    """Where it is between disk and memory, in llama.cpp's words: loaded, loading (with `progress`) or unloaded."""
+    worker = model.worker
+    if worker.loading and not worker.loaded:
+        return {"value": "loading", "progress": round(worker.progress, 3)}
+    if worker.loaded:
+        return {"value": "loaded"}
+    return {"value": "unloaded", **({"failed": True} if worker.failure else {})}
+
+
 def openai_list(models: ModelRouter) -> dict[str, Any]:
     """The list; Codex reads `models` beside OpenAI's `data`."""
-    entries = [entry(m) for m in models.list()]
+    served = models.list()
+    ours = {m.name.lower() for m in served}
+    remote = [] if models.elsewhere is None else [m for m in models.elsewhere.models() if m.name.lower() not in ours]
     return {
         "object": "list",
-        "data": entries,
-        "models": [{"slug": e["id"], "display_name": e["id"], "context_window": e["context_length"]} for e in entries],
+        "data": [*(entry(m) for m in served), *(remote_entry(m) for m in remote)],
+        "models": [
+            codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities) for m in served if not m.embeds
+        ],
     }

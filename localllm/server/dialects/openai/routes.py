@@ -1,4 +1,4 @@
-"""The paths of OpenAI's API, and Mistral's fill-in-the-middle."""
+"""The paths of OpenAI's API and of what takes the same bodies: Mistral's fill-in-the-middle, llama.cpp's template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from localllm.errors import UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.openai import chat, completions, embeddings, model_list
@@ -15,7 +14,7 @@ from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.openai.embeddings import EmbeddingFields
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import Route, mount
+from localllm.server.dialects.route import Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
@@ -63,9 +62,14 @@ def routes(server: Server) -> APIRouter:
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> dict[str, Any]:
         """One model."""
+        elsewhere = server.models.elsewhere
+        if elsewhere is not None and elsewhere.find(model_id) is not None and not await server.models.has(model_id):
+            return model_list.remote_entry(elsewhere.resolve(model_id))
         return model_list.entry(server.models.resolve(model_id))
 
     mount(router, server, CHAT, COMPLETIONS, FILL_IN)
+    # llama.cpp's path; its body is that of a chat.
+    mount_prompt(router, server, "/apply-template", CHAT)
 
     @router.post("/v1/embeddings", response_model=None, openapi_extra=body_of(EmbeddingFields))
     @router.post("/embeddings", response_model=None, include_in_schema=False)
@@ -74,10 +78,5 @@ def routes(server: Server) -> APIRouter:
         fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
         model = vectors.model_for(server.models, fields.model)
         return await vectors.answer(server, request, model, embeddings.order(fields, model), ignored)
-
-    @router.post("/v1/rerank", response_model=None)
-    async def not_spoken(request: Request) -> Response:
-        """Refused: no model here ranks."""
-        raise UnsupportedError("this server does not rank texts", hint="rank by the distance of their embeddings")
 
     return router

@@ -11,34 +11,42 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
-from localllm.server.dialects.wire import compacted_comment, quote
+from localllm.server.dialects.responses.toolbox import TextOfJson, Toolbox
+from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
 from localllm.server.generation.folding import Fold, new_call_id
-from localllm.server.generation.job import Outcome, Spent
+from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
+
+_FUNCTION_CALL = ("function_call", "fc", "arguments")
 
 
 class Response:
     """One response object as it grows; the Writer of its events, and the body of the whole reply. `keep` gets the
-    finished body."""
+    finished body. Until `into` says where events go, there are none. No stream is without one for `silence_s`."""
 
     def __init__(
         self,
         fields: ResponsesFields,
         model: str,
-        outbox: Outbox | None,
-        keep: Callable[[dict[str, Any]], None] | None = None,
-        compacted: str = "",
+        toolbox: Toolbox,
+        keep: Callable[[dict[str, Any]], None],
+        silence_s: float,
     ) -> None:
-        self._outbox = outbox
-        self._compacted = compacted
-        self._keep = keep
+        self._outbox: Outbox | None = None
+        self._compacted = ""
+        self._toolbox, self._keep, self._silence_s = toolbox, keep, silence_s
         self._sequence = 0
+        self._begun = False
+        self._said_s = time.monotonic()
+        self._text_of: TextOfJson | None = None
         self._open: dict[str, Any] | None = None
         self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
         self.body: dict[str, Any] = {
             "id": "resp_" + secrets.token_hex(12),
             "object": "response",
             "created_at": int(time.time()),
+            "conversation": {"id": fields.conversation_id} if fields.conversation_id is not None else None,
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
@@ -60,18 +68,47 @@ class Response:
             "metadata": (fields.model_extra or {}).get("metadata") or {},
         }
 
+    def into(self, outbox: Outbox, compacted: str) -> Response:
+        """Write the events into `outbox`; returns itself. `compacted`: what was left out of the conversation."""
+        self._outbox, self._compacted = outbox, compacted
+        return self
+
     def start(self) -> None:
         """The response exists; before it, what was left out of the conversation."""
-        if self._outbox is not None and self._compacted:
+        if self._outbox is None:
+            return
+        if self._compacted:
             self._outbox.write(compacted_comment(self._compacted))
-        self._event("response.created", {"response": self.body})
-        self._event("response.in_progress", {"response": self.body})
+        if not self._begun:
+            self._outbox.write(self._beginning())
+
+    def keepalive(self, progress: PrefillProgress) -> bytes:
+        """What breaks a silence: the progress as a comment, and from time to time an event. Clients that give up on a
+        silent stream (Codex) count events alone."""
+        said = comment(progress)
+        if time.monotonic() - self._said_s < self._silence_s:
+            return said
+        self._said_s = time.monotonic()
+        return said + (
+            self._frame("response.in_progress", {"response": self.body}) if self._begun else self._beginning()
+        )
+
+    def _beginning(self) -> bytes:
+        self._begun = True
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._frame(kind, {"response": self.body}) for kind in kinds)
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """An output_text delta."""
-        if text:
-            self._enter("message")
-            self._delta("response.output_text.delta", text, ',"content_index":0,"logprobs":[]')
+        if not text and not logprobs:
+            return
+        self._enter("message")
+        said = "[]"
+        if logprobs:
+            entries = [logprob_entry(p) for p in logprobs]
+            self._logprobs += entries
+            said = json.dumps(entries)
+        self._delta("response.output_text.delta", text, f',"content_index":0,"logprobs":{said}')
 
     def reasoning(self, choice: int, text: str) -> None:
         """A reasoning delta."""
@@ -79,14 +116,22 @@ class Response:
         self._delta("response.reasoning_text.delta", text, ',"content_index":0')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        """A function_call item."""
+        """A function_call item, or for a custom tool a custom_tool_call, under the client's own names."""
         self._leave()
-        self._begin({"type": "function_call", "id": _item_id("fc"), "call_id": new_call_id(), "name": name,
-                     "arguments": "", "status": "in_progress"})  # fmt: skip
+        called = self._toolbox.called(name)
+        self._text_of = TextOfJson() if called.custom else None
+        kind, prefix, content = ("custom_tool_call", "ctc", "input") if called.custom else _FUNCTION_CALL
+        item = {"type": kind, "id": _item_id(prefix), "call_id": new_call_id(), "name": called.name, content: ""}
+        if called.namespace is not None:
+            item["namespace"] = called.namespace
+        self._begin({**item, "status": "in_progress"})
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         """A fragment of its arguments."""
-        self._delta("response.function_call_arguments.delta", text, "")
+        if self._text_of is None:
+            self._delta("response.function_call_arguments.delta", text, "")
+        elif said := self._text_of.feed(text):
+            self._delta("response.custom_tool_call_input.delta", said, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         """Close the last item."""
@@ -106,8 +151,7 @@ class Response:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-        if self._keep is not None:
-            self._keep(self.body)
+        self._keep(self.body)
         self._event(f"response.{self.body['status']}", {"response": self.body})
 
     def frame_error(self, error: LocalLLMError) -> bytes:
@@ -144,10 +188,14 @@ class Response:
         if item["type"] == "function_call":
             item["arguments"] = text
             self._event("response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]})
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text
+            self._event("response.custom_tool_call_input.done", {**place, "input": text})
         elif item["type"] == "message":
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            likely, self._logprobs = self._logprobs, []
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": likely}
             item["content"] = [part]
-            self._event("response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": []})
+            self._event("response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": likely})
             self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
         else:
             part = {"type": "reasoning_text", "text": text}
@@ -167,6 +215,7 @@ class Response:
         if self._outbox is None:
             return
         assert self._open is not None
+        self._said_s = time.monotonic()
         self._outbox.write(
             f'event: {event}\ndata: {{"type":"{event}","sequence_number":{self._sequence},'
             f'"item_id":"{self._open["id"]}","output_index":{len(self.body["output"])}{more},'
@@ -176,6 +225,7 @@ class Response:
 
     def _event(self, event: str, fields: Mapping[str, Any]) -> None:
         if self._outbox is not None:
+            self._said_s = time.monotonic()
             self._outbox.write(self._frame(event, fields))
 
     def _frame(self, event: str, fields: Mapping[str, Any]) -> bytes:
@@ -191,7 +241,7 @@ def replay(fold: Fold, response: Response) -> dict[str, Any]:
     if choice.reasoning:
         response.reasoning(0, choice.reasoning)
     if choice.text:
-        response.text(0, choice.text, ())
+        response.text(0, choice.text, tuple(choice.logprobs))
     for index, call in enumerate(choice.calls):
         response.call_start(0, index, call.name)
         response.call_arguments(0, index, call.arguments)

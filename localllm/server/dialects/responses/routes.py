@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
-from localllm.errors import LocalLLMError
-from localllm.server.dialects.fields import HINTS
+from localllm.errors import UnsupportedError
+from localllm.server.dialects.fields import HINTS, read
+from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.responses import items
+from localllm.server.dialects.responses.conversations import (
+    ConversationFields,
+    ConversationNotFoundError,
+    Conversations,
+    ItemsFields,
+    MetadataFields,
+)
 from localllm.server.dialects.responses.events import Response, replay
 from localllm.server.dialects.responses.items import ResponsesFields
+from localllm.server.dialects.responses.pages import PageFields, listing, page
 from localllm.server.dialects.responses.store import Store
+from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.folding import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
+from localllm.server.http.headers import ignored_header
+from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order, Server
@@ -24,11 +38,13 @@ from localllm.server.serving import Order, Server
 def routes(server: Server) -> APIRouter:
     """The routes, bound to `server`."""
     router = APIRouter(tags=["OpenAI responses"])
-    store = Store()
+    store, conversations = Store(), Conversations()
+    _mount_conversations(router, server, conversations)
+    silence_s = server.settings.keepalive_s / 2
     create = Route(
         "/v1/responses",
         ResponsesFields,
-        lambda fields, model: order(fields, model, store),
+        lambda fields, model: order(fields, model, Kept(store, conversations), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -55,29 +71,111 @@ def routes(server: Server) -> APIRouter:
         store.drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input(response_id: str, request: Request) -> dict[str, Any]:
+        """The items a stored response answers, the newest first unless asked otherwise."""
+        wanted, _ = read(PageFields, request.query_params)
+        return page(store.sent(response_id), wanted)
+
+    @router.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel(response_id: str) -> dict[str, Any]:
+        """Refused: a stored response has ended, and one that runs is cancelled by leaving it."""
+        store.body(response_id)
+        raise UnsupportedError(
+            "only a background response can be cancelled, and there are none here",
+            hint="close the connection: generation ends at once",
+            param="response_id",
+        )
+
     return router
 
 
-def order(fields: ResponsesFields, model: ServedModel, store: Store) -> Order:
-    """The conversation of `fields`, answered as a response object or its events; kept in `store` when it has ended."""
-    sent = items.input_items(fields, store)
-    ask, skipped = items.ask_of(fields, model.sampling, sent)
-    # The response that is being streamed: an error ends that one.
-    streamed: list[Response] = []
+def _mount_conversations(router: APIRouter, server: Server, kept: Conversations) -> None:
+    """The routes of conversations, bound to `kept`."""
+    one = "/v1/conversations/{conversation_id}"
+
+    @router.post("/v1/conversations", response_model=None, openapi_extra=body_of(ConversationFields, "id"))
+    async def create(request: Request) -> JSONResponse:
+        """Begin a conversation that the server keeps."""
+        fields, ignored = read(ConversationFields, await read_json(request, server.settings))
+        return JSONResponse(kept.create(fields), headers=ignored_header(ignored))
+
+    @router.get(one)
+    async def get(conversation_id: str) -> dict[str, Any]:
+        """A conversation's object."""
+        return kept.body(conversation_id)
+
+    @router.post(one, response_model=None, openapi_extra=body_of(MetadataFields, "id"))
+    async def update(conversation_id: str, request: Request) -> JSONResponse:
+        """Give a conversation other metadata."""
+        fields, ignored = read(MetadataFields, await read_json(request, server.settings))
+        body = kept.body(conversation_id)
+        body["metadata"] = fields.metadata
+        return JSONResponse(body, headers=ignored_header(ignored))
+
+    @router.delete(one)
+    async def delete(conversation_id: str) -> dict[str, Any]:
+        """Forget a conversation."""
+        kept.drop(conversation_id)
+        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+    @router.get(one + "/items")
+    async def list_items(conversation_id: str, request: Request) -> dict[str, Any]:
+        """A conversation's items, the newest first unless asked otherwise."""
+        wanted, _ = read(PageFields, request.query_params)
+        return page(kept.items(conversation_id), wanted)
+
+    @router.post(one + "/items", response_model=None, openapi_extra=body_of(ItemsFields, "data"))
+    async def add_items(conversation_id: str, request: Request) -> JSONResponse:
+        """Put items at a conversation's end."""
+        fields, ignored = read(ItemsFields, await read_json(request, server.settings))
+        return JSONResponse(listing(kept.add(conversation_id, fields.items)), headers=ignored_header(ignored))
+
+    @router.get(one + "/items/{item_id}")
+    async def get_item(conversation_id: str, item_id: str) -> dict[str, Any]:
+        """One item of a conversation."""
+        return kept.item(conversation_id, item_id)
+
+    @router.delete(one + "/items/{item_id}")
+    async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
+        """Take an item out of a conversation."""
+        return kept.drop_item(conversation_id, item_id)
+
+
+class Kept(NamedTuple):
+    """What this server keeps for its clients."""
+
+    responses: Store
+    conversations: Conversations
+
+
+def order(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s: float) -> Order:
+    """The conversation of `fields`, answered as a response object or its events; kept when it has ended."""
+    before, sent = items.input_items(fields, kept.responses, kept.conversations)
+    toolbox = Toolbox.of(fields.tools or [])
+    effort = fields.reasoning.level if fields.reasoning else None
+    ask, skipped = items.ask_of(fields, model.sampling_for(effort), [*before, *sent], toolbox)
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
-            store.put(body, sent)
+            kept.responses.put(body, before, sent)
+        if fields.conversation_id is not None:
+            with suppress(ConversationNotFoundError):  # it was forgotten while the answer was made
+                kept.conversations.add(fields.conversation_id, [*sent, *body["output"]])
+
+    response = Response(fields, model.name, toolbox, keep, silence_s)
 
     def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return replay(fold, Response(fields, model.name, None, keep))
+        return replay(fold, response)
 
     def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> Response:
-        streamed.append(Response(fields, model.name, outbox, keep, job.compacted))
-        return streamed[0]
+        return response.into(outbox, job.compacted)
 
-    def frame_error(error: LocalLLMError) -> bytes:
-        response = streamed[0] if streamed else Response(fields, model.name, None)
-        return response.frame_error(error)
-
-    return Order(ask, whole, writer, tuple(dict.fromkeys(skipped)), frame_error)
+    return Order(
+        ask,
+        whole,
+        writer,
+        tuple(dict.fromkeys(skipped)),
+        frame_error=response.frame_error,
+        keepalive=response.keepalive,
+    )

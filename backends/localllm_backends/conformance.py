@@ -1,0 +1,369 @@
+"""The contract as checks that can be run on a loaded backend anywhere: by our tests, and by a user on a real device.
+
+Each check raises BrokenRuleError with a sentence. They leave the backend as they found it, so that one load serves them all.
+`tests/backends/test_conformance.py` runs them on every memory shape we can build, and adds what needs a shape of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    CannotRewindError,
+    Chunk,
+    Draw,
+    DrawingResult,
+    NoCellsError,
+    StateBackend,
+)
+
+# Kernels for different batch shapes round differently; random weights of our tests' size stay well inside this share
+# of the largest logit.
+LOGIT_NOISE = 2e-2
+
+
+class BrokenRuleError(BackendFailure):
+    """The backend does not do what its contract says."""
+
+
+class NotHere(Exception):  # noqa: N818 - no error: the check asks for what this memory does not claim to do
+    """This check does not apply to the loaded model's memory."""
+
+
+@dataclass
+class Subject:
+    """A loaded backend under examination. `noise` is how far logits may differ that should be equal, as a share of the
+    largest; `worst` the largest share that was seen."""
+
+    backend: Backend
+    noise: float = LOGIT_NOISE
+    worst: float = 0.0
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append tokens in steps as large as may be; the logits after the last."""
+        last: NDArray[np.float32] | None = None
+        for i in range(0, len(tokens), self.backend.info.n_batch):
+            part = tokens[i : i + self.backend.info.n_batch]
+            last = self.backend.step([Chunk(sequence, part, outputs=1)]).logits(0)[-1].copy()
+        assert last is not None, "nothing to feed"
+        return last
+
+    def same(self, a: NDArray[np.float32], b: NDArray[np.float32], what: str) -> None:
+        """`a` and `b` are one another but for rounding; NaN is equal to nothing."""
+        share = float(np.abs(a - b).max()) / max(1.0, float(np.abs(a).max()))
+        # Written so that NaN fails.
+        if not share <= self.noise:
+            raise BrokenRuleError(f"{what}: logits differ by {share:.3g} of the largest, {self.noise:g} is allowed")
+        self.worst = max(self.worst, share)
+
+
+def line(n: int, seed: int = 0) -> list[int]:
+    """`n` ordinary tokens."""
+    return [int(t) for t in np.random.default_rng(seed).integers(3, 250, n)]
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise BrokenRuleError with `sentence` unless it holds."""
+    if not holds:
+        raise BrokenRuleError(sentence)
+
+
+def a_step_appends_and_counts(subject: Subject) -> None:
+    """A step's tokens are the sequence's, cost as many cells, and give them back."""
+    backend = subject.backend
+    free = backend.cells_free()
+    sequence = backend.new_sequence()
+    subject.feed(sequence, line(40))
+    require(backend.length(sequence) == 40, f"40 tokens were appended, the sequence holds {backend.length(sequence)}")
+    require(backend.cells_free() == free - 40, "40 tokens did not take 40 cells")
+    backend.drop(sequence)
+    require(backend.cells_free() == free, "a dropped sequence did not give its cells back")
+
+
+def logits_are_the_same_however_the_prompt_is_cut(subject: Subject) -> None:
+    """Whole or token by token: the same logits after the last."""
+    backend, tokens = subject.backend, line(60)
+    whole, pieces = backend.new_sequence(), backend.new_sequence()
+    expected = subject.feed(whole, tokens)
+    for token in tokens[:-1]:
+        backend.step([Chunk(pieces, [token], outputs=0)])
+    subject.same(expected, backend.step([Chunk(pieces, tokens[-1:])]).logits(0)[0], "a prompt in pieces")
+    for sequence in (whole, pieces):
+        backend.drop(sequence)
+
+
+def one_step_serves_several_sequences(subject: Subject) -> None:
+    """Sequences that share a step do not mix."""
+    backend, a, b = subject.backend, line(20, 1), line(9, 2)
+    alone = []
+    for tokens in (a, b):
+        sequence = backend.new_sequence()
+        alone.append(subject.feed(sequence, tokens))
+        backend.drop(sequence)
+    first, second = backend.new_sequence(), backend.new_sequence()
+    result = backend.step([Chunk(first, a), Chunk(second, b, outputs=1)])
+    for i in range(2):
+        subject.same(alone[i], result.logits(i)[0], "two sequences in a step")
+    for sequence in (first, second):
+        backend.drop(sequence)
+
+
+def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
+    """The last n outputs of a chunk are its last n tokens', and argmax is the largest logit's."""
+    backend, tokens = subject.backend, line(12)
+    sequence = backend.new_sequence()
+    result = backend.step([Chunk(sequence, tokens, outputs=5)])
+    rows = result.logits(0)
+    require(rows.shape == (5, backend.info.n_vocab), f"5 outputs came as {rows.shape}")
+    require(result.argmax(0) == [int(r.argmax()) for r in rows], "argmax is not where the largest logit is")
+    rows = rows.copy()  # a result is good until the next step
+    again = backend.new_sequence()
+    backend.step([Chunk(again, tokens[:-5], outputs=0)])
+    for i in range(5):
+        subject.same(rows[i], backend.step([Chunk(again, [tokens[len(tokens) - 5 + i]])]).logits(0)[0], f"output {i}")
+    for used in (sequence, again):
+        backend.drop(used)
+
+
+def what_is_drawn_follows_from_the_logits(subject: Subject) -> None:
+    """A drawn token is the one that double precision draws from the chunk's last row, or none is named."""
+    backend = subject.backend
+    if not backend.capabilities.draws:
+        raise NotHere("this backend leaves drawing to the engine")
+    sequence, named = backend.new_sequence(), 0
+    backend.step([Chunk(sequence, line(11), outputs=0)])
+    draws = [Draw(1.2, 0, 1.0, 0.0, 0.9), Draw(0.7, 20, 0.9, 0.0, 0.5), Draw(1.0, 40, 0.95, 0.05, 0.1, 0.7)]
+    for i, draw in enumerate(draws):
+        result = backend.step([Chunk(sequence, [20 + i], draw=draw)])
+        require(isinstance(result, DrawingResult), "a step with a draw can't say what was drawn")
+        assert isinstance(result, DrawingResult)
+        token, row = result.drawn(0), result.logits(0)[-1].astype(np.float64)
+        named += token is not None
+        require(token in (None, _drawn(row, draw)), f"{token} was drawn where the logits give {_drawn(row, draw)}")
+    require(named > 0, "of three tokens none was drawn")
+    backend.drop(sequence)
+
+
+def _drawn(row: NDArray[np.float64], draw: Draw) -> int:
+    """The token that `draw` asks for, by its definition."""
+    ids = np.lexsort((np.arange(len(row)), -row))[: draw.top_k or None]
+    share = np.exp(row[ids] - row[ids[0]])
+    share /= share.sum()
+    if draw.top_p < 1.0:
+        ids = ids[: int(np.searchsorted(np.cumsum(share), draw.top_p)) + 1]
+    ids = ids[share[: len(ids)] >= draw.min_p * share[0]]
+    heat = np.exp((row[ids] - row[ids[0]]) / draw.temperature)
+    return int(ids[int(np.searchsorted(np.cumsum(heat) / heat.sum(), draw.uniform, side="right"))])
+
+
+def no_outputs_means_no_rows(subject: Subject) -> None:
+    """A chunk in mid-prefill gives none."""
+    sequence = subject.backend.new_sequence()
+    result = subject.backend.step([Chunk(sequence, line(5), outputs=0)])
+    require(result.argmax(0) == [] and len(result.logits(0)) == 0, "a chunk without outputs gave some")
+    subject.backend.drop(sequence)
+
+
+def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
+    """Two that share a past have futures of their own, and one may go."""
+    backend, tokens = subject.backend, line(30)
+    source = backend.new_sequence()
+    subject.feed(source, tokens)
+    free = backend.cells_free()
+    other = backend.fork(source, 30)
+    taken = free - backend.cells_free()
+    require(taken == (0 if backend.capabilities.shares_cells else 30), f"a fork of 30 tokens took {taken} cells")
+    result = backend.step([Chunk(source, [5]), Chunk(other, [7])])
+    rows = [result.logits(i)[0].copy() for i in range(2)]
+    for tail, row in zip((5, 7), rows, strict=True):
+        fresh = backend.new_sequence()
+        subject.same(subject.feed(fresh, [*tokens, tail]), row, "a fork")
+        backend.drop(fresh)
+    backend.drop(source)
+    require(backend.length(other) == 31, "a fork lost tokens with its source")
+    subject.feed(other, line(3, 5))
+    backend.drop(other)
+
+
+def rewind_is_what_the_capabilities_say(subject: Subject) -> None:
+    """`truncate` works where it is promised, and says so where it is not."""
+    backend, tokens = subject.backend, line(24)
+    sequence = backend.new_sequence()
+    subject.feed(sequence, tokens)
+    capabilities = backend.capabilities
+    if capabilities.rewind == "none":
+        try:
+            backend.truncate(sequence, 20)
+        except CannotRewindError:
+            require(backend.length(sequence) == 24, "a refused rewind changed the sequence")
+        else:
+            raise BrokenRuleError("a memory that can't rewind did")
+    else:
+        back = 6 if capabilities.rewind == "any" else min(6, capabilities.rewind_tokens)
+        backend.truncate(sequence, 24 - back)
+        require(backend.length(sequence) == 24 - back, "a rewind left another length")
+        fresh, other = backend.new_sequence(), line(4, 9)
+        expected = subject.feed(fresh, tokens[: 24 - back] + other)
+        subject.same(expected, subject.feed(sequence, other), "a rewind")
+        backend.drop(fresh)
+    backend.truncate(sequence, 0)
+    require(backend.length(sequence) == 0, "a sequence that is cut to 0 holds tokens")
+    backend.drop(sequence)
+
+
+def rejected_draft_tokens_leave_no_trace(subject: Subject) -> None:
+    """What was appended and taken back again is as if it had never been."""
+    backend = subject.backend
+    capabilities = backend.capabilities
+    most = 8 if capabilities.rewind == "any" else min(8, capabilities.rewind_tokens)
+    if not most:
+        raise NotHere("this memory can't take tokens back")
+    tokens = line(90)
+    sequence = backend.new_sequence()
+    for start in range(0, 90, 10):
+        backend.step([Chunk(sequence, [*tokens[start : start + 10], *line(most, start)], outputs=1 + most)])
+        backend.truncate(sequence, start + 10)
+    fresh = backend.new_sequence()
+    subject.same(subject.feed(fresh, [*tokens, 11]), subject.feed(sequence, [11]), "rejected drafts")
+    for used in (sequence, fresh):
+        backend.drop(used)
+
+
+def export_and_import_give_the_same_continuation(subject: Subject) -> None:
+    """KV that left the device and came back is the same KV."""
+    backend, tokens = subject.backend, line(50)
+    source, copy = backend.new_sequence(), backend.new_sequence()
+    subject.feed(source, tokens)
+    backend.import_range(copy, backend.export_range(source, 0, 50), 0, 50)
+    if isinstance(backend, StateBackend) and backend.capabilities.states:
+        backend.import_state(copy, backend.export_state(source), 50)
+    require(backend.length(copy) == 50, "an import of 50 tokens left another length")
+    a = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
+    subject.same(a, backend.step([Chunk(copy, [9])]).logits(0)[0], "exported and imported KV")
+    for used in (source, copy):
+        backend.drop(used)
+
+
+def segments_can_be_joined_and_clipped(subject: Subject) -> None:
+    """A prefix that is kept in pieces can be put together again, in part."""
+    backend = subject.backend
+    if not backend.capabilities.segments or backend.capabilities.states:
+        raise NotHere("this memory can't be cut into segments")
+    tokens = line(60)
+    source, joined = backend.new_sequence(), backend.new_sequence()
+    expected = subject.feed(source, tokens)
+    blocks = [backend.export_range(source, 0, 25), backend.export_range(source, 25, 60)]
+    backend.import_range(joined, blocks[0], 0, 25)
+    backend.import_range(joined, blocks[1], 25, 59)
+    subject.same(expected, subject.feed(joined, tokens[59:]), "joined segments")
+    for used in (source, joined):
+        backend.drop(used)
+
+
+def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
+    """A damaged file of KV is refused, and what it was meant for stays usable."""
+    backend = subject.backend
+    source, target = backend.new_sequence(), backend.new_sequence()
+    subject.feed(source, line(20))
+    good = backend.export_range(source, 0, 20)
+    free = backend.cells_free()
+    for bad in (b"", b"x", b"not a block of KV at all, but long enough", good[: len(good) // 2]):
+        try:
+            backend.import_range(target, bad, 0, 20)
+        except BackendFailure:
+            require(backend.length(target) == 0 and backend.cells_free() == free, "a refused import left something")
+        else:
+            raise BrokenRuleError(f"{len(bad)} foreign bytes were taken for KV")
+    backend.import_range(target, good, 0, 20)
+    for used in (source, target):
+        backend.drop(used)
+
+
+def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
+    """A step without room is refused before it computes."""
+    backend = subject.backend
+    a, b = backend.new_sequence(), backend.new_sequence()
+    subject.feed(a, line(backend.info.n_ctx - 10))
+    free = backend.cells_free()
+    try:
+        backend.step([Chunk(b, line(free + 1))])
+    except NoCellsError:
+        require(backend.length(b) == 0 and backend.cells_free() == free, "a refused step left something")
+    else:
+        raise BrokenRuleError(f"{free + 1} tokens were appended to {free} free cells")
+    backend.drop(a)
+    subject.feed(b, line(30))
+    backend.drop(b)
+
+
+def running_out_of_sequences_is_said(subject: Subject) -> None:
+    """As many sequences as promised, and no more."""
+    backend = subject.backend
+    held = [backend.new_sequence() for _ in range(backend.info.n_seq_max)]
+    require(len(set(held)) == len(held), "two sequences have one handle")
+    try:
+        backend.new_sequence()
+    except NoCellsError:
+        pass
+    else:
+        raise BrokenRuleError(f"more than {backend.info.n_seq_max} sequences were given out")
+    backend.drop(held.pop())
+    held.append(backend.new_sequence())
+    for sequence in held:
+        backend.drop(sequence)
+
+
+def a_step_that_is_too_large_or_empty_is_refused(subject: Subject) -> None:
+    """Bad steps are refused and change nothing."""
+    backend = subject.backend
+    sequence = backend.new_sequence()
+    for tokens, outputs in ((line(backend.info.n_batch + 1), 0), ([], 1)):
+        try:
+            backend.step([Chunk(sequence, tokens, outputs=outputs)])
+        except BackendFailure:
+            require(backend.length(sequence) == 0, "a refused step appended tokens")
+        else:
+            raise BrokenRuleError(f"a step of {len(tokens)} tokens was taken")
+    backend.drop(sequence)
+
+
+def text_survives_tokens(subject: Subject) -> None:
+    """Text to tokens and back, by the piece and as a whole."""
+    backend = subject.backend
+    text = "Grüße, 世界! \n\t{x}"
+    tokens = backend.tokenize(text, special=False)
+    require(backend.detokenize(tokens).strip() == text.strip(), "text came back from its tokens as other text")
+    pieces = b"".join(backend.token_bytes(t) for t in tokens).decode("utf-8", "replace")
+    require(pieces.strip() == text.strip(), "the tokens' bytes are not the text's")
+    try:
+        backend.token_bytes(backend.info.n_vocab)
+    except BackendFailure:
+        return
+    raise BrokenRuleError("a token behind the vocabulary has bytes")
+
+
+Check = Callable[[Subject], None]
+CHECKS: tuple[Check, ...] = (
+    a_step_appends_and_counts,
+    logits_are_the_same_however_the_prompt_is_cut,
+    one_step_serves_several_sequences,
+    several_outputs_come_in_order_and_argmax_agrees,
+    what_is_drawn_follows_from_the_logits,
+    no_outputs_means_no_rows,
+    a_fork_at_the_end_continues_independently,
+    rewind_is_what_the_capabilities_say,
+    rejected_draft_tokens_leave_no_trace,
+    export_and_import_give_the_same_continuation,
+    segments_can_be_joined_and_clipped,
+    foreign_bytes_are_refused_and_append_nothing,
+    running_out_of_cells_is_said_and_changes_nothing,
+    running_out_of_sequences_is_said,
+    a_step_that_is_too_large_or_empty_is_refused,
+    text_survives_tokens,
+)

@@ -1,0 +1,92 @@
+"""llama.cpp's RPC: devices of other machines among ours, and our devices for others'. Only in builds made with it.
+
+As a program it is the server, until it is ended:
+
+    python -m localllm_backends.llamacpp.rpc 127.0.0.1:PORT [THREADS]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from localllm_backends.llamacpp.native import ggml_function, start_native
+from localllm_backends.other_machines import OtherMachineError
+
+_NAMES = ("libggml-rpc.so", "libggml-rpc.dylib", "ggml-rpc.dll")
+_CONNECT_S = 5.0
+_CPU_DEVICE = 0  # ggml-backend.h: enum ggml_backend_dev_type
+_connected: set[str] = set()
+
+
+def library_path() -> Path | None:
+    """The library that speaks RPC, in the build of llama.cpp that runs here; None where it was built without."""
+    from importlib.util import find_spec
+
+    own = find_spec("llama_cpp")
+    folders = [Path(os.environ[name]) for name in ("LLAMA_CPP_LIB_PATH",) if os.environ.get(name)]
+    if own is not None and own.origin is not None:
+        folders.append(Path(own.origin).parent / "lib")
+    return next((folder / name for folder in folders for name in _NAMES if (folder / name).exists()), None)
+
+
+def _library() -> Any:
+    path = library_path()
+    if path is None:
+        raise OtherMachineError("this build of llama.cpp has no RPC: `localllm setup --rpc` makes one that has")
+    start_native()
+    return ctypes.CDLL(str(path))
+
+
+def connect(workers: Sequence[str]) -> None:
+    """Make the devices of the `workers` (host:port) llama.cpp's, in front of its own. Raises OtherMachineError for one that does
+    not answer, by its name."""
+    for worker in workers:
+        if worker in _connected:
+            continue
+        rpc = _library()
+        host, _, port = worker.rpartition(":")
+        try:
+            # Asked first: the library says no more than that it failed.
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+                pass
+        except (OSError, ValueError) as e:
+            why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+            raise OtherMachineError(
+                f"the worker at {worker} does not answer ({why}): is `localllm worker` running there?"
+            ) from e
+        rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
+        rpc.ggml_backend_rpc_add_server.argtypes = [ctypes.c_char_p]
+        found = rpc.ggml_backend_rpc_add_server(worker.encode())
+        if not found:
+            raise OtherMachineError(f"what answers at {worker} is no worker of this version of llama.cpp")
+        ggml_function("ggml_backend_register", None, ctypes.c_void_p)(found)
+        _connected.add(worker)
+
+
+def serve(endpoint: str, n_threads: int) -> None:
+    """Lend this machine's devices at `endpoint` (its accelerators, else its processor) until the process is ended."""
+    rpc = _library()
+    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)()
+    at = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    known = [(kind(at(i)), at(i)) for i in range(count)]
+    lent = [device for k, device in known if k in (1, 2)] or [device for k, device in known if k == _CPU_DEVICE]
+    devices = (ctypes.c_void_p * len(lent))(*lent)
+    start = rpc.ggml_backend_rpc_start_server
+    start.restype = None
+    start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+    start(endpoint.encode(), None, n_threads, len(lent), devices)
+
+
+if __name__ == "__main__":
+    try:
+        serve(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else (os.cpu_count() or 1))
+    except OtherMachineError as e:
+        print(e, file=sys.stderr)
+        sys.exit(6)

@@ -1,0 +1,202 @@
+"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings for its prompt."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import BackendFailure, ImageRun, LoadError, LoadSpec, OutOfMemoryError, Picture
+from localllm_backends.llamacpp.cores import usable_cores
+from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.weights import check_file, fingerprint
+
+_TEXT, _IMAGE = 0, 1
+_FLASH_AUTO, _FLASH_OFF = -1, 0
+_BUFFER = re.compile(r"(\S+) compute buffer size\s*=\s*([0-9.]+)\s*MiB")
+_MIB = 2**20
+WITHOUT = "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
+
+
+def library_there() -> bool:
+    """Is mtmd among the libraries of the llama-cpp-python that would be imported? Looks at files only."""
+    folder = os.environ.get("MTMD_CPP_LIB")
+    if folder is None:
+        found = importlib.util.find_spec("llama_cpp")
+        if found is None or found.origin is None:
+            return False
+        folder = str(Path(found.origin).parent / "lib")
+    return any(Path(folder).glob("*mtmd*"))
+
+
+def why_not() -> str | None:
+    """What is missing to read images here (None: nothing)."""
+    if not library_there():
+        return WITHOUT
+    try:
+        import llama_cpp.mtmd_cpp  # noqa: F401
+    except (ImportError, FileNotFoundError, RuntimeError, AttributeError, OSError):
+        return WITHOUT
+    return None
+
+
+def open_projector(llama: Any, model: Any, spec: LoadSpec) -> Projector:
+    """The projector that `spec` names, for the loaded `model`; LoadError or OutOfMemoryError."""
+    reason = why_not()
+    path = Path(spec.projector)
+    if reason is not None:
+        raise LoadError(f"{path.name!r} can't be loaded: {reason}")
+    check_file(path)
+    return Projector(llama, model, path, spec)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What mtmd made of a prompt; freed with its owner's `with`."""
+
+    mtmd: Any
+    native: Any = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.mtmd.mtmd_input_chunks_size(self.native)):
+            yield self.mtmd.mtmd_input_chunks_get(self.native, i)
+
+
+class Projector:
+    """One loaded mtmd context. `read` may be called by any thread, `encode` by one at a time (it holds a lock)."""
+
+    def __init__(self, llama: Any, model: Any, path: Path, spec: LoadSpec) -> None:
+        import llama_cpp.mtmd_cpp as mtmd
+
+        self._mtmd, self._lock = mtmd, threading.Lock()
+        mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
+        params = mtmd.mtmd_context_params_default()
+        params.use_gpu = spec.n_gpu_layers != 0
+        params.print_timings = False
+        # Its buffers are there from the beginning: an image never finds the memory gone that loading was given.
+        params.warmup = True
+        params.n_threads = spec.n_threads_batch or spec.n_threads or usable_cores()
+        params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
+        log.mark()
+        self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
+        if not self._context:
+            why = "; ".join(log.errors()[-2:]) or "llama.cpp gave no reason"
+            kind = OutOfMemoryError if "alloc" in why else LoadError
+            raise kind(f"the image projector {path.name!r} can't be loaded: {why}")
+        if not mtmd.mtmd_support_vision(self._context):
+            mtmd.mtmd_free(self._context)
+            raise LoadError(f"the projector {path.name!r} does not read images")
+        self.two_dimensional = bool(mtmd.mtmd_decode_use_mrope(self._context))
+        self.whole = bool(mtmd.mtmd_decode_use_non_causal(self._context, None))
+        self.width = int(llama.llama_model_n_embd_inp(model))
+        buffers = [_BUFFER.search(line) for _, line in log.lines]
+        self.buffer_bytes = sum(round(float(found.group(2)) * _MIB) for found in buffers if found)
+        self.bytes = path.stat().st_size + self.buffer_bytes
+        # Embeddings are bound to the weights that made them, and to the library that computed them.
+        self._identity = f"{fingerprint(path)} {llama.__version__}".encode()
+
+    def close(self) -> None:
+        """Free it."""
+        with self._lock:
+            if self._context is not None:
+                self._mtmd.mtmd_free(self._context)
+                self._context = None
+
+    def read(self, parts: Seq[str | Picture], *, add_bos: bool) -> list[list[int] | ImageRun]:
+        """See SeeingBackend.read."""
+        pictures = [p for p in parts if isinstance(p, Picture)]
+        runs: list[list[int] | ImageRun] = []
+        # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
+        with self._chunks(parts, pixels=False, add_bos=add_bos) as chunks:
+            owners = self._owners(chunks, pictures)
+            for chunk in chunks:
+                if self._mtmd.mtmd_input_chunk_get_type(chunk) == _TEXT:
+                    n = ctypes.c_size_t()
+                    tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+                    runs.append(list(tokens[: n.value]))
+                else:
+                    runs.append(self._run(chunk, *next(owners)))
+        return runs
+
+    def encode(self, run: ImageRun) -> NDArray[np.float32]:
+        """See SeeingBackend.encode."""
+        mtmd = self._mtmd
+        with self._lock, self._chunks([run.picture], pixels=True, add_bos=False) as chunks:
+            images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]
+            if mtmd.mtmd_encode_chunk(self._context, images[run.part]):
+                said = "; ".join(log.errors()[-2:]) or "llama.cpp gave no reason"
+                raise BackendFailure(f"the image could not be encoded: {said}")
+            found = mtmd.mtmd_get_output_embd(self._context)
+            values = np.ctypeslib.as_array(
+                ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
+            )
+            return values.astype(np.float32, copy=True)
+
+    def _owners(self, chunks: _Chunks, pictures: list[Picture]) -> Iterator[tuple[Picture, int]]:
+        """For each image chunk in turn, its picture and its number among the chunks of that picture."""
+        ids = [self._mtmd.mtmd_input_chunk_get_id(c) for c in chunks if self._is_image(c)]
+        part = 0
+        for i, found in enumerate(ids):
+            part = part + 1 if i and ids[i - 1] == found else 0
+            yield pictures[int(found)], part
+
+    def _is_image(self, chunk: Any) -> bool:
+        kind = self._mtmd.mtmd_input_chunk_get_type(chunk)
+        return bool(kind == _IMAGE)
+
+    def _run(self, chunk: Any, picture: Picture, part: int) -> ImageRun:
+        mtmd = self._mtmd
+        n = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        grid = None
+        if self.two_dimensional:
+            image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+            places = [mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n)]
+            grid = np.array([[p.t, p.y, p.x] for p in places], dtype=np.int32).T.copy()
+        key = hashlib.blake2b(picture.key, digest_size=16, salt=part.to_bytes(4, "little"), key=self._identity[:64])
+        return ImageRun(picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid)
+
+    @contextmanager
+    def _chunks(self, parts: Seq[str | Picture], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
+        """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
+        mtmd = self._mtmd
+        native = mtmd.mtmd_input_chunks_init()
+        made: list[Any] = []
+        kept: list[Any] = []
+        bitmaps: list[Any] = []
+        try:
+            for part in parts:
+                if isinstance(part, str):
+                    text = part.encode("utf-8", "replace")
+                    spoken = mtmd.mtmd_input_text(text, len(text), False, True)
+                    made.append(mtmd.mtmd_input_part(ctypes.pointer(spoken), None))
+                    continue
+                data = None
+                if pixels:
+                    data = ctypes.cast(ctypes.c_char_p(part.data), ctypes.POINTER(ctypes.c_uint8))
+                bitmap = mtmd.mtmd_bitmap_init(part.width, part.height, data)
+                mtmd.mtmd_bitmap_set_id(bitmap, str(len(bitmaps)).encode())
+                bitmaps.append(bitmap)
+                kept.append(data)
+                made.append(mtmd.mtmd_input_part(None, bitmap))
+            pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(*[ctypes.pointer(p) for p in made])
+            code = mtmd.mtmd_tokenize_from_parts(self._context, native, pointers, len(made), add_bos)
+            if code:
+                said = "; ".join(log.errors()[-2:]) or f"code {code}"
+                raise BackendFailure(f"the image could not be read: {said}")
+            yield _Chunks(mtmd, native)
+        finally:
+            mtmd.mtmd_input_chunks_free(native)
+            for bitmap in bitmaps:
+                mtmd.mtmd_bitmap_free(bitmap)

@@ -1,0 +1,110 @@
+"""Tries a backend on a real model, in a process of its own: ten greedy tokens, or the contract's checks (conformance.py).
+
+A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs this program:
+
+    python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
+    python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
+    python -m localllm_backends.trial llamacpp conformance MODEL '{"layers": -1}'
+
+and reads JSON lines from its standard output. `greedy` prints one: the tokens chosen and their text, how far behind the
+best each is in logits (`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
+from the given token instead of the chosen one, so that a step says what it computed whatever the one before chose.
+`conformance` prints a line before and after each check, so that a crash names its check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadSpec
+
+# The next words are as good as certain for the smallest model: near ties say nothing about a device.
+PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
+N_TOKENS = 10
+# Quantised weights times rounded activations: one kernel's order of sums is not another's. (SmolLM2 on a CPU: 0.012.)
+_REAL_MODEL_NOISE = 0.05
+
+
+def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
+    """Ten tokens behind the prompt, each the best, or those of `follow` with what the best would have had more."""
+    import numpy as np
+
+    sequence = backend.new_sequence()
+    started = time.perf_counter()
+    tokens = backend.tokenize(PROMPT, add_bos=True)
+    chosen: list[int] = []
+    gaps: list[float] = []
+    prompt_s = 0.0
+    for index in range(len(follow) or N_TOKENS):
+        row = backend.step([Chunk(sequence, tokens)]).logits(0)[-1]
+        prompt_s = prompt_s or time.perf_counter() - started
+        best = int(row.argmax())
+        token = follow[index] if follow else best
+        # A row that holds NaN or infinities is no answer, whatever its argmax is.
+        gaps.append(float(row[best]) - float(row[token]) if np.isfinite(row).all() else float("inf"))
+        chosen.append(best)
+        tokens = [token]
+    total_s = time.perf_counter() - started
+    backend.drop(sequence)
+    return {
+        "tokens": chosen,
+        "text": backend.detokenize(chosen),
+        # JSON knows no infinity.
+        "gaps": [gap if gap < 1e30 else 1e30 for gap in gaps],
+        "prompt_s": prompt_s,
+        "decode_s": (total_s - prompt_s) / max(len(chosen) - 1, 1),
+    }
+
+
+def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
+    """Each check's name before it runs, and how it went: "ok", "not here" or "failed" with the sentence."""
+    from localllm_backends.conformance import CHECKS, NotHere, Subject
+
+    for check in CHECKS:
+        name = check.__name__.replace("_", " ")
+        yield {"check": name}
+        subject = Subject(backend, noise=_REAL_MODEL_NOISE)
+        started = time.perf_counter()
+        try:
+            check(subject)
+            backend.check_integrity()
+        except NotHere as e:
+            outcome, sentence = "not here", str(e)
+        except (BackendFailure, AssertionError) as e:
+            outcome, sentence = "failed", str(e) or type(e).__name__
+        else:
+            outcome, sentence = "ok", ""
+        seconds = time.perf_counter() - started
+        yield {"check": name, "outcome": outcome, "said": sentence, "seconds": seconds, "noise": subject.worst}
+
+
+def _main(arguments: Sequence[str]) -> int:
+    engine, what, path, body = arguments
+    wanted = json.loads(body)
+    try:
+        backend_type = importlib.import_module(f"localllm_backends.{engine}").backend_type
+        backend = backend_type.load(
+            LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, n_gpu_layers=wanted.get("layers", -1))
+        )
+    except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    try:
+        answers = conformance(backend) if what == "conformance" else iter([greedy(backend, wanted.get("follow", ()))])
+        for answer in answers:
+            print(json.dumps(answer), flush=True)
+    except BackendFailure as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1
+    finally:
+        backend.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,21 @@
+"""The clients that are run, in the order of the table."""
+
+from benchmarks.clients.agents import (
+    aider,
+    claude,
+    cline,
+    codex,
+    continue_cli,
+    copilot,
+    libraries,
+    llm,
+    mini_swe,
+    opencode,
+    pi,
+    qwen,
+)
+
+AGENTS = (
+    codex.AGENT, claude.AGENT, opencode.AGENT, aider.AGENT, qwen.AGENT, cline.AGENT, continue_cli.AGENT, copilot.AGENT,
+    pi.AGENT, mini_swe.AGENT, llm.AGENT, *libraries.AGENTS,
+)  # fmt: skip

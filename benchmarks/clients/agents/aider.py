@@ -1,0 +1,36 @@
+"""aider: it offers no tools. The file is in its prompt, an answer holds the whole new file, and a test runs behind."""
+
+from __future__ import annotations
+
+from benchmarks.clients.agent import TASK, Agent
+from benchmarks.clients.brain import NEW, OLD, TEXT, THOUGHT, Worker
+
+
+class Editing(Worker):
+    """Writes the file anew where it was shown."""
+
+    def __call__(self, prompt: str) -> list[str]:
+        """The answer with the new file, or a message for the commit."""
+        if OLD in prompt and "```" in prompt:
+            self.steps.append("answer")
+            said = f"notes.txt\n```\n{TEXT.replace(OLD, NEW)}```\n"
+        else:
+            self.steps.append("side")
+            said = "docs: another bird"
+        return [self.notation.write(THOUGHT, said, ())]
+
+
+AGENT = Agent(
+    "aider",
+    "pip",
+    "aider-chat",
+    "0.86.2",
+    lambda place: (
+        "aider", "--model", f"openai/{place.target.model}", "--yes-always", "--no-check-update", "--analytics-disable",
+        "--no-show-release-notes", "--no-gitignore", "--edit-format", "whole", "--no-auto-commits",
+        "--test-cmd", f"grep '{NEW}' notes.txt", "--auto-test", "--message", TASK, "notes.txt",
+    ),
+    recipe="aider",
+    worker=Editing,
+    says=f"The bird is a {NEW}",
+)  # fmt: skip

@@ -1,0 +1,241 @@
+"""A model that knows what it wants to write and is held to the server's grammars while it writes it.
+
+It stands where a real engine stands: prompt in, text out, one token per byte and one per control token of the template.
+Under a grammar every token it wants is checked by the engine's own constraint; what the grammar alone allows is written
+for it, and a word the grammar has no way to write ends the answer with a failure that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.clients.notations import Notation
+from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.messages import (
+    Event,
+    Failure,
+    Finish,
+    FinishReason,
+    Prefill,
+    Queued,
+    Request,
+    Text,
+    Timings,
+    Usage,
+)
+from support.scripted_engine import BOS, EOS, ScriptedEngine
+
+_FIRST_CONTROL = 258
+_MOST_COERCED = 3  # tokens in a row that a grammar may put before the model is taken to say something else
+_SPACE = (*b" \n",)
+_CHUNK = 12  # tokens of one piece of text
+
+Brain = Callable[[str], list[str]]
+"""From a prompt to what the model wants to write: the whole reply first, then what it would write where only a part of
+one is asked for (a forced call's JSON, its arguments)."""
+
+
+class Vocabulary:
+    """Bytes and control tokens, as the grammar compiler asks a backend for them."""
+
+    def __init__(self, info: Any, control: tuple[str, ...]) -> None:
+        self.info = info
+        self._control = control
+        self._split = re.compile("(" + "|".join(map(re.escape, control)) + ")") if control else None
+
+    def is_control(self, token: int) -> bool:
+        """True from BOS on."""
+        return token >= BOS
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """A byte, or the spelling of a control token."""
+        if token < BOS:
+            return bytes([token])
+        spelled = ("<s>", "</s>", *self._control)[token - BOS].encode()
+        return spelled if special else b""
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """The tokens that spell `text`."""
+        pieces = self._split.split(text) if special and self._split else [text]
+        out: list[int] = []
+        for piece in pieces:
+            out += [_FIRST_CONTROL + self._control.index(piece)] if piece in self._control else list(piece.encode())
+        return out
+
+    def text(self, tokens: list[int], *, special: bool = True) -> str:
+        """The inverse."""
+        return b"".join(self.token_bytes(t, special=special) for t in tokens).decode("utf-8", "replace")
+
+
+class ScriptedModel(ScriptedEngine):
+    """An engine whose answers `brain` decides. `refused` has what grammars kept it from saying, `coerced` what they
+    wrote in its place; `left_s` when each cancelled answer stopped being made (time.monotonic)."""
+
+    def __init__(self, notation: Notation, source: str, brain: Brain, *, n_ctx: int, pause_s: float = 0.0) -> None:
+        n_vocab = _FIRST_CONTROL + len(notation.control)
+        facts = {"n_ctx": n_ctx, "n_ctx_train": n_ctx, "n_vocab": n_vocab, "chat_template": source}
+        super().__init__(**facts)
+        self.vocabulary = Vocabulary(self.info, notation.control)
+        self.brain = brain
+        self.pause_s = pause_s
+        self.refused: list[str] = []
+        self.coerced: list[str] = []
+        self.left_s: list[float] = []
+        self._compile = GrammarCompiler(self.vocabulary)  # type: ignore[arg-type]
+        self._begun: dict[str, tuple[str, list[str]]] = {}
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Answer as the brain says, and note when an answer was cut off from outside."""
+        self.requests.append(request)
+        tokens = request.prompt if isinstance(request.prompt, list) else self.vocabulary.tokenize(request.prompt)
+        room, most = self.info.n_ctx - len(tokens), request.generation.max_tokens
+        if room <= 0 or (most is not None and most > room):
+            self.requests.pop()
+            async for event in super().submit(request):  # which says that it does not fit
+                yield event
+            return
+        yield Queued(request.id, 0)
+        yield Prefill(request.id, len(tokens), len(tokens), 0)
+        self.running += 1
+        done = False
+        try:
+            async for event in self._answer(request, tokens, room if most is None else most):
+                done = isinstance(event, Finish | Failure)
+                yield event
+        finally:
+            self.running -= 1
+            if not done:
+                self.left_s.append(time.monotonic())
+                self.cancelled.append(request.id)
+
+    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        """Bytes and control tokens."""
+        return self.vocabulary.tokenize(text, special=special)
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Their text."""
+        return self.vocabulary.text(tokens)
+
+    async def _answer(self, request: Request, tokens: list[int], limit: int) -> AsyncIterator[Event]:
+        try:
+            writes, reason, stop = self._plan(request, self.vocabulary.text(tokens), limit)
+        except _RefusedError as e:
+            self.refused.append(str(e))
+            yield Failure(request.id, "internal_error", str(e))
+            return
+        for at in range(0, len(writes), _CHUNK):
+            piece = writes[at : at + _CHUNK]
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
+            yield Text(request.id, self.vocabulary.text(piece, special=request.render_control), tuple(piece))
+        usage = Usage(len(tokens), len(writes), 0)
+        yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
+
+    def _plan(self, request: Request, prompt: str, limit: int) -> tuple[list[int], FinishReason, str | None]:
+        """The tokens of this part of the answer, how it ends, and at which stop string."""
+        if not request.goes_on or request.id not in self._begun:
+            self._begun[request.id] = (prompt, self.brain(prompt))
+        base, wants = self._begun[request.id]
+        whole = _rest(wants[0], prompt.removeprefix(base))
+        options = [whole] if whole is not None else []
+        if request.grammar is None:
+            if not options:
+                raise _RefusedError(f"the prompt goes on with {prompt.removeprefix(base)[-60:]!r}, which I did not say")
+            return self._free(request, options[0], limit)
+        options += [w[_begun(prompt, w) :] for w in wants[1:]]
+        failed: list[_RefusedError] = []
+        for option in options:
+            try:
+                made = self._held(request.grammar, self.vocabulary.tokenize(option))
+            except _RefusedError as e:
+                failed.append(e)
+                continue
+            return (made[:limit], "length", None) if len(made) > limit else (made, "stop", None)
+        raise failed[0] if failed else _RefusedError(f"nothing to say behind {prompt[-60:]!r}")
+
+    def _free(self, request: Request, text: str, limit: int) -> tuple[list[int], FinishReason, str | None]:
+        shown = self.vocabulary.text(self.vocabulary.tokenize(text), special=request.render_control)
+        hits = [(at, s) for s in request.generation.stop if (at := shown.find(s)) >= 0]
+        reason: FinishReason = "stop"
+        stop = None
+        if hits:
+            at, stop = min(hits, key=lambda h: (h[0], -len(h[1])))
+            text = shown[:at]
+        tokens = self.vocabulary.tokenize(text)
+        if len(tokens) > limit:
+            tokens, reason, stop = tokens[:limit], "length", None
+        return tokens, reason, stop
+
+    def _held(self, grammar: tuple[str, str], wanted: list[int]) -> list[int]:
+        """What is written of `wanted` under `grammar`. Raises _RefusedError where it can't be."""
+        constraint = self._compile(grammar)
+        made: list[int] = []
+        at = put = 0
+        while True:
+            row = np.zeros(self.info.n_vocab, dtype=np.float32)
+            constraint.apply(row)
+            allowed = {int(t) for t in np.flatnonzero(row > -np.inf)}
+            token = wanted[at] if at < len(wanted) else EOS
+            if EOS in allowed and token in allowed and not _whole(constraint, wanted[at:]):
+                token = EOS  # a tag is one token in a real vocabulary: its first letter alone is no reason to go on
+            if token == EOS or (token not in allowed and EOS in allowed):
+                if EOS not in allowed:
+                    raise _RefusedError(f"the grammar wants more behind {self.vocabulary.text(made)[-80:]!r}")
+                return made
+            if token in allowed:
+                at, put = at + 1, 0
+            elif token in _SPACE:
+                at += 1
+                continue
+            else:
+                put += 1
+                token = self._put(allowed if put <= _MOST_COERCED else set(), made, self.vocabulary.text(wanted[at:]))
+            constraint.accept(token)
+            made.append(token)
+
+    def _put(self, allowed: set[int], made: list[int], wanted: str) -> int:
+        """The token a grammar writes in the model's place: its only one, or a space. Raises _RefusedError."""
+        forced = next((t for t in (*b"\n ",) if t in allowed), next(iter(allowed)) if len(allowed) == 1 else None)
+        said = self.vocabulary.text(made)[-80:]
+        if forced is None:
+            raise _RefusedError(f"the grammar refuses {wanted[:40]!r} behind {said!r}")
+        self.coerced.append(f"{self.vocabulary.text([forced])!r} before {wanted[:20]!r}")
+        return forced
+
+
+class _RefusedError(Exception):
+    """A grammar has no way to write what the model wants to say."""
+
+
+def _whole(constraint: Any, wanted: list[int]) -> bool:
+    """True when the grammar allows what is wanted up to the end of its first tag."""
+    end = next((i for i, t in enumerate(wanted[: _CHUNK * 4]) if t == ord(">")), len(wanted[: _CHUNK * 4]) - 1)
+    return bool(constraint._matcher.validate_tokens(wanted[: end + 1]) == end + 1)
+
+
+def _begun(prompt: str, part: str) -> int:
+    """How much of `part` the prompt ends with."""
+    return next((k for k in range(len(part), 0, -1) if prompt.endswith(part[:k])), 0)
+
+
+def _rest(wanted: str, said: str) -> str | None:
+    """What of `wanted` comes behind `said`; space between does not count. None where `said` is something else."""
+    if wanted.startswith(said):
+        return wanted[len(said) :]
+    i = j = 0
+    while j < len(said):
+        if i < len(wanted) and wanted[i] == said[j]:
+            i, j = i + 1, j + 1
+        elif said[j].isspace():
+            j += 1
+        elif i < len(wanted) and wanted[i].isspace():
+            i += 1
+        else:
+            return None
+    return wanted[i:]

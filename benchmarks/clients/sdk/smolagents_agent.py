@@ -1,0 +1,7 @@
+"""smolagents: it ends with a tool of its own."""
+
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+from tools import FUNCTIONS, MODEL, TASK, URL
+
+model = OpenAIServerModel(model_id=MODEL, api_base=URL + "/v1", api_key="local")
+print(ToolCallingAgent(tools=[tool(f) for f in FUNCTIONS.values()], model=model, max_steps=8).run(TASK))

@@ -1,0 +1,96 @@
+"""Fits localllm/planner/efficiency.toml to published speeds, and reports how well it predicts rows it has not seen.
+
+    python -m benchmarks.planner_fit            report (files, models and devices left out one at a time)
+    python -m benchmarks.planner_fit --write    report, then write localllm/planner/efficiency.toml from all rows and
+                                                the report to benchmarks/planner_fit.md
+
+OPENBLAS_NUM_THREADS=1 makes it several times faster: its matrices are small.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.planner_fit import batched
+from benchmarks.planner_fit.fit import BASE, Design, Fit
+from benchmarks.planner_fit.report import INTRODUCTION, batched_report, report
+from benchmarks.planner_fit.rows import Row, rows
+from localllm.planner import efficiency
+
+REPORT = Path(__file__).parent.with_suffix(".md")
+# CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34 GB/s measured):
+# SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s and 99 µs a layer; 128-token prompts
+# at 320 and 746 tok/s are 34-75 GFLOP/s a core. The machine's own figures replace them after one `localllm bench`.
+CPU = {
+    "decode": {
+        "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 60e-6, "recurrent_layer_s": 60e-6, "routed": 1.2, "kv": 0.5,
+        "kv_mla": 0.17, "state": 0.5, "moe": 1.0,
+    },
+    "prefill": {
+        "matmul": 0.9, "attention": 0.4, "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 95e-6,
+        "recurrent_layer_s": 95e-6, "scan": 0.2, "moe": 1.5,
+    },
+}  # fmt: skip
+
+
+def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]) -> str:
+    """efficiency.toml: bases, effects above half a percent, row counts, spreads. Effects of past eras stay out of it."""
+    out = [
+        "# How close each kind of machine comes to its limits: written by benchmarks/planner_fit, do not edit by hand.",
+        "# Natural logarithms: coefficient = exp(base + sum of the effects of every key that applies). [*.cpu] is set in",
+        "# benchmarks/planner_fit from measurements on x86 cores. Sources of every row: benchmarks/data/speeds.csv.",
+        "",
+        "[meta]",
+        'source = "published llama-bench and mlx-lm results, benchmarks/data/speeds.csv"',
+    ]
+    for law, (fit, data, spread) in fitted.items():
+        index = fit.design.index
+        base = {name: fit.theta[index["", name]] for name in BASE[law]}
+        out += ["", f"[{law}.base]"] + [f"{name} = {value:.4f}" for name, value in base.items()]
+        if spread:
+            out += ["", f"[{law}.spread]"] + [f"{name} = {value}" for name, value in spread.items()]
+        effects: dict[str, dict[str, float]] = defaultdict(dict)
+        for (key, name), j in index.items():
+            if key and not key.startswith("era:") and abs(fit.theta[j]) >= 0.005:
+                effects[key][name] = float(fit.theta[j])
+        effects["cpu"] = {name: math.log(value) - base[name] for name, value in CPU.get(law, {}).items()}
+        out += ["", f"[{law}.effects]"]
+        for key in sorted(key for key in effects if effects[key]):
+            body = ", ".join(f"{n} = {v:.3f}" for n, v in sorted(effects[key].items()))
+            out.append(f'"{key}" = {{ {body} }}')
+        learnt = [row for row in data if not row.suspect]
+        counts = Counter(key for row in learnt for key in row.keys if not key.startswith("quant:"))
+        out += ["", f"[{law}.rows]"] + [f'"{key}" = {n}' for key, n in sorted(counts.items())]
+    return "\n".join(out) + "\n"
+
+
+def main() -> None:
+    """Report, and with --write replace the table."""
+    fitted, text = {}, [INTRODUCTION]
+    for law in ("decode", "prefill"):
+        data = rows(law)
+        lines, spread = report(law, data)
+        print("\n".join(lines))
+        text += lines
+        learnt = [i for i, row in enumerate(data) if not row.suspect]
+        fitted[law] = (Fit(Design(law, data), learnt), data, spread)
+    single = rows("decode")
+    lines = batched_report(single)
+    print("\n".join(lines))
+    text += lines
+    both = batched.extended(single)
+    one = Fit(both, [i for i, row in enumerate(both.data) if row.batch == 1 and not row.suspect])
+    many = batched.law_of(both, one)
+    fitted["batched"] = (Fit(many), many.data, {})
+    if "--write" in sys.argv:
+        efficiency.FILE.write_text(to_toml(fitted), encoding="utf-8")
+        REPORT.write_text("\n".join(text), encoding="utf-8")
+        print(f"wrote {efficiency.FILE.name} and {REPORT.name}")
+
+
+if __name__ == "__main__":
+    main()

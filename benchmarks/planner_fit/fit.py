@@ -1,0 +1,228 @@
+"""The fit of one law: every coefficient is exp(base + Σ effects of its keys), held near its parents by priors.
+
+Ridge-regularised Gauss-Newton on ln(seconds per token) with Huber weights, so that a key with few rows stays near its
+parent. A part's own effects have Student-t priors: one machine far from its kin does not drag them along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.planner_fit.rows import Row
+from localllm.planner import families
+
+BASE = {
+    "decode": {
+        "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5, "routed": 1.2, "kv": 0.5,
+        "kv_mla": 0.1, "state": 0.5, "quant": 1.0, "moe": 1.0,
+    },
+    "prefill": {
+        "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
+        "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5,
+    },
+    "batched": {"many": 0.2, "row_s": 5e-6, "recurrent_row_s": 1e-5, "moe": 1.0},
+}  # fmt: skip
+_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.3}
+# Prior standard deviations of effects, in ln, by level of key. What is not named does not move. Chosen one at a time by the
+# errors on devices and files that were left out; on most, less freedom than the rows of a level would fill was better.
+PRIORS = {
+    "decode": {
+        "engine": {"eta": 0.10, "layer_s": 0.39, "expert_layer_s": 0.33, "kv": 0.70},
+        "generation": {"eta": 0.08, "layer_s": 0.94, "expert_layer_s": 0.39, "kv": 0.20},
+        "tier": {"eta": 0.23, "layer_s": 0.20, "expert_layer_s": 0.39, "kv": 0.47},
+        "part": {"eta": 0.13},
+        "era": {"eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.30, "recurrent_layer_s": 0.30, "kv": 0.20},
+        "quant": {"quant": 0.08},
+    },
+    "prefill": {
+        "engine": {"matmul": 1.08, "attention": 0.68, "eta": 0.81, "layer_s": 0.90, "expert_layer_s": 0.81},
+        "generation": {"matmul": 0.45, "attention": 0.60, "eta": 1.08, "layer_s": 0.30, "expert_layer_s": 1.08},
+        "tier": {"matmul": 0.08, "attention": 0.15, "layer_s": 0.30, "expert_layer_s": 0.15},
+        "part": {"matmul": 0.09},
+        "era": {"matmul": 0.15, "attention": 0.30, "eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.30,
+                "recurrent_layer_s": 0.30, "moe": 0.20},
+        "own era": {"matmul": 1.40, "attention": 0.40},
+        "quant": {"quant": 0.12},
+    },
+    "batched": {"engine": {"many": 0.70, "row_s": 0.70}},
+}  # fmt: skip
+_WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
+# Noise of one row, in ln: runs of the same part and file in different hands differ by about this much.
+SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
+# Degrees of freedom of the Student-t prior on a part's own effects; None = normal.
+PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
+# From the fit to everything a few rows less are not far; more of them take longer to forget.
+_MANY = 8
+_PEAK = math.log(0.98)
+
+Floats = NDArray[np.float64]
+Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]
+
+
+def level(key: str) -> str:
+    """What kind of thing a key names: engine, generation, tier, part, quant, era (of an engine) and own era (of its kernels
+    for one generation of chips), or "" (moves nothing)."""
+    kind = key.partition(":")[0]
+    if kind == "quant":
+        return "quant"
+    if kind == "era":
+        return "era" if key.count(".") == 1 else "own era"
+    if kind == "part":
+        return kind
+    if ":" in key:
+        return ""
+    head = key.split(".")[0]
+    if "-" not in head:
+        return "engine"
+    return "tier" if head in ("apple-base", "apple-pro", "apple-max", "apple-ultra") else "generation"
+
+
+def prior_sd(law: str, key: str, name: str) -> float:
+    """How far `key` may move coefficient `name`, as a standard deviation in ln; 0 = not at all."""
+    if not key:
+        return _BASE_SD.get(name, 1.0)
+    sd = PRIORS[law].get(level(key), {}).get(name, 0.0)
+    return sd * (3 if key in _WIDE_FORMATS else 1)
+
+
+def family(device: str) -> str:
+    """Vendor and Apple tier, or vendor and generation."""
+    vendor, gen, tier = families.generation(device)
+    return f"{vendor} {tier or gen}"
+
+
+@dataclass(frozen=True)
+class Design:
+    """Rows as matrices over the parameters of a law, built once for every fit over a part of them."""
+
+    law: str
+    data: Sequence[Row]
+
+    @cached_property
+    def index(self) -> dict[tuple[str, str], int]:
+        """Column of every base coefficient ("", name) and every effect (key, name)."""
+        index = {("", name): i for i, name in enumerate(BASE[self.law])}
+        for row in self.data:
+            used = {name for value, powers in row.parts if value for name, _ in powers}
+            for key in row.all_keys:
+                for name in sorted(used):
+                    if prior_sd(self.law, key, name) > 0:
+                        index.setdefault((key, name), len(index))
+        return index
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        """(ln value, exponents, exponents of the share of the peak, 1 where that is capped), by row × part."""
+        n_parts = max(len(row.parts) for row in self.data)
+        shape = (len(self.data), n_parts)
+        values = np.full(shape, -np.inf)
+        powers, shares = (np.zeros((*shape, len(self.index)), np.float32) for _ in range(2))
+        capped = np.zeros(shape)
+        for i, row in enumerate(self.data):
+            for j, (value, named) in enumerate(row.parts):
+                if value <= 0:
+                    continue
+                values[i, j] = math.log(value)
+                for name, power in named:
+                    for column in self._columns(row, name):
+                        powers[i, j, column] += power
+                if self.law == "decode" and ("eta", -1) in named:  # the cap of laws.decode_terms
+                    capped[i, j] = 1.0
+                    for name, sign in (("eta", 1), ("quant", -1)):
+                        for column in self._columns(row, name):
+                            shares[i, j, column] += sign
+        return values, powers, shares, capped
+
+    def _columns(self, row: Row, name: str) -> list[int]:
+        return [c for key in ("", *row.all_keys) if (c := self.index.get((key, name))) is not None]
+
+    def part(self, which: NDArray[np.int64]) -> Matrices:
+        """The matrices of some rows."""
+        values, powers, shares, capped = self.matrices
+        return values[which], powers[which], shares[which], capped[which]
+
+
+def seconds(matrices: Matrices, theta: Floats) -> tuple[Floats, Floats]:
+    """(seconds of each row [n], their gradient in ln [n, parameters])."""
+    values, powers, shares, capped = matrices
+    logs = (
+        values + powers @ theta.astype(np.float32) + capped * np.maximum(0.0, shares @ theta.astype(np.float32) - _PEAK)
+    )
+    parts = np.exp(logs)
+    total = parts.sum(axis=1)
+    gradient = ((parts / total[:, None]).astype(np.float32)[:, None, :] @ powers)[:, 0, :]
+    return total, gradient.astype(np.float64)
+
+
+class Fit:
+    """Coefficients of one law from the rows `which` of `design`: natural logs of the base and of every effect."""
+
+    def __init__(
+        self, design: Design, which: Sequence[int] | None = None, *, near: Floats | None = None, passes: int = 25
+    ) -> None:
+        self.design, self.law = design, design.law
+        chosen = np.arange(len(design.data)) if which is None else np.array(which, dtype=np.int64)
+        rows = [design.data[i] for i in chosen]
+        start = np.zeros(len(design.index))
+        for name, value in BASE[self.law].items():
+            start[design.index["", name]] = math.log(value)
+        self.theta = (start if near is None else near).copy()
+        normal = np.array([prior_sd(self.law, key, name) for key, name in design.index]) ** -2.0
+        penalty, freedom, sigma = normal, PART_FREEDOM[self.law], SIGMA[self.law]
+        own = _spoken_for(design, rows)
+        target = np.log([row.seconds for row in rows])
+        # Rows of one series (the same file at several depths) are not independent.
+        series = Counter((r.device, r.engine, r.model, r.quant) for r in rows)
+        weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -0.4 for r in rows])
+        matrices = design.part(chosen)
+        for _ in range(passes):
+            if freedom is not None:  # the normal prior that touches the Student-t's at the present effects
+                scaled = (self.theta - start) ** 2 * normal
+                penalty = np.where(own, normal * (freedom + 1) / (freedom + scaled), normal)
+            predicted, jacobian = seconds(matrices, self.theta)
+            residual = target - np.log(predicted)
+            w = weight / np.maximum(1.0, np.abs(residual) / (1.2 * sigma)) / sigma**2
+            thin = jacobian.astype(np.float32)
+            hessian = (thin.T @ (thin * w.astype(np.float32)[:, None])).astype(np.float64) + np.diag(penalty)
+            step = np.linalg.solve(hessian, jacobian.T @ (w * residual) - penalty * (self.theta - start))
+            largest = float(np.max(np.abs(step)))
+            self.theta += step * min(1.0, 1.0 / largest)
+            if largest < 4e-3:
+                break
+
+    def errors(self, which: Sequence[int]) -> Floats:
+        """Predicted ÷ measured speed − 1 of rows of the design."""
+        chosen = np.array(which, dtype=np.int64)
+        measured = np.array([self.design.data[i].seconds for i in chosen])
+        return np.asarray(measured / seconds(self.design.part(chosen), self.theta)[0] - 1)
+
+
+def _spoken_for(design: Design, rows: Sequence[Row]) -> NDArray[np.bool_]:
+    """Effects of parts with at least two kin: which of them is the odd one takes three to tell."""
+    kin: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        kin[family(row.device)].add(row.device)
+    alike = {key for r in rows if len(kin[family(r.device)]) >= 3 for key in r.keys if key.startswith("part:")}
+    return np.array([key in alike for key, _ in design.index])
+
+
+def leave_out(design: Design, unit: Callable[[Row], object]) -> Floats:
+    """The error of every row, predicted by a fit that saw no row of its `unit`. Suspect rows are never learnt."""
+    learn = [i for i, row in enumerate(design.data) if not row.suspect]
+    whole = Fit(design, learn).theta
+    groups: dict[object, list[int]] = defaultdict(list)
+    for i, row in enumerate(design.data):
+        groups[unit(row)].append(i)
+    found = np.zeros(len(design.data))
+    for members in groups.values():
+        held = set(members)
+        rest = [i for i in learn if i not in held]
+        found[members] = Fit(design, rest, near=whole, passes=8 if len(members) >= _MANY else 3).errors(members)
+    return found

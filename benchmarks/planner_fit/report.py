@@ -1,0 +1,193 @@
+"""How well the laws predict rows they have not seen: errors by what was held back, as Markdown."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from benchmarks.planner_fit import batched
+from benchmarks.planner_fit.fit import Design, Floats, family, leave_out
+from benchmarks.planner_fit.rows import RECENT, SUSPECTS, TODAY, Row
+from localllm.planner import families
+
+DEEP = 8192
+_FOLDS = 20  # of files, which are many
+# What is held back, and the level of efficiency.toml's spread that tells how far off such a prediction is.
+SPLITS: tuple[tuple[str, str, Callable[[Row], object]], ...] = (
+    ("file", "part", lambda r: zlib.crc32(repr((r.device, r.engine, r.model, r.quant)).encode()) % _FOLDS),
+    ("model", "family", lambda r: r.model),
+    ("device", "engine", lambda r: r.device),
+)
+_HEAD = ["| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |", "|---|---|---|---|---|"]
+
+INTRODUCTION = """# How well the planner predicts speeds it has not seen
+
+Written by `python -m benchmarks.planner_fit --write`; rows and sources: `benchmarks/data/speeds.csv`. Each **model** and
+each **device** is left out once and predicted from all the others; so is each twentieth of the **files** (model × quant ×
+engine of a device).
+Errors are predicted ÷ measured − 1. Rows are predicted at their own era (2023, 2024, 2025a, 2025b, 2026: what the engine
+was then); `recent` are those of 2025b and later. A plan is made for the last era.
+
+- Left out by file or model, the machine has been seen with something else, as after one `localllm bench`. Left out by
+  device, it has not: what is left then is between machines, not between models, since nearly all rows of a machine miss
+  in the same direction by a similar share.
+- The floor is t = bytes ÷ (η·bandwidth) + t₀ (prefill: FLOPs ÷ (η·units) + t₀), two coefficients per family × engine ×
+  dense or MoE. It answers only where it has a group to answer from, so it may count fewer predictions.
+- Neither learnt nor counted, by the law or by the floor:
+DOUBTS
+- Of 87 rows the source names an Apple chip without its bin; they count as the middle of the bins sold at that bandwidth.
+- A row filed under an age before its model was released counts as of the model's.
+- The widths of the priors were chosen by these same errors, so they are slightly optimistic.
+""".replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
+# The bars: (median, 90th percentile) of |error| in percent, by law and line, held back by device.
+BARS = {
+    ("decode", ""): (7.5, 21), ("decode", ", recent rows"): (7, 18), ("decode", f", depth ≥ {DEEP:,}"): (8, 18),
+    ("prefill", ", recent rows"): (11, 30), ("batched", ""): (12, 35),
+}  # fmt: skip
+
+
+def line(name: str, errors: Iterable[float]) -> str:
+    """One row of a report's table: count, median, 90th percentile and bias, in percent."""
+    e = np.array(list(errors))
+    if not len(e):
+        return f"| {name} | 0 | | | |"
+    a = np.abs(e) * 100
+    return f"| {name} | {len(e)} | {np.median(a):.1f} | {np.percentile(a, 90):.1f} | {np.median(e) * 100:+.1f} |"
+
+
+def _bar(law: str, label: str) -> str:
+    """The bar of a line, in its name: " (bar 7 / 18)", or nothing."""
+    found = BARS.get((law, label))
+    return f" (bar {found[0]:g} / {found[1]:g})" if found else ""
+
+
+def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
+    """The errors of every way of holding back, as Markdown; and the spreads for the table."""
+    design = Design(law, data)
+    counted = np.array([not row.suspect for row in data])
+    recent = counted & np.array([row.era in RECENT for row in data])
+    deep = counted & np.array([row.depth >= DEEP for row in data])
+    today = counted & np.array([row.era == TODAY for row in data])
+    out = [f"## {law.capitalize()}", "", f"{len(data)} rows, {len({r.device for r in data})} devices, "
+           f"{len({r.model for r in data})} models; {len(design.index)} coefficients.", "", *_HEAD]  # fmt: skip
+    spread: dict[str, float] = {}
+    by_device: Floats = np.zeros(0)
+    for name, level, unit in SPLITS:
+        errors = leave_out(design, unit)
+        by_device = errors if name == "device" else by_device
+        floor = floor_errors(data, unit)
+        for label, chosen in (
+            ("", counted),
+            (", recent rows", recent),
+            (", rows of 2026", today),
+            (f", depth ≥ {DEEP:,}", deep),
+        ):
+            bar = _bar(law, label) if name == "device" else ""
+            out.append(line(f"**{name}**{label}{bar}", errors[chosen]))
+            out.append(line(f"{name}{label}: the floor", (e for i, e in floor if chosen[i])))
+        spread[level] = round(float(np.percentile(np.abs(np.log1p(errors[recent])), 80)) / 1.28, 3)
+        inside = np.abs(np.log1p(errors[recent])) <= 1.28 * spread[level]
+        out.append(f"| {name}, recent rows inside the stated 80 % range | {100 * np.mean(inside):.0f} % | | | |")
+    devices: dict[str, set[str]] = defaultdict(set)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in data:
+        devices[family(row.device)].add(row.device)
+    for row, error, chosen in zip(data, by_device, recent, strict=True):
+        if chosen:
+            alone = "" if len(devices[family(row.device)]) > 1 else " (one device)"
+            groups[f"{family(row.device)}{alone} × {row.engine} × {'MoE' if row.moe else 'dense'}"].append(error)
+    out += ["", "### By family and engine, held back by device, recent rows", "", *_HEAD]
+    out += [line(group, members) for group, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0]))]
+    spread["none"] = 0.45
+    return [*out, "", *noise(data)], spread
+
+
+def batched_report(single: Sequence[Row]) -> list[str]:
+    """The same for several sequences at once, held back by what the rows of both laws have in common."""
+    out = ["## Decode of several sequences at once", ""]
+    lines = [*_HEAD]
+    for name, _, unit in SPLITS:
+        data, errors = batched.leave_out(single, unit)
+        bar = _bar("batched", "") if name == "device" else ""
+        lines.append(line(f"**{name}**{bar}", errors))
+        floor = floor_errors([*single, *data], unit, n_learnt=len(single))
+        lines.append(line(f"{name}: the floor", (e for i, e in floor if i >= len(single))))
+        if name == "device":
+            sizes = sorted({row.batch for row in data})
+            chosen = [(n, [e for row, e in zip(data, errors, strict=True) if row.batch == n]) for n in sizes]
+            lines += [line(f"device, {n} sequences", members) for n, members in chosen]
+    machines = sorted({row.device for row in data})
+    out += [f"{len(data)} rows of {' and '.join(machines)}; the floor reads the bytes of the whole step.", "", *lines]
+    return [*out, ""]
+
+
+def noise(data: Sequence[Row]) -> list[str]:
+    """How far rows of one file on one part at one depth, length and era are from each other: what no law can know."""
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in data:
+        if not row.suspect:
+            groups[row.device, row.engine, row.model, row.quant, row.parts, row.era].append(row)
+    found = [g for g in groups.values() if len(g) > 1]
+    apart = [abs(math.log(r.seconds / float(np.median([x.seconds for x in g])))) for g in found for r in g]
+    if not apart:
+        return []
+    return [
+        f"Noise: the {len(apart)} rows that are there more than once, of the same file, part, depth, length and era, are "
+        f"{100 * float(np.median(apart)):.1f} % (median) and {100 * float(np.percentile(apart, 90)):.1f} % (90th "
+        "percentile) from their common middle. Nearly all of a group are from one source, so between machines it is more.",
+        "",
+    ]
+
+
+# --- the floor ------------------------------------------------------------------------------------------------------
+
+
+def floor_errors(
+    data: Sequence[Row], unit: Callable[[Row], object], *, n_learnt: int | None = None
+) -> list[tuple[int, float]]:
+    """(row, error) by the plain two-coefficient fit t = bytes/(η·BW) + t0 per family × engine × dense/MoE (prefill: FLOPs
+    and units instead). `n_learnt`: only the first so many rows are learnt from."""
+    members: dict[object, list[int]] = defaultdict(list)
+    for i, row in enumerate(data):
+        members[unit(row)].append(i)
+    found = []
+    for held in members.values():
+        left_out = set(held)
+        groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+        for i, row in enumerate(data):
+            if i not in left_out and not row.suspect and (n_learnt is None or i < n_learnt):
+                for key in _floor_keys(row):
+                    groups[key].append(row)
+        wanted = {key for i in held for key in _floor_keys(data[i])}
+        fits = {key: _floor_fit(groups[key]) for key in wanted if len(groups.get(key, ())) >= 3}
+        for i in held:
+            known = next((k for k in _floor_keys(data[i]) if k in fits), None)
+            if known is not None:
+                slope, constant = fits[known]
+                found.append((i, data[i].seconds / (slope * _bytes_time(data[i]) + constant) - 1))
+    return found
+
+
+def _floor_keys(row: Row) -> list[tuple[str, ...]]:
+    vendor, gen, tier = families.generation(row.device)
+    return [(f"{vendor}-{tier or gen}", row.engine, str(row.moe)), ("*", row.engine, str(row.moe))]
+
+
+def _bytes_time(row: Row) -> float:
+    """Seconds the weights take at the nominal rate: their bytes in decode, their arithmetic in prefill."""
+    named = {name for name, _ in row.parts[0][1]}
+    return row.parts[0][0] + (row.parts[1][0] if "eta" in named else 0.0)
+
+
+def _floor_fit(members: Sequence[Row]) -> tuple[float, float]:
+    x, y = np.array([_bytes_time(r) for r in members]), np.array([r.seconds for r in members])
+    best = (math.inf, 1.0, 0.0)
+    for constant in np.linspace(0, min(8e-3, float(np.median(y))), 33):
+        slope = float(np.exp(np.median(np.log(y - np.minimum(constant, 0.8 * y)) - np.log(x))))
+        score = float(np.mean(np.abs(np.log((slope * x + constant) / y))))
+        best = min(best, (score, slope, float(constant)))
+    return best[1], best[2]

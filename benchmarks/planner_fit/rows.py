@@ -1,0 +1,268 @@
+"""Published speeds as rows of the planner's laws: seconds per token = Σ parts × Π coefficient ^ exponent."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from localllm.device import table
+from localllm.planner import families, laws
+from localllm.planner.facts import facts
+from localllm.planner.streams import streamed
+from localllm_catalog import catalog, shapes
+from localllm_catalog.types import Layer, Model, Variant
+
+DATA = Path(__file__).parent.parent / "data" / "speeds.csv"
+# What an engine was when a row was measured, by its build or date: a prediction is made for the last.
+ERAS = ("2023", "2024", "2025a", "2025b", "2026")
+TODAY = ERAS[-1]
+RECENT = ERAS[-2:]
+
+Powers = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one prompt token.
+
+    `token_s`: what one token's arithmetic takes at the machine's nominal rate.
+    """
+
+    device: str
+    engine: str
+    model: str
+    quant: str
+    moe: bool
+    depth: int
+    seconds: float
+    keys: tuple[str, ...]
+    parts: tuple[tuple[float, Powers], ...]
+    source: str = ""
+    era: str = TODAY
+    batch: int = 1
+    token_s: float = 0.0
+    n_layers: int = 0
+    n_recurrent: int = 0
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Keys of machine and model, and of the age of the engine and of its kernels for this generation of chips
+        where that is not today's."""
+        if self.era == TODAY:
+            return self.keys
+        vendor, generation, tier = families.generation(self.device)
+        kind = f"{vendor}-{tier or generation}"
+        return (*self.keys, f"era:{self.engine}.{self.era}", f"era:{kind}.{self.engine}.{self.era}")
+
+    @property
+    def suspect(self) -> bool:
+        """True for rows that are something else than they are filed as. No fit learns them, no score counts them."""
+        return any(
+            self.device in doubt.devices
+            and doubt.source in self.source
+            and (not doubt.prefill_engine or (self.is_prefill and self.engine == doubt.prefill_engine))
+            and doubt.quant in ("", self.quant)
+            for doubt in SUSPECTS
+        )
+
+    @property
+    def is_prefill(self) -> bool:
+        """True for a row of prompts, False for one of answers."""
+        return any(name == "matmul" for name, _ in self.parts[0][1])
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Rows that are not what they are filed as: whose, and why. `prefill_engine`: prompts of that engine alone."""
+
+    devices: tuple[str, ...]
+    source: str
+    why: str
+    prefill_engine: str = ""
+    quant: str = ""
+
+
+SUSPECTS = (
+    Doubt(
+        ("Apple M2 Max", "Apple M5"), "mac-llm-bench",
+        "two machines of mac-llm-bench: its M2 Max is 25-35 % below llama.cpp's scoreboard for the chip, its compiler threw its "
+        "M5's GGUF set away (half of what others measure), and of what is left of the M5 two models of the same shapes and "
+        "format have 20.3 and 58.8 tok/s",
+    ),
+    Doubt(
+        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",), "strix-halo-testing/tree/main/llm-bench",
+        "prompts under ROCm in lhl's raw runs of 2025 on Strix Halo: the runs without hipBLASLt, for which rocBLAS then had no "
+        "kernels for the chip (5.1 of 59 TFLOP/s in its author's test, 36.9 with it). The same author's table of the same "
+        "models with it, 3.2 to 5.1 times as fast, is in their place (of decode both are alike, and it counts)",
+        "rocm",
+    ),
+    Doubt(
+        ("Apple M2 Pro",), "Rapid-MLX",
+        "Qwen3.6-27B's 2 bits on an M2 Pro (prompts): a third more arithmetic a second than the chip's GPU has, and 3.5 times "
+        "its 4 bits in the same table",
+        "mlx", "2bit",
+    ),
+)  # fmt: skip
+
+
+def _dense(name: str, layers: int, hidden: int, ff: int, heads: int, kv_heads: int, vocab: int) -> Model:
+    """A plain GQA model that is measured often and not in the catalog."""
+    dim = hidden // heads if name != "mistral-nemo-12b" else 128
+    layer = Layer("full", n_kv_heads=kv_heads, head_dim_k=dim, head_dim_v=dim)
+    return Model(
+        id=name, name=name, family=name, params_total=0, params_active=0, layers=(layer,) * layers, hidden_size=hidden,
+        intermediate_size=ff, n_heads=heads, head_dim=dim, vocab_size=vocab, native_context=4096, architecture="dense",
+    )  # fmt: skip
+
+
+EXTRA = {
+    m.id: m
+    for m in (
+        _dense("llama-2-7b", 32, 4096, 11008, 32, 32, 32000),
+        _dense("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 32000),
+        _dense("mistral-7b", 32, 4096, 14336, 32, 8, 32768),
+        _dense("mistral-nemo-12b", 40, 5120, 14336, 32, 8, 131072),
+    )
+}
+
+
+def variant_of(model: Model, quant: str, file_bytes: str, *, mlx: bool) -> Variant | None:
+    """The file a row was measured with: of its size where that is stated."""
+    if file_bytes:
+        size = int(file_bytes)
+    elif mlx:
+        size = shapes.estimate_mlx_bytes(model, quant)
+    else:
+        known = [v.file_bytes for v in model.variants if v.quant == quant and v.format == "gguf"]
+        if not known and quant == "MXFP4":
+            return None
+        size = known[0] if known else shapes.estimate_gguf_bytes(model, quant)
+    return Variant("mlx" if mlx else "gguf", quant, "", (), size)
+
+
+def _batch(record: dict[str, str]) -> int:
+    return int(float(record["batch"] or 1))
+
+
+@cache
+def _bins(device: str, bandwidth_gbps: float) -> tuple[int, ...]:
+    """Units of the bins that an Apple chip of this bandwidth is sold with."""
+    chip = device.removeprefix("Apple ")
+    sold = (row for row in table.rows() if row.name == chip or row.name.startswith(f"{chip} ("))
+    return tuple(row.compute_units for row in sold if row.bandwidth_gbps == bandwidth_gbps and row.compute_units)
+
+
+def _units(record: dict[str, str]) -> float:
+    """Compute units as the source has them; where it names the chip alone, the middle of the bins of that bandwidth, which
+    is at most 15 % from either (0 where nothing is known)."""
+    stated = float(record["units"] or 0)
+    bins = _bins(record["device"], float(record["bandwidth_gbps"])) if not stated else ()
+    return stated or (math.prod(bins) ** (1 / len(bins)) if bins else 0.0)
+
+
+def _flops_s(record: dict[str, str]) -> float:
+    return families.part_tflops(record["device"], _units(record), engine=record["engine"])[0] * 1e12
+
+
+def _active(model: Model, variant: Variant) -> int:
+    parts = streamed(model, variant)
+    return parts.dense_params + parts.routed_params
+
+
+def _era(record: dict[str, str], model: Model) -> str:
+    """The age of the engine: as it is filed, but no engine ran a model before that was there."""
+    date = re.match(r"(\d{4})(?:-(\d\d))?", model.release_date)
+    if date is None:
+        return record["era"]
+    year, month = date[1], int(date[2] or 1)
+    born = {"2025": "2025a" if month < 7 else "2025b"}.get(year, year)
+    return max(record["era"], min(born, TODAY))
+
+
+def _row(
+    record: dict[str, str], model: Model, variant: Variant, keys: Sequence[str], parts: tuple[tuple[float, Powers], ...]
+) -> Row:
+    return Row(
+        record["device"], record["engine"], model.id, variant.quant, bool(model.experts),
+        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]), tuple(keys), parts, record["source"],
+        _era(record, model), _batch(record), 2 * _active(model, variant) / _flops_s(record), len(model.layers),
+        facts(model).n_recurrent_layers,
+    )  # fmt: skip
+
+
+def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> tuple[tuple[float, Powers], ...]:
+    generated = re.match(r"tg(\d+)", record["test"])
+    depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
+    parts, known = streamed(model, variant), facts(model)
+    batch = _batch(record)
+    bandwidth = float(record["bandwidth_gbps"]) * 1e9
+    core: Powers = (("moe", 1),) if model.experts else ()
+    flops_s = _flops_s(record)
+    kv_part: tuple[float, Powers] = (batch * laws.kv_read_bytes(model, int(depth)) / bandwidth, (("kv", -1),))
+    if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
+        flops = sum(n * laws.attention_flops(layer, model.n_heads, int(depth)) for layer, n in known.groups)
+        kv_part = (batch * flops / flops_s, (("kv_mla", -1),))
+    return (
+        (parts.dense_bytes / bandwidth, (("eta", -1), ("quant", 1), *core)),
+        (
+            (parts.step_bytes(model, laws.apart(batch)) - parts.dense_bytes) / bandwidth,
+            (("eta", -1), ("quant", 1), ("routed", 1), *core),
+        ),
+        (float(known.n_layers), (("layer_s", 1), *core)),
+        (float(known.n_expert_layers), (("expert_layer_s", 1), *core)),
+        (float(known.n_recurrent_layers), (("recurrent_layer_s", 1), *core)),
+        kv_part,
+        (batch * laws.state_traffic_bytes(model) / bandwidth, (("state", -1),)),
+    )
+
+
+def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> tuple[tuple[float, Powers], ...]:
+    length = re.match(r"pp(\d+)", record["test"])
+    tokens = int(length.group(1)) if length else 2048
+    depth = int(float(record["depth"] or 0))
+    if record["test"] == "prefill" and depth:  # a whole prompt of that length, where llama-bench's are a chunk after it
+        tokens, depth = depth, 0
+    flops_s = _flops_s(record)
+    batch = max(1, min(tokens, 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)))
+    parts, known = streamed(model, variant), facts(model)
+    moe: Powers = (("moe", 1),) if model.experts else ()
+    weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
+    attention = sum(laws.attention_flops(layer, model.n_heads, depth + tokens / 2) for layer in model.layers)
+    bandwidth = float(record["bandwidth_gbps"]) * 1e9
+    return (
+        (2 * weights / flops_s, (("matmul", -1), ("quant", 1), *moe)),
+        (attention / flops_s, (("attention", -1),)),
+        (parts.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
+        (known.n_layers / batch, (("layer_s", 1),)),
+        (known.n_expert_layers / batch, (("expert_layer_s", 1),)),
+        (known.n_recurrent_layers / batch, (("recurrent_layer_s", 1),)),
+        (laws.scan_flops(model) / flops_s, (("scan", -1),)),
+    )
+
+
+def rows(law: str, *, batched: bool = False) -> list[Row]:
+    """Every single-sequence row of `law` ("decode" or "prefill") the catalog knows the model of. `batched`: those of
+    several sequences instead, seconds per step (llama-batched-bench's: the others count the prompts' time too)."""
+    models = {m.id: m for m in catalog.load().models} | EXTRA
+    found = []
+    with DATA.open(newline="") as f:
+        for record in csv.DictReader(f):
+            decoding = record["test"].startswith("tg") or record["test"] == "decode"
+            if (_batch(record) > 1) != batched or decoding != (law == "decode"):
+                continue
+            if batched and not record["test"].startswith("tg"):
+                continue
+            model, mlx = models[record["model"]], record["engine"] == "mlx"
+            variant = variant_of(model, record["quant"], record["file_bytes"], mlx=mlx)
+            if variant is None:
+                continue
+            hardware = families.hardware_keys(record["device"], record["engine"])
+            keys = (*hardware, laws.format_key(variant))
+            parts = (_decode_parts if law == "decode" else _prefill_parts)(record, model, variant)
+            found.append(_row(record, model, variant, keys, parts))
+    return found

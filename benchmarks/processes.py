@@ -1,0 +1,176 @@
+"""Servers as processes of ours: started, killed, and looked at from outside; and what can only be measured so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from localllm.bench.scenarios import MEANS, Figure, Scenarios
+from localllm.bench.stream import Messages, Target
+from localllm.bench.texts import SYSTEM, unique, user
+from localllm.errors import BackendError
+
+_READY_S, _STOPPED_S = 300.0, 30.0
+
+
+@dataclass
+class Server:
+    """One server process and how to start it again. `model`: what requests name; `environment`: beside this process's
+    own; `log`: the file its output goes to (None: nowhere)."""
+
+    name: str
+    command: list[str]
+    port: int
+    model: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def target(self) -> Target:
+        """As a client meets it."""
+        return Target(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, restart=self.restart)
+
+    def start(self) -> float:
+        """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""
+        begun = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            out = subprocess.DEVNULL if self.log is None else stack.enter_context(self.log.open("ab"))
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=out, env={**os.environ, **self.environment}
+            )
+        while True:
+            try:
+                self.target.wait_ready(0.0)
+                return time.perf_counter() - begun
+            except BackendError:
+                if self.process.poll() is not None or time.perf_counter() - begun > _READY_S:
+                    said = self.log.read_text(errors="replace")[-500:] if self.log is not None else ""
+                    raise BackendError(f"{self.name} did not start: {said}") from None
+            time.sleep(0.02)
+
+    def stop(self, sig: int = signal.SIGTERM) -> None:
+        """End it and its children; what has not ended in time is killed."""
+        assert self.process is not None
+        all_of_it = self._processes()
+        self.process.send_signal(sig)
+        try:
+            self.process.wait(timeout=_STOPPED_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        _, left = psutil.wait_procs(all_of_it, timeout=10)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def restart(self) -> None:
+        """End it as a person would, and start it again."""
+        self.stop()
+        self.start()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of server and workers, file-backed pages included as the kernel counts them."""
+        return sum(p.memory_info().rss for p in self._processes())
+
+    def cpu_s(self) -> float:
+        """CPU seconds of server and workers so far."""
+        return sum(sum(p.cpu_times()[:2]) for p in self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
+        assert self.process is not None
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+
+BURNT = Figure("CPU burnt in the second after a cancel", "s", "less")
+KILLED = Figure("kill -9: first token ÷ cold", "×", "less")
+CROWDED = Figure("short chat beside 12,000 cached tokens", "× before", "more")
+IDLE = Figure("CPU of a server at rest", "core", "less")
+MEMORY = Figure("resident memory", "MB", "less")
+
+
+class ProcessScenarios(Scenarios):
+    """What can be measured of a process that we started, beside what every server can be put through. `servers`: those
+    that the targets are of."""
+
+    means: Mapping[str, str] = {
+        **MEANS,
+        "crowded": "a short chat while much of others' is kept: does what is kept slow you down",
+        "burnt": "you stop an answer: does the machine go on computing it",
+        "kill": "the server is killed (power, memory): is a conversation it had read still known",
+        "rest": "nobody asks: what the server costs meanwhile",
+    }
+    servers: Sequence[Server] = ()
+
+    def _server(self, t: Target) -> Server:
+        return next(s for s in self.servers if s.name == t.name)
+
+    def run_crowded(self, t: Target) -> None:
+        """A short chat's speed with 12,000 tokens of other conversations cached, against its speed before."""
+
+        def speed() -> float:
+            return statistics.median(t.chat(user(f"Tell a story. {self.fresh()}"), 64).decode_tok_s for _ in range(5))
+
+        alone = speed()
+        for _ in range(6):
+            t.chat(user(unique(410, self.fresh())), 4)
+        time.sleep(0.5)
+        self.put(CROWDED, t, speed() / alone)
+
+    def run_burnt(self, t: Target) -> None:
+        """CPU seconds in the second after a long answer was dropped."""
+        t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10)
+        t.chat(user(f"Hi {self.fresh()}"), 4)
+        server = self._server(t)
+        before = server.cpu_s()
+        time.sleep(1.0)
+        self.put(BURNT, t, server.cpu_s() - before)
+
+    def run_kill(self, t: Target) -> None:
+        """The same 1,400-token prompt after kill -9."""
+        server = self._server(t)
+        messages: Messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
+        cold = t.chat(messages, 8)
+        time.sleep(1.0)
+        server.stop(signal.SIGKILL)
+        server.start()
+        self.put(KILLED, t, t.chat(messages, 8).ttft_s / cold.ttft_s)
+        time.sleep(1.0)
+
+    def run_rest(self, t: Target) -> None:
+        """Idle CPU and resident memory."""
+        server = self._server(t)
+        before = server.cpu_s()
+        time.sleep(2.0)
+        self.put(IDLE, t, (server.cpu_s() - before) / 2.0)
+        self.put(MEMORY, t, server.rss_bytes() / 1e6)
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[Server]) -> Iterator[list[Server]]:
+    """Those of them that start, for the length of the block, which SIGTERM ends as Ctrl-C does; why others did not is said."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started: list[Server] = []
+    try:
+        for s in servers:
+            try:
+                print(f"{s.name}: ready in {s.start():.2f} s", file=sys.stderr, flush=True)
+                started.append(s)
+            except BackendError as e:
+                print(f"left out: {e.message}", file=sys.stderr, flush=True)
+        yield started
+    finally:
+        for s in servers:
+            if s.process is not None and s.process.poll() is None:
+                s.stop()

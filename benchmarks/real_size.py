@@ -1,0 +1,249 @@
+"""Models of true size without their weights: is memory what was planned, and speed what was predicted?
+
+python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512] [--rounds 3]
+                               [--threads 0] [--keep]
+python -m benchmarks.real_size --list
+
+The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings and
+random routers, and holes for the rest: they take hundreds of MB of disk, and are read, laid out and streamed as the real
+ones are, with every token sent to other experts. What they say is nonsense. Each runs in a process of its own, through our
+backend's plain loop, with random tokens. Where the plan says no, the reason is printed and nothing is loaded.
+
+Timings of a shared machine are noise: the load at start and end is printed beside them, and decode and prefill are taken
+in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+_PAGE_KB = 1024
+_POOL_ROWS = 512
+_SPREAD = 0.02  # of a random row's elements: norms rescale it
+
+
+def vocabulary(writer: Any, n_tokens: int) -> None:
+    """SmolLM2's tokenizer in `writer`, filled up to `n_tokens` with tokens that no text contains."""
+    import gguf
+
+    from benchmarks.models import smollm2
+
+    fields = gguf.GGUFReader(str(smollm2())).fields
+
+    def texts(key: str) -> list[str]:
+        field = fields[key]
+        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+
+    tokens = texts("tokenizer.ggml.tokens")[:n_tokens]
+    kinds = [int(fields["tokenizer.ggml.token_type"].parts[i][0]) for i in fields["tokenizer.ggml.token_type"].data]
+    unused = n_tokens - len(tokens)
+    writer.add_tokenizer_model(texts("tokenizer.ggml.model")[0])
+    writer.add_tokenizer_pre(texts("tokenizer.ggml.pre")[0])
+    writer.add_token_list([*tokens, *(f"<|unused{i}|>" for i in range(unused))])
+    writer.add_token_types([*kinds[:n_tokens], *([int(gguf.TokenType.UNUSED)] * unused)])
+    writer.add_token_merges(texts("tokenizer.ggml.merges"))
+    for key in ("bos", "eos"):
+        getattr(writer, f"add_{key}_token_id")(int(fields[f"tokenizer.ggml.{key}_token_id"].parts[-1][0]))
+
+
+def fill(path: Path) -> None:
+    """Random embeddings and routers and norms of one in a file of holes: enough that tokens differ and are routed apart."""
+    import numpy as np
+
+    from localllm_catalog import gguf as header_of
+
+    header = header_of.read(path)
+    rng = np.random.default_rng(0)
+    with path.open("r+b") as f:
+        for tensor in header.tensors:
+            f.seek(header.data_start + tensor.offset)
+            if tensor.name == "token_embd.weight":
+                row_bytes, n_rows = tensor.n_bytes // tensor.shape[-1], tensor.shape[-1]
+                pool = [_row(tensor.type, row_bytes, rng) for _ in range(_POOL_ROWS)]
+                for start in range(0, n_rows, 4096):
+                    some = rng.integers(0, _POOL_ROWS, size=min(4096, n_rows - start))
+                    f.write(b"".join(pool[i] for i in some))
+            elif "ffn_gate_inp." in tensor.name:
+                f.write(rng.standard_normal(tensor.n_bytes // 4).astype(np.float32).tobytes())
+            elif len(tensor.shape) == 1 and "norm" in tensor.name:
+                f.write(np.ones(tensor.n_bytes // 4, dtype=np.float32).tobytes())
+
+
+def _row(kind: str, n_bytes: int, rng: Any) -> bytes:
+    """One row of random values in a ggml format: its scales small and finite, everything else any bits."""
+    import numpy as np
+
+    # (bytes of a block, where its 16-bit scales stand)
+    blocks = {"Q4_K": (144, (0,)), "Q8_0": (34, (0,)), "Q6_K": (210, (208,)), "Q4_0": (18, (0,))}
+    if kind not in blocks:
+        return (
+            (rng.standard_normal(n_bytes // 4) * _SPREAD).astype(np.float32).tobytes()
+            if kind == "F32"
+            else bytes(n_bytes)
+        )
+    size, scales = blocks[kind]
+    data = rng.integers(0, 256, size=(n_bytes // size, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(1e-4).tobytes(), dtype=np.uint8)
+    for at in scales:
+        data[:, at : at + 2] = scale
+    if kind == "Q4_K":
+        data[:, 2:4] = scale  # the minimum's scale
+    return bytes(data.tobytes())
+
+
+# --- one model, in a process of its own -------------------------------------------------------------------------------
+
+
+def resident_bytes(kind: str = "VmRSS") -> int:
+    """Bytes of this process in memory: VmRSS, RssAnon (its own) or RssFile (mapped)."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(kind + ":"):
+            return int(line.split()[1]) * _PAGE_KB
+    return 0
+
+
+def planned(path: Path, context: int) -> tuple[Any, Any, Any]:
+    """(device, model, plan) of `path` on this machine, for one request at a time."""
+    from localllm.device.detect import detect
+    from localllm.planner.plan import Overrides, plan_for
+    from localllm.planner.types import Workload
+    from localllm_catalog import from_gguf, gguf
+
+    model = from_gguf.model_from_gguf(gguf.read(path))
+    device = detect(measure=True)
+    workload = Workload(context=context)
+    return (
+        device,
+        model,
+        plan_for(device, model, model.variants[0], workload, overrides=Overrides(slots=4, kv_type="f16")),
+    )
+
+
+def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Plan `path`, and where it fits load it, and measure."""
+    from localllm.planner import why
+
+    device, model, plan = planned(path, options.context)
+    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "planned_gb": plan.memory.total_bytes / 1e9}
+    if plan.fits == "no":
+        return {**found, "refused": why.does_not_fit(plan, device)}
+    from localllm.cli.launch import load_spec
+    from localllm_backends.llamacpp import backend_type
+
+    backend_type.vocabulary(str(path))  # the libraries are in memory before what is weighed
+    before = resident_bytes()
+    started = time.perf_counter()
+    backend = backend_type.load(load_spec(str(path), plan.settings, n_threads=options.threads))
+    found["load_s"] = time.perf_counter() - started
+    found["predicted_load_s"] = plan.load_s.value
+    found["places_gb"] = {k: v / 1e9 for k, v in backend.memory().places.items()}
+    prefill, decode = _rates(backend, options, model.vocab_size)
+    found["resident_gb"] = (resident_bytes() - before) / 1e9
+    found["anonymous_gb"], found["mapped_gb"] = (resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile"))
+    found["planned_over_resident"] = found["planned_gb"] / found["resident_gb"]
+    for name, rates, said in (("prefill", prefill, plan.prefill_tok_s), ("decode", decode, plan.decode_tok_s)):
+        found[f"{name}_tok_s"] = statistics.median(rates)
+        found[f"{name}_rounds"] = rates
+        found[f"{name}_predicted"] = [said.low, said.value, said.high]
+    backend.close()
+    return found
+
+
+def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[list[float], list[float]]:
+    """Prefill and decode of every round, in tokens per second."""
+    from localllm_backends.contract import Chunk
+
+    rng = random.Random(1)
+    prefill, decode = [], []
+    for _ in range(options.rounds):
+        sequence = backend.new_sequence()
+        prompt = [rng.randrange(n_vocab) for _ in range(options.prompt)]
+        started = time.perf_counter()
+        for i in range(0, len(prompt), backend.info.n_batch):
+            backend.step([Chunk(sequence, prompt[i : i + backend.info.n_batch], outputs=1)]).argmax(0)
+        prefill.append(len(prompt) / (time.perf_counter() - started))
+        started = time.perf_counter()
+        for _ in range(options.decode):
+            backend.step([Chunk(sequence, [rng.randrange(n_vocab)], outputs=1)]).argmax(0)
+        decode.append(options.decode / (time.perf_counter() - started))
+        backend.drop(sequence)
+    return prefill, decode
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def _parser(names: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--folder", type=Path, help="where the files are made (default: a temporary folder)")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--decode", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="0 = as served; 1 where others keep the cores busy")
+    parser.add_argument("--keep", action="store_true", help="keep the files")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    """Make each named file, run it in a process of its own, print what was planned beside what was."""
+    from models import sparse_gguf
+
+    options = _parser(list(sparse_gguf.SHAPES)).parse_args()
+    if options.here is not None:
+        print(json.dumps(run_here(options.here, options)))
+        return
+    if options.list or not options.names:
+        print("\n".join(sparse_gguf.SHAPES))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = options.folder if options.keep and options.folder else Path(temporary)
+        for name in options.names:
+            path = folder / f"{name}.gguf"
+            if not path.exists():
+                fill(sparse_gguf.write(sparse_gguf.SHAPES[name], folder, vocabulary))
+            _report(name, path, options)
+            if not options.keep:
+                path.unlink()
+
+
+def _report(name: str, path: Path, options: argparse.Namespace) -> None:
+    said = [f"--{key}={getattr(options, key)}" for key in ("context", "prompt", "decode", "rounds", "threads")]
+    load = os.getloadavg()[0]
+    command = [sys.executable, "-m", "benchmarks.real_size", f"--here={path}", *said]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(f"\n{name}: load average {load:.1f} at start, {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} cores")
+    if done.returncode:
+        print(f"  failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
+        return
+    for key, value in json.loads(done.stdout.splitlines()[-1]).items():
+        print(f"  {key:24} {_shown(value)}", flush=True)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list):
+        return "[" + ", ".join(f"{x:.3g}" for x in value) + "]"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v:.3f}" for k, v in value.items())
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

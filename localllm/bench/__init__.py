@@ -1,0 +1,1 @@
+"""Measures servers from outside, as their users meet them: over HTTP, in turn, as ratios with their spread."""

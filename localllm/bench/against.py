@@ -1,0 +1,145 @@
+"""The same load on several servers, in turn and round by round: `localllm bench --against`, and benchmarks/."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections import Counter as Counted
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from localllm.bench.ratio import Comparison
+from localllm.bench.scenarios import MEANS, Scenarios
+from localllm.bench.seen import Counter, Tokens, templated_tokens
+from localllm.bench.stream import Target
+from localllm.errors import BackendError, LocalLLMError, UsageError
+
+_RESTART_S = 120.0
+# What failed so often on a server is not run there again: each failure may take minutes.
+_TRIES = 2
+# What took longer than this on a server is measured there once.
+_LONG_S = 150.0
+
+
+@dataclass
+class Found:
+    """What a run found: `means` of each scenario to a person, `tables`, what went wrong, what else should be known, and how
+    tokens were counted. `first`: whose ratios to the others are told."""
+
+    first: str
+    targets: Sequence[Target]
+    means: Mapping[str, str]
+    rounds: int
+    counter: Counter
+    tables: list[Comparison] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "servers": [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets],
+            "rounds": self.rounds,
+            "tokens_counted": str(self.counter),
+            "count_differs": {n: {"said": a, "counted": b} for n, (a, b) in self.counter.differing.items()},
+            "tables": [table.to_json(self.first) for table in self.tables],
+            "faults": self.faults,
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """What a person reads, but for the faults."""
+        said = [f"{name:8} {means}" for name, means in self.means.items()]
+        said += [line for table in self.tables for line in ["", *table.lines(self.first)]]
+        said += ["", f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], ratios round by round."]
+        said.append(f"Tokens are counted {self.counter}.")
+        said += self.notes
+        for name, (theirs, ours) in self.counter.differing.items():
+            said.append(f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came.")
+        return said
+
+
+def target_of(url: str, key: str = "", restart: str | None = None) -> Target:
+    """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first model. Raises
+    UsageError for what is no address, BackendError where nothing answers."""
+    address, _, model = url.partition("#")
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        port = parts.port
+    except ValueError as e:
+        raise UsageError(f"{url!r} is no address: {e}", hint="such as http://127.0.0.1:8080/v1") from e
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url!r} is no address", hint="such as http://127.0.0.1:8080/v1")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    where = f"{host}:{port}" if port else host
+    path = parts.path.rstrip("/") or "/v1"
+    target = Target(f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key)
+    if restart is not None:
+        target.restart = _restarter(target, restart)
+    listed = target.models()
+    target.model = model or next(iter(listed), "")
+    return target
+
+
+def _restarter(target: Target, command: str) -> Callable[[], None]:
+    def restart() -> None:
+        try:
+            subprocess.run(
+                shlex.split(command), check=True, timeout=_RESTART_S, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            )  # fmt: skip
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            raise BackendError(f"{target.name} could not be started again: {e}") from e
+
+    return restart
+
+
+def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
+    """The scenarios of a list with commas, all of them among `means`. Raises UsageError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in means]
+    if unknown or not names:
+        raise UsageError(f"no scenario {', '.join(unknown) or text!r}", hint=f"there are {', '.join(means)}")
+    return names
+
+
+def run(
+    targets: Sequence[Target],
+    names: Sequence[str],
+    rounds: int,
+    say: Callable[[str], None] = lambda _: None,
+    make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
+) -> Found:
+    """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking turns. What fails on one
+    server is told in the end and stops nothing else; `say` hears each step. Raises BackendError where one does not
+    answer at all."""
+    if len({t.name for t in targets}) < len(targets):
+        raise UsageError("a server is named twice", hint=", ".join(t.name for t in targets))
+    for target in targets:
+        target.wait_ready()
+    counter = Counter.among(targets)
+    scenarios = make(counter, templated_tokens(targets))
+    found = Found(targets[0].name, targets, {n: scenarios.means[n] for n in names}, rounds, counter)
+    failed: Counted[tuple[str, str]] = Counted()
+    for i in range(rounds):
+        scenarios.round = i
+        for name in names:
+            at = i % len(targets)
+            for target in [*targets[at:], *targets[:at]]:
+                if failed[name, target.name] >= _TRIES:
+                    continue
+                started = time.monotonic()
+                try:
+                    scenarios.run(name, target)
+                except LocalLLMError as e:
+                    found.faults.append(f"{name}, round {i + 1}: {e.message}")
+                    failed[name, target.name] += 1
+                took_s = time.monotonic() - started
+                say(f"round {i + 1}/{rounds}  {name:8} {target.name:24} {took_s:6.1f} s")
+                if took_s > _LONG_S and failed[name, target.name] < _TRIES and i + 1 < rounds:
+                    found.notes.append(f"{name} took {took_s:.0f} s on {target.name}: measured no further.")
+                    failed[name, target.name] = _TRIES
+    found.tables = scenarios.finished(rounds, [t.name for t in targets])
+    return found

@@ -1,0 +1,131 @@
+"""How everything here is compared: interleaved rounds, medians, ratios; single numbers on a shared machine lie."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Better = Literal["more", "less"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One server over another: the median of the rounds' own ratios, the smallest and the largest of them, and each."""
+
+    median: float
+    low: float
+    high: float
+    rounds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}× [{self.low:.2f}–{self.high:.2f}]"
+
+
+@dataclass
+class Comparison:
+    """Values per name over rounds, NaN where a round gave none; `better` says whether a larger or a smaller value wins."""
+
+    title: str
+    unit: str
+    better: Better = "more"
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        """One round's value."""
+        self.values.setdefault(name, []).append(value)
+
+    def fill(self, name: str, rounds: int) -> None:
+        """NaN for those of the first `rounds` rounds that gave no value."""
+        values = self.values.setdefault(name, [])
+        values += [math.nan] * (rounds - len(values))
+
+    def known(self, name: str) -> list[float]:
+        """The rounds of `name` that gave a value."""
+        return [value for value in self.values.get(name, ()) if not math.isnan(value)]
+
+    def median(self, name: str) -> float:
+        """Median over rounds; NaN where there is none."""
+        known = self.known(name)
+        return statistics.median(known) if known else math.nan
+
+    def ratio(self, name: str, to: str) -> float:
+        """Median of `name` over median of `to`."""
+        return self.median(name) / self.median(to) if self.median(to) else math.nan
+
+    def ratios(self, name: str, to: str) -> Ratio | None:
+        """The rounds' own ratios, of those rounds in which both gave a value; None where there is no such round. What
+        changes from round to round (the text, the neighbours) cancels out."""
+        pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
+        found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
+        return Ratio(statistics.median(found), min(found), max(found), found) if found else None
+
+    def paired(self, name: str, to: str) -> float:
+        """Median of the rounds' own ratios; NaN where there is none."""
+        ratios = self.ratios(name, to)
+        return ratios.median if ratios is not None else math.nan
+
+    def to_json(self, first: str) -> dict[str, Any]:
+        """Everything, with the ratio of `first` to every other name."""
+        others = {n: r for n in self.values if n != first and (r := self.ratios(first, n)) is not None}
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "better": self.better,
+            "medians": {n: _or_none(self.median(n)) for n in self.values},
+            "values": {n: [_or_none(v) for v in values] for n, values in self.values.items()},
+            "ratios": {
+                n: {"median": r.median, "low": r.low, "high": r.high, "rounds": list(r.rounds)}
+                for n, r in others.items()
+            },
+            "of": first,
+        }
+
+    def lines(self, first: str) -> list[str]:
+        """The title, a line of at most 80 columns per name with its median and spread, and the ratio of `first` to each
+        other name under it."""
+        said = [f"{self.title} ({self.unit}, {self.better} is better)"]
+        for name in self.values:
+            known = self.known(name)
+            if not known:
+                said.append(f"  {name[:26]:26} gave none")
+                continue
+            said.append(f"  {name[:26]:26} {self.median(name):9.4g}  [{min(known):.4g}–{max(known):.4g}]")
+            ratios = self.ratios(first, name) if name != first else None
+            if ratios is not None:
+                said[-1] += f"  {first[:12]} ÷ it: {ratios}"
+        return said
+
+    def report(self, to: str) -> dict[str, object]:
+        """Print one line per name, with its ratio to `to`, and return the figures."""
+        print(f"\n{self.title}")
+        for name in self.values:
+            known = self.known(name) or [math.nan]
+            spread = f"[{min(known):.4g}–{max(known):.4g}]"
+            ratios = f"× {self.ratio(name, to):.3f}, round by round {self.paired(name, to):.3f}"
+            print(f"  {name:28} {self.median(name):10.4g} {self.unit:8} {spread:22} {ratios}", flush=True)
+        medians, paired = ({n: of(n) for n in self.values} for of in (self.median, lambda n: self.paired(n, to)))
+        return {"title": self.title, "unit": self.unit, "medians": medians, "paired": paired, "to": to}
+
+
+def interleave(rounds: int, *runs: Callable[[], None]) -> None:
+    """Call every run once per round, in turn."""
+    for i in range(rounds):
+        for run in runs:
+            run()
+        print(f"  round {i + 1}/{rounds}", file=sys.stderr)
+
+
+def write(path: str | None, results: Sequence[dict[str, object]]) -> None:
+    """Keep the figures as JSON."""
+    if path:
+        with open(path, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=1)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,255 @@
+"""What servers are put through: each scenario is something a person meets, run once on one server at a time."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from localllm.bench.ratio import Better, Comparison
+from localllm.bench.seen import Counter, Seen, Tokens
+from localllm.bench.stream import Answer, Messages, Target
+from localllm.bench.texts import SYSTEM, copy_edit, unique, user
+from localllm.errors import BackendError, UnsupportedError
+
+# What every scenario means to a person: shown by `bench --against` and in docs/benchmarks.md.
+MEANS: Mapping[str, str] = {
+    "single": "one chat: how fast an answer is written",
+    "prefill": "a long text is pasted: how fast it is read before the answer begins",
+    "two": "two people, or an editor with a chat beside it: tokens/s together",
+    "four": "four at once (a small team, an agent with helpers): tokens/s together",
+    "eight": "eight at once: tokens/s together",
+    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, in tokens' times",
+    "warm": "the next question of a long conversation, and the same question again",
+    "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: is what was read kept",
+    "cancel": "you stop an answer and ask anew: how long the old one is still in the way",
+    "restart": "the server is started again: is a conversation it had read still known",
+    "copy": "an agent writes a file again with one change: what drafting from the prompt gains",
+}
+DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
+# Tokens the first stream gets in peace before the newcomer of "stall" arrives, and all that it gets.
+_ALONE, _STALLED = 60, 600
+# An answer of fewer tokens says nothing about speed.
+_FEWEST = 8
+# What a server does behind an answer's end (keeping its KV) is not the next request's.
+_SETTLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a scenario finds: how it is called, its unit, and whether more or less is better."""
+
+    title: str
+    unit: str
+    better: Better = "more"
+
+
+_TOGETHER = "aggregate, {} streams"
+SINGLE = Figure("decode, one stream", "tok/s")
+PREFILL = Figure("prefill, 3,000 new tokens", "tok/s")
+FIRST = Figure("first token of 3,000 new ones", "s", "less")
+STALL = Figure("stall: largest gap ÷ gap before", "×", "less")
+NEWCOMER = Figure("stall: newcomer's first token", "s", "less")
+COLD = Figure("cold first token of 1,400", "s", "less")
+WARM = Figure("warm turn ÷ cold first token", "×", "less")
+AGAIN = Figure("identical prompt, first token", "ms", "less")
+TWICE = Figure("thrash: tokens read twice", "tokens", "less")
+TURNS = Figure("thrash: mean first token", "ms", "less")
+CANCEL = Figure("cancel: next first token ÷ idle", "×", "less")
+RESTART = Figure("restart: first token ÷ cold", "×", "less")
+COPY = Figure("copy-edit, one stream", "tok/s")
+
+
+class Scenarios:
+    """Each method runs one scenario once on one server and records its figures, under `tables`. `tokens`: of messages, by
+    the template (None: what was read twice can't be counted). `means`: what can be run, and what each is to a person."""
+
+    means: Mapping[str, str] = MEANS
+
+    def __init__(self, counter: Counter, tokens: Tokens | None, seed: int | None = None) -> None:
+        self.counter, self.tokens = counter, tokens
+        self.tables: dict[str, Comparison] = {}
+        self.round = 0
+        self._seed = int(time.time()) if seed is None else seed
+        self._lock = threading.Lock()
+
+    def put(self, figure: Figure, target: Target, value: float) -> None:
+        """Record one figure of this round."""
+        empty = Comparison(figure.title, figure.unit, figure.better)
+        table = self.tables.setdefault(figure.title, empty)
+        table.fill(target.name, self.round)
+        table.add(target.name, value)
+
+    def finished(self, rounds: int, names: Sequence[str]) -> list[Comparison]:
+        """The tables, with the servers in the order of `names`, and NaN for every round that gave nothing."""
+        for table in self.tables.values():
+            for name in names:
+                table.fill(name, rounds)
+            table.values = {name: table.values[name] for name in names}
+        return [*self.tables.values()]
+
+    def fresh(self) -> int:
+        """A number nobody used."""
+        with self._lock:
+            self._seed += 1
+            return self._seed
+
+    def run(self, name: str, target: Target) -> None:
+        """Run one of `means`. Raises BackendError, also for an answer that is empty or too short to say anything."""
+        getattr(self, f"run_{name}")(target)
+
+    # --- speed ---------------------------------------------------------------------------------------------------
+
+    def run_single(self, t: Target) -> None:
+        """Decode speed of one stream."""
+        answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
+        self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
+
+    def run_prefill(self, t: Target) -> None:
+        """A prompt of about 3,000 tokens that no cache has seen."""
+        text = unique(610, self.fresh())
+        answer = self._some(t, t.chat(user(text), 2))
+        said = answer.usage.get("prompt_tokens")
+        tokens = self.counter.tokens_in(text) or (said if isinstance(said, int) else 0)
+        self.put(FIRST, t, answer.ttft_s)
+        if tokens:
+            self.put(PREFILL, t, tokens / answer.ttft_s)
+
+    def run_two(self, t: Target) -> None:
+        """2 streams."""
+        self._streams(t, 2)
+
+    def run_four(self, t: Target) -> None:
+        """4 streams."""
+        self._streams(t, 4)
+
+    def run_eight(self, t: Target) -> None:
+        """8 streams."""
+        self._streams(t, 8)
+
+    def _streams(self, t: Target, n: int) -> None:
+        """Aggregate decode of n streams that start together."""
+        texts = [f"Tell story {self.fresh()}." for _ in range(n)]
+        begun = time.perf_counter()
+        answers = _together([partial(t.chat, user(text), 96) for text in texts])
+        seconds = time.perf_counter() - begun
+        total = sum(self._counted(t, answer) for answer in answers)
+        self.put(Figure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
+
+    def run_copy(self, t: Target) -> None:
+        """A file repeated with one change."""
+        body = {"prompt": copy_edit(self.fresh()), "max_tokens": 320, "temperature": 0, "ignore_eos": True}
+        answer = t.stream(body)
+        self.put(COPY, t, answer.rate(self._counted(t, answer)))
+
+    # --- waiting -------------------------------------------------------------------------------------------------
+
+    def run_stall(self, t: Target) -> None:
+        """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the newcomer's TTFT."""
+        going = threading.Event()
+
+        def first() -> Answer:
+            def heard(n: int) -> None:
+                if n == _ALONE:
+                    going.set()
+
+            try:
+                return t.chat(user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard)
+            finally:
+                going.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(first)
+            going.wait()
+            begun = time.perf_counter()
+            other = t.chat(user(unique(610, self.fresh())), 4)
+            ended = time.perf_counter()
+            answer = stream.result()
+        if answer.pieces <= _ALONE:
+            raise BackendError(f"{t.name}: the stream ended after {answer.pieces} pieces, before anybody came")
+        meanwhile = answer.gaps_between(begun, ended)
+        if not meanwhile:
+            raise BackendError(f"{t.name}: the stream ended while the newcomer's prompt was read")
+        before = statistics.median(answer.gaps_s[: _ALONE - 10])
+        self.put(STALL, t, max(meanwhile) / before)
+        self.put(NEWCOMER, t, self._some(t, other).ttft_s)
+
+    def run_cancel(self, t: Target) -> None:
+        """TTFT right after dropping a long generation, against an idle server's."""
+        idle = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
+        self._some(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
+        after = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
+        self.put(CANCEL, t, after / idle)
+
+    # --- what is kept --------------------------------------------------------------------------------------------
+
+    def run_warm(self, t: Target) -> None:
+        """A 1,400-token prefix, then a new last turn, then the same again."""
+        head = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("First question?")]
+        cold = self._some(t, t.chat(head, 8))
+        time.sleep(_SETTLE_S)
+        turn = [*head[:1], *user("Second, other question?")]
+        warm, again = (self._some(t, t.chat(turn, 8)) for _ in range(2))
+        self.put(COLD, t, cold.ttft_s)
+        self.put(WARM, t, warm.ttft_s / cold.ttft_s)
+        self.put(AGAIN, t, again.ttft_s * 1000)
+
+    def run_thrash(self, t: Target) -> None:
+        """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""
+        seen = Seen(self.tokens) if self.tokens is not None else None
+        system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
+        chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
+        ttfts: list[float] = []
+        told = True
+
+        def ask(messages: Messages, n: int) -> Answer:
+            def send() -> Answer:
+                return self._some(t, t.chat(messages, n))
+
+            return seen.ask(messages, send) if seen is not None else send()
+
+        for turn in range(4):
+            for i, messages in enumerate(chats):
+                answer = ask(messages, 24)
+                if (turn, i) != (0, 0):
+                    ttfts.append(answer.ttft_s)
+                    told = told and answer.cached_tokens is not None
+                messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
+                ask(user("Write a title of three words for a chat."), 6)
+        if seen is not None and told:
+            self.put(TWICE, t, seen.twice)
+        self.put(TURNS, t, 1000 * statistics.mean(ttfts))
+
+    def run_restart(self, t: Target) -> None:
+        """The same 1,400-token prompt after a restart."""
+        if t.restart is None:
+            raise UnsupportedError(f"nobody said how {t.name} is started again: --restart-cmd does, for each server")
+        messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
+        cold = self._some(t, t.chat(messages, 8))
+        time.sleep(2 * _SETTLE_S)
+        t.restart()
+        t.wait_ready()
+        again = self._some(t, t.chat(messages, 8))
+        self.put(RESTART, t, again.ttft_s / cold.ttft_s)
+
+    # --- honesty -------------------------------------------------------------------------------------------------
+
+    def _some(self, t: Target, answer: Answer) -> Answer:
+        if not answer.text.strip():
+            raise BackendError(f"{t.name} answered nothing (it says it made {answer.said_tokens} tokens)")
+        return answer
+
+    def _counted(self, t: Target, answer: Answer) -> int:
+        tokens = self.counter.tokens_of(t, self._some(t, answer))
+        if tokens < _FEWEST or not answer.gaps_s:
+            raise BackendError(f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time")
+        return tokens
+
+
+def _together(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]

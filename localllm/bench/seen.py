@@ -1,0 +1,131 @@
+"""What servers are measured by, counted here: tokens of texts, and prompt tokens that were computed a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from localllm.bench.stream import Answer, Messages, Target
+from localllm.errors import BackendError
+
+Tokens = Callable[[Messages], Sequence[int]]
+
+
+@dataclass
+class Counter:
+    """Counts the tokens of answers: what the server says it made, as far as its text bears it out. The text's tokens are
+    counted with the tokenizer of `of`, one of the servers; without one (None) by the pieces in the stream, of which each is
+    a token or several, and no more than its bytes.
+
+    `differing`: servers that said a tenth more than came, with both counts."""
+
+    of: Target | None
+
+    def __post_init__(self) -> None:
+        self.differing: dict[str, tuple[int, int]] = {}
+
+    @classmethod
+    def among(cls, targets: Sequence[Target]) -> Counter:
+        """With the tokenizer of the first server that lends one: they serve the same model."""
+        return cls(next((t for t in targets if _lends(t)), None))
+
+    def __str__(self) -> str:
+        if self.of is None:
+            return "by the pieces in the streams (no server lends its tokenizer)"
+        return f"in the text that came, with the tokenizer of {self.of.name}"
+
+    def tokens_of(self, target: Target, answer: Answer) -> int:
+        """Tokens in `answer`, which `target` gave."""
+        said = answer.said_tokens
+        if self.of is not None:
+            borne_out = len(tokenized(self.of, answer.text, special=False))
+        else:
+            borne_out = len(answer.text.encode()) if said is not None else answer.pieces
+        if said is None:
+            return borne_out
+        if said - borne_out > max(2, borne_out / 10):
+            self.differing[target.name] = (said, borne_out)
+        return min(said, borne_out)
+
+    def tokens_in(self, text: str) -> int | None:
+        """Tokens of `text`; None where no server lends its tokenizer."""
+        return None if self.of is None else len(tokenized(self.of, text, special=False))
+
+
+class Seen:
+    """What one server has read so far. `tokens` makes of messages the tokens that its template makes."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._lines: list[list[int]] = []
+        self.twice = 0
+
+    def ask(self, messages: Messages, ask: Callable[[], Answer]) -> Answer:
+        """Send a request by `ask` and count. The answer's own tokens count as read too, as far as its text makes the
+        same tokens again; the last token of a prompt does not: it is always computed, its logits are needed."""
+        prompt = list(self._tokens(messages))
+        known = min(max((common(prompt, line) for line in self._lines), default=0), len(prompt) - 1)
+        answer = ask()
+        self.twice += max(0, known - (answer.cached_tokens or 0))
+        self._lines += [prompt, list(self._tokens([*messages, {"role": "assistant", "content": answer.text}]))]
+        return answer
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def templated_tokens(targets: Sequence[Target]) -> Tokens | None:
+    """Tokens of messages, as the first server makes them that says how (llama-server and ours do: the same model has the
+    same template everywhere); None where none does."""
+    question: Messages = [{"role": "user", "content": "Hi"}]
+    for target in targets:
+        try:
+            tokens = _tokens_at(target)
+            tokens(question)
+        except BackendError:
+            continue
+        return tokens
+    return None
+
+
+def _tokens_at(target: Target) -> Tokens:
+    def tokens(messages: Messages) -> list[int]:
+        asked = messages[-1]["role"] != "assistant"
+        body = {"messages": messages, "add_generation_prompt": asked}
+        return tokenized(target, str(target.post(f"{target.root}/apply-template", body).get("prompt", "")))
+
+    return tokens
+
+
+def computed_tokens(target: Target) -> Tokens:
+    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which comes last, only those
+    that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
+
+    def tokens(messages: Messages) -> list[int]:
+        answered = messages[-1]["role"] == "assistant"
+        asked = messages[:-1] if answered else messages
+        prompt = str(target.post(f"{target.root}/apply-template", {"messages": asked})["prompt"])
+        if not answered:
+            return tokenized(target, prompt)
+        return tokenized(target, prompt + messages[-1]["content"])[:-1]
+
+    return tokens
+
+
+def tokenized(target: Target, text: str, *, special: bool = True) -> list[int]:
+    """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts begin with. Raises
+    BackendError where the server lends no tokenizer."""
+    body = {"content": text, "add_special": special, "parse_special": special}
+    found = target.post(f"{target.root}/tokenize", body).get("tokens")
+    if not isinstance(found, list):
+        raise BackendError(f"{target.name} lends no tokenizer")
+    return found
+
+
+def _lends(target: Target) -> bool:
+    try:
+        return bool(tokenized(target, "Hello"))
+    except BackendError:
+        return False

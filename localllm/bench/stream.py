@@ -1,0 +1,236 @@
+"""A client as thin as possible for timing any OpenAI-compatible server: a socket, SSE lines, a clock."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from localllm.errors import BackendError
+
+Messages = list[dict[str, str]]
+
+_TIMEOUT_S = 300.0
+# A large model is read from the disk in less.
+_LOADING_S = 300.0
+# Fields that many servers know and OpenAI's API does not: left away for a server that refuses them.
+_BEYOND_OPENAI = ("ignore_eos",)
+
+
+@dataclass
+class Answer:
+    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` for every piece after the first."""
+
+    text: str = ""
+    ttft_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    first_at_s: float = 0.0
+
+    @property
+    def pieces(self) -> int:
+        """Events that carried text."""
+        return len(self.gaps_s) + 1 if self.text else 0
+
+    @property
+    def said_tokens(self) -> int | None:
+        """Tokens of the answer as the server counts them; None where it does not say."""
+        said = self.usage.get("completion_tokens")
+        return said if isinstance(said, int) and not isinstance(said, bool) else None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the server says it had computed before; None where it does not say."""
+        details = self.usage.get("prompt_tokens_details")
+        said = details.get("cached_tokens") if isinstance(details, dict) else None
+        return said if isinstance(said, int) else None
+
+    def gaps_between(self, begun_s: float, ended_s: float) -> list[float]:
+        """The gaps that any part of this time (perf_counter) falls into."""
+        found, at = [], self.first_at_s
+        for gap in self.gaps_s:
+            if at < ended_s and at + gap > begun_s:
+                found.append(gap)
+            at += gap
+        return found
+
+    def rate(self, tokens: int) -> float:
+        """Tokens per second after the first event, if `tokens` is what came in all; one event brings several where drafts
+        were accepted. Infinite where everything came at once."""
+        spent = sum(self.gaps_s)
+        return (tokens - 1) / spent if spent else float("inf")
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens per second after the first event, as the server counts them, else one for each event."""
+        return self.rate(self.said_tokens or self.pieces)
+
+
+@dataclass
+class Target:
+    """A server to measure: `url` ends in /v1, `model` is what requests name. `restart` ends and starts it again.
+    `refused`: fields it does not know, found out as it refuses them."""
+
+    name: str
+    url: str
+    model: str = ""
+    key: str = ""
+    restart: Callable[[], None] | None = None
+    refused: set[str] = field(default_factory=set)
+
+    @property
+    def root(self) -> str:
+        """The address without /v1, where llama-server and ours have their own paths."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def chat(self, messages: Messages, n: int, **more: Any) -> Answer:
+        """One greedy streamed chat answer of at most `n` tokens, exactly as many where the server knows ignore_eos.
+        `more`: as `stream` takes it. Raises BackendError."""
+        body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True}
+        return self.stream(body, **more)
+
+    def stream(
+        self,
+        body: Mapping[str, Any],
+        *,
+        on_piece: Callable[[int], None] | None = None,
+        stop_after: int | None = None,
+    ) -> Answer:
+        """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true and read the answer to
+        its end, or leave after `stop_after` pieces. Raises BackendError for everything but text."""
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        while True:
+            sent = {k: v for k, v in body.items() if k not in self.refused}
+            whole = {"model": self.model, **sent, "stream": True, "stream_options": {"include_usage": True}}
+            connection, started = self._connect(), time.perf_counter()
+            try:
+                connection.request("POST", self._path(path), json.dumps(whole), self._headers())
+                response = connection.getresponse()
+                if response.status == 200:
+                    return _read(self.name, response, started, on_piece, stop_after)
+                said = response.read(2000).decode("utf-8", "replace")
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                raise BackendError(f"{self.name} did not answer: {e or type(e).__name__}", hint=self.url) from e
+            finally:
+                connection.close()
+            beyond = {k for k in _BEYOND_OPENAI if k in sent and k in said}
+            if response.status not in (400, 422) or not beyond:
+                raise BackendError(f"{self.name} answered {response.status} to {path}: {said[:300]}", hint=self.url)
+            self.refused |= beyond
+
+    def post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object that a POST to `address` (whole) brings. Raises BackendError."""
+        return self._whole("POST", address, body)
+
+    def models(self) -> list[str]:
+        """The ids of /models; waits for a server that is loading. Raises BackendError."""
+        end_s = time.monotonic() + _LOADING_S
+        while self._ask("GET", f"{self.url}/models", None)[0] == 503 and time.monotonic() < end_s:
+            time.sleep(0.1)
+        found = self._whole("GET", f"{self.url}/models", None).get("data")
+        return [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m] if isinstance(found, list) else []
+
+    def wait_ready(self, most_s: float = _LOADING_S) -> None:
+        """Return once it has answered one token. Raises BackendError if it does not within `most_s` seconds, and at once
+        where it refuses the request as such."""
+        end_s = time.monotonic() + most_s
+        body = {"model": self.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        while True:
+            try:
+                status, said = self._ask("POST", f"{self.url}/chat/completions", body)
+            except BackendError:
+                if time.monotonic() > end_s:
+                    raise
+            else:
+                if status == 200:
+                    return
+                if 400 <= status < 500 or time.monotonic() > end_s:
+                    told = said[:300].decode("utf-8", "replace")
+                    raise BackendError(f"{self.name} answered {status} to a chat of one word: {told}", hint=self.url)
+            time.sleep(0.02)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+
+    def _path(self, path: str) -> str:
+        return urlsplit(self.url).path.rstrip("/") + path
+
+    def _headers(self) -> dict[str, str]:
+        key = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"content-type": "application/json", **key}
+
+    def _whole(self, method: str, address: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        status, said = self._ask(method, address, body)
+        try:
+            found = json.loads(said) if status == 200 else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise BackendError(f"{self.name} answered {status} to {urlsplit(address).path}", hint=self.url)
+        return found
+
+    def _ask(self, method: str, address: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        connection = self._connect()
+        try:
+            sent = None if body is None else json.dumps(body)
+            connection.request(method, urlsplit(address).path, sent, self._headers())
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise BackendError(f"{self.name} did not answer: {e or type(e).__name__}", hint=self.url) from e
+        finally:
+            connection.close()
+
+
+def _read(
+    name: str,
+    response: http.client.HTTPResponse,
+    started: float,
+    on_piece: Callable[[int], None] | None,
+    stop_after: int | None,
+) -> Answer:
+    answer, last, n = Answer(), started, 0
+    while line := response.readline():
+        if not line.startswith(b"data:") or not (data := line[5:].strip()).startswith(b"{"):
+            continue
+        chunk = json.loads(data)
+        if chunk.get("error"):
+            raise BackendError(f"{name} broke off: {str(chunk['error'])[:300]}")
+        if chunk.get("usage"):
+            answer.usage = chunk["usage"]
+        text = _text(chunk)
+        if not text:
+            continue
+        now = time.perf_counter()
+        if n:
+            answer.gaps_s.append(now - last)
+        else:
+            answer.ttft_s, answer.first_at_s = now - started, now
+        last, n = now, n + 1
+        answer.text += text
+        if on_piece is not None:
+            on_piece(n)
+        if stop_after is not None and n >= stop_after:
+            break
+    return answer
+
+
+def _text(chunk: Mapping[str, Any]) -> str:
+    """The text of one event, reasoning included: it took as long to make."""
+    choice = (chunk.get("choices") or [{}])[0]
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,130 @@
+"""`localllm bench --against`: servers compared under the same load, ours among them where a model is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localllm.bench.against import Found
+    from localllm.bench.stream import Target
+
+_OURS = "localllm"
+_STARTED_S, _STOPPED_S = 300.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Those to compare: at `urls`, with a command for each that starts it again, or none; and `localllm serve` on `model`
+    before them if one is named."""
+
+    model: str | None
+    urls: Sequence[str]
+    restarts: Sequence[str] = ()
+
+
+def compare(servers: Servers, scenarios: str | None, rounds: int) -> Found:
+    """Measure them; `scenarios`: a list with commas, None for the usual ones. Raises UsageError, and BackendError where
+    one does not answer."""
+    import sys
+
+    from localllm.bench import against
+    from localllm.bench.scenarios import DEFAULT
+    from localllm.errors import UsageError
+    from localllm.settings import Settings
+
+    model, urls, restarts = servers.model, servers.urls, servers.restarts
+    if restarts and len(restarts) != len(urls):
+        raise UsageError(f"{len(restarts)} --restart-cmd for {len(urls)} --against", hint="give one for each, in order")
+    names = against.chosen(scenarios) if scenarios else [*DEFAULT, *(["restart"] if restarts else [])]
+    key = Settings().value("api_key") or ""
+    commands: Sequence[str | None] = restarts or [None] * len(urls)
+    others = [against.target_of(url, key, command) for url, command in zip(urls, commands, strict=True)]
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if model is None:
+        return against.run(others, names, rounds, say)
+    with own_server(model, key) as ours:
+        return against.run([ours, *others], names, rounds, say)
+
+
+def show(found: Found, *, as_json: bool) -> None:
+    """Print what was found. Raises BackendError where something failed, once all is said."""
+    import json
+
+    from localllm.errors import BackendError
+
+    print(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+    if found.faults:
+        raise BackendError(f"{len(found.faults)} measurements failed: {found.faults[0]}")
+
+
+@contextmanager
+def own_server(model: str, key: str) -> Iterator[Target]:
+    """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the block runs."""
+    import os
+    import signal
+    import subprocess
+    import sys
+    import tempfile
+
+    from localllm.bench.stream import Target, free_port
+
+    port = free_port()
+    command = [sys.executable, "-m", "localllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), "--quiet"]
+    with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache:
+        environment = {**os.environ, "LOCALLLM_CACHE_DIR": cache}
+        running: list[subprocess.Popen[bytes]] = []
+
+        def start() -> None:
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
+            _wait(target, running[-1])
+
+        def restart() -> None:
+            _stop(running.pop())
+            start()
+
+        target = Target(_OURS, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
+        # Ended from outside, it takes its server along.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            start()
+            yield target
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for process in running:
+                _stop(process)
+
+
+def _wait(target: Target, process: Any) -> None:
+    """Until it answers; raises BackendError once it has ended, its own words being on stderr."""
+    import time
+
+    from localllm.errors import BackendError
+
+    end_s = time.monotonic() + _STARTED_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise BackendError(f"localllm serve ended with exit code {process.returncode}", hint="see above")
+        try:
+            target.wait_ready(0.0)
+            return
+        except BackendError:
+            time.sleep(0.05)
+    raise BackendError(f"localllm serve was not ready within {_STARTED_S:.0f} s")
+
+
+def _stop(process: Any) -> None:
+    """End it as a person would; it writes what it knows."""
+    import subprocess
+
+    process.terminate()
+    try:
+        process.wait(_STOPPED_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

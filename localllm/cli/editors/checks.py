@@ -1,0 +1,219 @@
+"""`connect --check`: the calls a program makes, made to the running server, in the dialect that program speaks.
+
+With tools that is a whole loop: a tool is offered, the model must call it, the result goes back, an answer comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from localllm.cli.editors.recipe import Probe
+
+_HI = [{"role": "user", "content": "Say hi."}]
+_ASK = [{"role": "user", "content": "Write a note that says hi."}]
+_NOTE: Mapping[str, Any] = {
+    "name": "note",
+    "description": "Write a note.",
+    "parameters": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 16}},
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+}
+_RESULT = "noted"
+_ANSWER_TOKENS = 16
+_CALL_TOKENS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report: `run` makes the calls and returns what went wrong, or nothing."""
+
+    what: str
+    run: Callable[[httpx.Client], str]
+
+
+def checks(probe: Probe, model: str) -> tuple[Check, ...]:
+    """What a program that makes calls of this kind depends on."""
+    chat = {"model": model, "messages": _HI, "max_tokens": 4}
+    whole = _call("POST", "/v1/chat/completions", chat, '"finish_reason"')
+    streaming = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+    ollama = {"model": model, "messages": _HI, "options": {"num_predict": 4, "num_ctx": 4096}}
+    responses = {"model": model, "input": "Say hi.", "stream": True, "max_output_tokens": 4}
+    counted = {"model": model, "messages": _HI}
+    fill_in = {"model": model, "prompt": "a", "suffix": "b", "max_tokens": 4}
+    by_probe: dict[Probe, tuple[Check, ...]] = {
+        "models": (Check("list of models", _call("GET", "/v1/models", None, model)),),
+        "chat": (
+            Check("whole answer", whole),
+            Check("streamed answer", _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')),
+        ),
+        "tools": (Check("tool loop", lambda client: _chat_loop(client, model)),),
+        "responses": (
+            Check("responses stream", _call("POST", "/v1/responses", responses, '"type": "response.incomplete"')),
+            Check("tool loop", lambda client: _responses_loop(client, model)),
+        ),
+        "anthropic": (
+            Check("message stream", _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop")),
+            Check("token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")),
+            Check("tool loop", lambda client: _messages_loop(client, model)),
+        ),
+        "ollama": (
+            Check("Ollama's version", _call("GET", "/api/version", None, "version")),
+            Check("Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")),
+            Check("Ollama chat", _call("POST", "/api/chat", ollama, '"done": true')),
+            Check("Ollama tool loop", lambda client: _ollama_loop(client, model)),
+        ),
+        "fim": (Check("fill-in", _call("POST", "/v1/completions", fill_in, "text")),),
+    }
+    return by_probe[probe]
+
+
+def _call(method: str, path: str, body: Mapping[str, Any] | None, contains: str) -> Callable[[httpx.Client], str]:
+    def run(client: httpx.Client) -> str:
+        reply = client.request(method, path, json=body)
+        if not reply.is_success:
+            return _refusal(reply)
+        return "" if contains in reply.text else f"the answer lacks {contains}"
+
+    return run
+
+
+def _refusal(reply: httpx.Response) -> str:
+    return f"{reply.status_code}: {reply.text[:200]}"
+
+
+def _chat_loop(client: httpx.Client, model: str) -> str:
+    tools = [{"type": "function", "function": _NOTE}]
+    ask = {"model": model, "tools": tools, "stream": True}
+    forced = {**ask, "messages": _ASK, "tool_choice": "required", "max_tokens": _CALL_TOKENS}
+    reply = client.post("/v1/chat/completions", json=forced)
+    if not reply.is_success:
+        return _refusal(reply)
+    call: dict[str, str] = {"id": "", "name": "", "arguments": ""}
+    for event in _events(reply):
+        for choice in event.get("choices", ()):
+            for part in choice["delta"].get("tool_calls") or ():
+                call["id"] += part.get("id") or ""
+                call["name"] += part["function"].get("name") or ""
+                call["arguments"] += part["function"].get("arguments") or ""
+    said = _fault(call["name"], call["arguments"])
+    if said:
+        return said
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    made = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call["id"], "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
+    back = {**ask, "messages": [*_ASK, made, result], "max_tokens": _ANSWER_TOKENS}
+    reply = client.post("/v1/chat/completions", json=back)
+    if not reply.is_success:
+        return _refusal(reply)
+    ended = any(c.get("finish_reason") for e in _events(reply) for c in e.get("choices", ()))
+    return "" if ended else "the answer to the tool's result has no end"
+
+
+def _responses_loop(client: httpx.Client, model: str) -> str:
+    ask = {"model": model, "tools": [{"type": "function", **_NOTE}], "stream": True, "store": False}
+    forced = {**ask, "input": _ASK, "tool_choice": "required", "max_output_tokens": _CALL_TOKENS}
+    reply = client.post("/v1/responses", json=forced)
+    if not reply.is_success:
+        return _refusal(reply)
+    items = [e["item"] for e in _events(reply) if e.get("type") == "response.output_item.done"]
+    call = next((i for i in items if i["type"] == "function_call"), {"name": "", "arguments": ""})
+    said = _fault(call["name"], call["arguments"])
+    if said:
+        return said
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
+    back = {**ask, "input": [*_ASK, *items, result], "max_output_tokens": _ANSWER_TOKENS}
+    reply = client.post("/v1/responses", json=back)
+    if not reply.is_success:
+        return _refusal(reply)
+    ended = any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply))
+    return "" if ended else "the answer to the tool's result has no end"
+
+
+def _messages_loop(client: httpx.Client, model: str) -> str:
+    tool = {"name": _NOTE["name"], "description": _NOTE["description"], "input_schema": _NOTE["parameters"]}
+    ask = {"model": model, "tools": [tool], "stream": True}
+    forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
+    reply = client.post("/v1/messages", json=forced)
+    if not reply.is_success:
+        return _refusal(reply)
+    name = call_id = arguments = ""
+    for event in _events(reply):
+        block, delta = event.get("content_block", {}), event.get("delta", {})
+        if block.get("type") == "tool_use":
+            name, call_id = block["name"], block["id"]
+        arguments += delta.get("partial_json", "")
+    said = _fault(name, arguments)
+    if said:
+        return said
+    made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
+    turns = [*_ASK, {"role": "assistant", "content": [made]}, {"role": "user", "content": [result]}]
+    reply = client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS})
+    if not reply.is_success:
+        return _refusal(reply)
+    ended = any(e.get("type") == "message_stop" for e in _events(reply))
+    return "" if ended else "the answer to the tool's result has no end"
+
+
+def _ollama_loop(client: httpx.Client, model: str) -> str:
+    ask = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
+    # No word of Ollama's own forces a call: this one is our addition.
+    forced = {**ask, "messages": _ASK, "tool_choice": "required", "options": {"num_predict": _CALL_TOKENS}}
+    reply = client.post("/api/chat", json=forced)
+    if not reply.is_success:
+        return _refusal(reply)
+    calls = [c for line in _lines(reply) for c in line.get("message", {}).get("tool_calls", ())]
+    call = calls[0] if calls else {"function": {"name": "", "arguments": ""}}
+    said = _fault(call["function"]["name"], json.dumps(call["function"]["arguments"]))
+    if said:
+        return said
+    made = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "tool_name": _NOTE["name"], "content": _RESULT}
+    back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
+    reply = client.post("/api/chat", json=back)
+    if not reply.is_success:
+        return _refusal(reply)
+    lines = list(_lines(reply))
+    if failed := next((line["error"] for line in lines if "error" in line), ""):
+        return str(failed)
+    return "" if any(line.get("done") for line in lines) else "the answer to the tool's result has no end"
+
+
+def _lines(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of lines."""
+    for line in reply.text.splitlines():
+        yield json.loads(line)
+
+
+def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an event stream."""
+    for line in reply.text.splitlines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _fault(name: str, arguments: str) -> str:
+    """What is wrong with a call of our tool."""
+    if name != _NOTE["name"]:
+        return f"the model was to call a tool, and {name!r} was called" if name else "the forced tool call did not come"
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return f"the call's arguments are no JSON: {arguments[:80]!r}"
+    return (
+        ""
+        if isinstance(given, dict) and isinstance(given.get("text"), str)
+        else f"the call lacks its text: {arguments[:80]!r}"
+    )

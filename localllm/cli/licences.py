@@ -1,0 +1,96 @@
+"""`localllm licences`: under whose terms the installed libraries and the catalog's models come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from importlib import metadata
+
+_NOT_SAID = "not said by its metadata"
+# Those that the program runs with; the others are for developing it.
+_EXTRAS = ("mlx", "mlx-cuda", "starter")
+_CLASSIFIER = "License :: OSI Approved :: "
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A library's or a model's licence; `version` "" for a model."""
+
+    name: str
+    version: str
+    licence: str
+
+
+def licences(
+    models: Annotated[bool, typer.Option("--models", help="Also the licences of the catalog's models.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the licences of localllm, the libraries it runs with, and with --models those of the catalog's models.
+
+    A model's own terms hold: what the catalog says of them is a help to find them, not advice.
+    """
+    import json
+
+    libraries = list(installed("localllm"))
+    known = catalog_models() if models else []
+    if as_json:
+        print(json.dumps({"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}, indent=2))
+        return
+    for rows in (libraries, known):
+        width = max((len(f"{row.name} {row.version}") for row in rows), default=0)
+        for row in rows:
+            print(f"{f'{row.name} {row.version}':<{width}}  {row.licence}")
+        if rows is libraries and known:
+            print()
+
+
+def installed(root: str) -> Iterator[Terms]:
+    """`root` and everything installed that it needs, by name; what only an extra would need where it is installed too."""
+    from importlib import metadata
+
+    found: dict[str, Terms] = {}
+    waiting = [root]
+    while waiting:
+        name = waiting.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if key in found:
+            continue
+        found[key] = Terms(distribution.name, distribution.version, licence_of(distribution))
+        for requirement in distribution.requires or []:
+            needed = re.match(r"[\w.-]+", requirement)
+            # What an extra needs counts where it is one of ours for running; a library's extras are other programs' affair.
+            extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
+            if needed and (extra is None or (key == root and extra[1] in _EXTRAS)):
+                waiting.append(needed[0])
+    yield from (found[key] for key in sorted(found))
+
+
+def licence_of(distribution: metadata.Distribution) -> str:
+    """What a distribution's metadata says: the expression, else its classifiers, else the first line of the field."""
+    said = distribution.metadata.json
+    if expression := said.get("license_expression"):
+        return str(expression)
+    classified = [c.removeprefix(_CLASSIFIER) for c in said.get("classifier", []) if c.startswith(_CLASSIFIER)]
+    if classified:
+        return ", ".join(classified)
+    first = str(said.get("license") or "").strip().partition("\n")[0].strip()
+    return first if first and first != "UNKNOWN" else _NOT_SAID
+
+
+def catalog_models() -> list[Terms]:
+    """The licence of each model of the catalog, as its publisher names it."""
+    from localllm.library.catalog import load_catalog
+
+    return [
+        Terms(model.name, "", model.licence or "not known: see its page on the hub") for model in load_catalog().models
+    ]

@@ -1,0 +1,141 @@
+"""How fast each model was at each of its starts here, and whether it is slower now: an update must slow nobody silently."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from localllm.device.conditions import Conditions, changed
+
+# So much more time a step takes where speed has fallen by a fifth.
+SLOWER = 1.25
+# Starts that are compared with: fewer are no history, and of older ones the machine was perhaps another.
+_FEWEST_STARTS, _MOST_STARTS = 2, 10
+_MOST_MODELS = 64
+# Depths within an eighth of an octave, at first within this many tokens, are compared with each other.
+_NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a model: `steps` are seconds of a plain decode step by depth (as `depth_bin` groups them),
+    `conditions` what it ran under; `notice` what was said of it, "" where it was as fast as ever."""
+
+    date: str
+    steps: Mapping[str, float]
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`factor`: how much longer a step takes than before (1: as long), by the median over depths; the speeds in tokens/s
+    are those of the depth that most of the steps had."""
+
+    factor: float
+    now_tok_s: float
+    before_tok_s: float
+    starts: int
+
+    @property
+    def slower(self) -> bool:
+        """By a fifth of its speed or more."""
+        return self.factor >= SLOWER
+
+
+def path() -> Path:
+    """The file that the history is kept in."""
+    from localllm import paths
+
+    return paths.data_dir() / "pace.json"
+
+
+def depth_bin(depth: int) -> str:
+    """Which depths are as good as the same."""
+    if depth < _FROM_TOKENS:
+        return str(depth // _NEAR_TOKENS * _NEAR_TOKENS)
+    return str(round(_FROM_TOKENS * 2 ** (math.floor(math.log2(depth / _FROM_TOKENS) * _PER_OCTAVE) / _PER_OCTAVE)))
+
+
+def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Seconds of a step by depth, from what a worker collected: of each depth the faster half's slowest, since whatever
+    else happened only ever slowed it down."""
+    found: dict[str, list[float]] = {}
+    for depth, step_s in spans:
+        found.setdefault(depth_bin(int(depth)), []).append(step_s)
+    return {name: sorted(values)[(len(values) - 1) // 2] for name, values in found.items()}
+
+
+def judge(steps: Mapping[str, float], earlier: Sequence[Start]) -> Verdict | None:
+    """How `steps` compare with earlier starts; None where too few of those were at the same depths."""
+    latest = earlier[-_MOST_STARTS:]
+    known: dict[str, float] = {}
+    counted = 0
+    for name in steps:
+        values = [start.steps[name] for start in latest if name in start.steps]
+        if len(values) >= _FEWEST_STARTS:
+            known[name] = statistics.median(values)
+            counted = max(counted, len(values))
+    if not known:
+        return None
+    factors = {name: steps[name] / usual for name, usual in known.items()}
+    factor = statistics.median(factors.values())
+    name = min(factors, key=lambda n: abs(factors[n] - factor))
+    return Verdict(factor, 1 / steps[name], 1 / known[name], counted)
+
+
+def notice(model: str, verdict: Verdict, earlier: Sequence[Start], here: Conditions) -> str:
+    """One sentence for a person: how much slower, and what is otherwise than it was."""
+    said = (
+        f"{model} is slower than it was here: {verdict.now_tok_s:.3g} tok/s, where {verdict.before_tok_s:.3g} were usual "
+        f"({verdict.starts} starts)"
+    )
+    usual = [start for start in earlier[-_MOST_STARTS:] if not start.notice] or earlier
+    causes = [*changed(usual[-1].conditions, here.lasting), *here.now]
+    return f"{said}. {'Changed' if causes else 'Nothing known has changed'}{': ' if causes else ''}{'; '.join(causes)}"
+
+
+def load(file: Path | None = None) -> dict[str, list[Start]]:
+    """Every model's starts, oldest first, by the key they were kept under; a damaged or missing file is none."""
+    try:
+        raw = json.loads((file or path()).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    models = raw.get("models") if isinstance(raw, dict) else None
+    if not isinstance(models, dict):
+        return {}
+    return {
+        key: [start for entry in entries if (start := _start(entry)) is not None]
+        for key, entries in models.items()
+        if isinstance(entries, list)
+    }
+
+
+def _start(entry: Any) -> Start | None:
+    names = {f.name for f in fields(Start)}
+    try:
+        start = Start(**{name: value for name, value in entry.items() if name in names})
+        good = all(isinstance(v, float) and math.isfinite(v) and v > 0 for v in start.steps.values())
+        return start if good and isinstance(start.conditions, dict) and isinstance(start.notice, str) else None
+    except (TypeError, AttributeError):
+        return None
+
+
+def keep(key: str, start: Start, file: Path | None = None) -> None:
+    """Add a start; the oldest of this model go first, and the model longest unused. A full disk keeps nothing."""
+    from localllm import paths
+
+    target = file or path()
+    models = load(target)
+    models[key] = [*models.pop(key, [])[-(2 * _MOST_STARTS - 1) :], start]
+    body = {"models": {k: [asdict(s) for s in starts] for k, starts in [*models.items()][-_MOST_MODELS:]}}
+    try:
+        paths.private_dir(target.parent)
+        paths.write_private(target, json.dumps(body, indent=1))
+    except OSError:
+        pass

@@ -1,0 +1,79 @@
+"""The door of `localllm worker` and the RPC server behind it: apart, so that no other command waits for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+_PIECE_BYTES = 2**20
+_RESTART_S = 1.0
+
+
+async def run(
+    host: str, port: int, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network], threads: int, note: str
+) -> None:
+    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and the door before it;
+    `note` is said once it listens. Raises PortInUseError."""
+    from localllm.errors import PortInUseError
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        inner = free.getsockname()[1]
+
+    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
+        if not (peer.is_loopback or any(peer in network for network in allowed)):
+            print(f"refused {peer}: not among --allow", file=sys.stderr, flush=True)
+            writer.close()
+            return
+        await _join(reader, writer, inner)
+
+    try:
+        door = await asyncio.start_server(come, host, port, limit=_PIECE_BYTES)
+    except OSError as e:
+        raise PortInUseError(f"{host}:{port} can't be listened on: {e.strerror}") from e
+    print(f"lending this machine on {host}:{port}  (Ctrl-C stops)", file=sys.stderr)
+    print(f"note: {note}", file=sys.stderr, flush=True)
+    try:
+        while True:
+            await _serve_once(inner, threads)
+            print("the RPC server ended; it is started anew", file=sys.stderr, flush=True)
+            await asyncio.sleep(_RESTART_S)
+    finally:
+        door.close()
+
+
+async def _serve_once(inner: int, threads: int) -> None:
+    command = [sys.executable, "-m", "localllm_backends.llamacpp.rpc", f"127.0.0.1:{inner}"]
+    command += [str(threads)] if threads else []
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    try:
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, inner: int) -> None:
+    try:
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", inner, limit=_PIECE_BYTES)
+    except OSError:
+        writer.close()
+        return
+    for w in (writer, to_writer):
+        w.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while piece := await source.read(_PIECE_BYTES):
+                target.write(piece)
+                await target.drain()
+        with suppress(OSError):
+            target.close()
+
+    await asyncio.gather(carry(reader, to_writer), carry(to_reader, writer))

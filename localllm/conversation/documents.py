@@ -1,0 +1,87 @@
+"""Files in messages, in any dialect's form: a file of text becomes text where it stands, for a PDF a mark stands until it is read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BYTES = 20 * 10**6
+_PDF_TYPE = "application/pdf"
+# Some have a few bytes of something else in front.
+_PDF_WITHIN = 1024
+_NAME_LENGTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedPdf:
+    """A PDF of a message, whose text has `mark` in its place. `asked`: it stands in the turn that is to be answered; `kind` is
+    what the client's API calls it."""
+
+    mark: str
+    data: bytes
+    name: str
+    where: str
+    kind: str
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A file that can't be read, and why."""
+
+    problem: str
+
+
+def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf | Unread:
+    """The file in a part of a message: its text, or what is to be read as a PDF."""
+    name, sent, says_pdf = _sent(part)
+    if sent is None:
+        return Unread(f"{kind} are not fetched by address or id: send the file itself, in base64")
+    encoded = sent
+    if sent[:5].lower() == "data:":
+        head, comma, encoded = sent.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            return Unread(f"{kind} are read from base64, or a data URL of it")
+    if len(encoded) > MOST_BYTES * 4 // 3 + 4:
+        return Unread(f"{kind} of {MOST_BYTES} bytes at most are read")
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        return Unread(f"{kind} are read from base64, or a data URL of it")
+    if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
+        mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
+        return AttachedPdf(mark, data, name, where, kind, asked)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text or says_pdf:
+        return Unread(f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither")
+    return fenced(name, text)
+
+
+def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:
+    """(the file's name, its data as it was sent, whether it is said to be a PDF): OpenAI's `file` and `input_file`, Anthropic's
+    `document`."""
+    inner: Any = part.get("file", part.get("source"))
+    fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
+    name = fields.get("filename", part.get("filename", part.get("title")))
+    data = fields.get("file_data", fields.get("data") if fields.get("type") == "base64" else None)
+    said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH] if isinstance(name, str) else ""
+    if not isinstance(data, str) or not data:
+        return said, None, False
+    says_pdf = fields.get("media_type") == _PDF_TYPE or data[:40].lower().startswith(f"data:{_PDF_TYPE};")
+    return said, data, says_pdf
+
+
+def fenced(name: str, text: str) -> str:
+    """A file's text with its name before it, between fences that it does not have itself."""
+    longest = max((len(run) for run in re.findall(r"^`{3,}", text, re.MULTILINE)), default=2)
+    fence = "`" * (longest + 1)
+    end = "" if text.endswith("\n") or not text else "\n"
+    return f"{f'File {name}' if name else 'File'}:\n{fence}\n{text}{end}{fence}"

@@ -1,0 +1,87 @@
+"""Words found in the conversations: by the index of three letters where it can answer, else by reading the turns."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+# The index knows nothing shorter.
+_INDEXED_CHARS = 3
+# What stands around the first hit, in characters.
+_BEFORE, _SNIPPET = 24, 120
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A turn that was found: where it is, and `snippet`, one line of its text around the first word.
+
+    `at` and `end` are where that word stands in the snippet (both 0: nowhere).
+    """
+
+    conversation_id: str
+    message_id: int
+    role: str
+    created_s: float
+    snippet: str
+    at: int
+    end: int
+
+
+def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
+    """The turns that contain all words of `query`, whatever the case, newest first. Raises sqlite3.Error."""
+    if not query.split():
+        return []
+    where, args = _containing(query)
+    rows = db.execute(
+        "SELECT m.conversation_id, m.id, m.role, m.created_s, m.content FROM messages m"
+        f" WHERE m.role <> 'system' AND {where} ORDER BY m.id DESC LIMIT ?",
+        (*args, limit),
+    ).fetchall()
+    word = query.split()[0]
+    return [Hit(conv, n, role, created_s, *_around(text, word)) for conv, n, role, created_s, text in rows]
+
+
+def conversations(db: sqlite3.Connection, query: str) -> list[str]:
+    """The ids of those whose title, or one of whose turns, contains all words. Raises sqlite3.Error."""
+    where, args = _containing(query)
+    titles = " AND ".join("title LIKE ? ESCAPE '\\'" for _ in query.split())
+    rows = db.execute(
+        f"SELECT DISTINCT m.conversation_id FROM messages m WHERE m.role <> 'system' AND {where}"
+        f" UNION SELECT id FROM conversations WHERE {titles}",
+        (*args, *(_like(word) for word in query.split())),
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
+def _containing(query: str) -> tuple[str, list[str]]:
+    """The condition that a message `m` has all words, and its arguments."""
+    words = query.replace("\0", " ").split()
+    short = [word for word in words if len(word) < _INDEXED_CHARS]
+    long = [word for word in words if len(word) >= _INDEXED_CHARS]
+    parts, args = [], []
+    if long:
+        # Turns that still stream, or never ended, are not in the index.
+        unfinished = " AND ".join("content LIKE ? ESCAPE '\\'" for _ in long)
+        parts.append(
+            "m.id IN (SELECT rowid FROM found WHERE found MATCH ?"
+            f" UNION ALL SELECT id FROM messages WHERE complete = 0 AND {unfinished})"
+        )
+        args += [" ".join('"' + word.replace('"', '""') + '"' for word in long), *(_like(word) for word in long)]
+    for word in short:
+        parts.append("m.content LIKE ? ESCAPE '\\'")
+        args.append(_like(word))
+    return " AND ".join(parts), args
+
+
+def _like(word: str) -> str:
+    return "%" + word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+
+
+def _around(text: str, word: str) -> tuple[str, int, int]:
+    """One line of `text` around `word`, and where the word is in it."""
+    found = text.lower().find(word.lower())
+    at = min(max(found, 0), len(text))
+    start = max(0, at - _BEFORE)
+    line = ("…" if start else "") + " ".join(text[start : start + _SNIPPET].split())
+    begin = line.lower().find(word.lower())
+    return (line, begin, begin + len(word)) if begin >= 0 else (line, 0, 0)

@@ -1,0 +1,138 @@
+"""Images in messages: taken out of whatever form a client sends them in, a mark left in the text for each.
+
+A message's content stays a text, so that templates, compaction and recall know nothing of images. A mark is named by what
+its file holds: the same image has the same mark in every turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from localllm.errors import RequestError, UnsupportedError
+
+KINDS = ("image_url", "image", "input_image")
+_DATA = "data:"
+_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "application/octet-stream")
+# How every JPEG begins in base64: like a path.
+_JPEG = "/9j/"
+_ADDRESS = re.compile(r"https?://[^\s]{1,4000}\Z", re.IGNORECASE)
+NOTE = "[image omitted: this model reads text only here]"
+_REMOTE = "images are not fetched from addresses: send the image itself, as a data URL or in base64"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedImage:
+    """An image of a message, whose text has `mark` in its place: its `file` in base64, or the `problem` why there is none.
+    `asked`: it stands in the turn that is to be answered. `detail`: how closely it is to be looked at, if the client said.
+    `address`: where it could be fetched, if anybody may."""
+
+    mark: str
+    file: str
+    where: str
+    asked: bool
+    problem: str = ""
+    detail: str = ""
+    address: str = ""
+
+    def fetched(self, data: bytes) -> AttachedImage:
+        """This image, its file being `data`."""
+        file = base64.b64encode(data).decode()
+        return replace(self, mark=_mark(file), file=file, problem="", address="")
+
+
+@dataclass
+class Shown:
+    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not told."""
+
+    messages: list[dict[str, Any]]
+    files: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+
+def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedImage:
+    """The image in a part of a message, in any dialect's form."""
+    found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
+    detail = part.get("detail")
+    if isinstance(found, Mapping):
+        detail = found.get("detail", detail)
+        if found.get("type") == "base64" or "data" in found:
+            return of_file(found.get("data"), where, asked=asked)
+        found = found.get("url")
+    return of_file(found, where, asked=asked, detail=detail if isinstance(detail, str) else "")
+
+
+def of_file(file: Any, where: str, *, asked: bool, detail: str = "") -> AttachedImage:
+    """The image that is `file`: base64, or a data URL of it."""
+    data, problem = _without_scheme(file)
+    address = file if problem == _REMOTE and _ADDRESS.match(file) else ""
+    return AttachedImage(_mark(data or where), data, where, asked, problem, detail, address)
+
+
+def _mark(name: str) -> str:
+    return f"\ue5c8image {hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:40]}\uf2a9"
+
+
+def _without_scheme(file: Any) -> tuple[str, str]:
+    """(the base64, why there is none)."""
+    if not isinstance(file, str) or not file:
+        return "", "there is no image here: send a data URL or base64"
+    if file[: len(_DATA)].lower() == _DATA:
+        head, comma, data = file.partition(",")
+        kind, _, coding = head[len(_DATA) :].lower().partition(";")
+        if not comma or not coding.endswith("base64"):
+            return "", "an image's data URL must be in base64"
+        if kind and kind not in _TYPES:
+            return "", f"{kind[:40]} is not read: PNG, JPEG, WebP and GIF are"
+        return data, ""
+    if "://" in file[:64] or (file.startswith(("/", ".", "~")) and not file.startswith(_JPEG)):
+        return "", _REMOTE
+    return file, ""
+
+
+def shown(messages: Sequence[Mapping[str, Any]], *, sees: bool) -> Shown:
+    """`messages` for a model that sees, or does not: then a note stands for each image of an earlier turn, and one that is
+    asked about is refused. Raises RequestError."""
+    told = Shown([])
+    for message in messages:
+        plain = dict(message)
+        for image in plain.pop("images", ()):
+            if sees and not image.problem:
+                told.files[image.mark] = image.file
+                if image.detail in ("low", "high"):
+                    told.ignored.append("messages.image_url.detail")
+                continue
+            if image.asked and sees:
+                raise RequestError(f"{image.where}: {image.problem}", param=image.where)
+            if image.asked:
+                raise UnsupportedError(
+                    f"{image.where}: this model reads text only, not images",
+                    param=image.where,
+                    hint="`localllm recommend --sees` lists models that read them; a projector must lie beside the model",
+                )
+            plain["content"] = plain["content"].replace(image.mark, NOTE if not sees else f"[{image.problem}]", 1)
+            told.ignored.append("messages.images")
+        told.messages.append(plain)
+    told.ignored = list(dict.fromkeys(told.ignored))
+    return told
+
+
+def in_text(text: str, marker: str, files: Sequence[str], where: str, *, sees: bool) -> tuple[str, dict[str, str]]:
+    """A prompt of text in which each `marker` stands for the next of `files`: with marks instead, and the files by their
+    marks. Raises RequestError."""
+    parts = text.split(marker)
+    if len(parts) - 1 != len(files):
+        said = f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: send one for each"
+        raise RequestError(said, param=where)
+    images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
+    if images and not sees:
+        raise UnsupportedError(f"{where}: this model reads text only, not images", param=where)
+    for image in images:
+        if image.problem:
+            raise RequestError(f"{image.where}: {image.problem}", param=image.where)
+    marked = "".join(p + (images[i].mark if i < len(images) else "") for i, p in enumerate(parts))
+    return marked, {image.mark: image.file for image in images}

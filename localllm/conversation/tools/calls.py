@@ -1,0 +1,150 @@
+"""Grammars of calls whose parameters are written one by one: between tags, or in a list.
+
+A tool whose schema leaves names open (any names, or names that depend on one another) may be called with any parameters
+in the same notation; the others are held to theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.conversation.tools.base import Grammar, Named
+from localllm.conversation.tools.lark import any_of, in_any_order, slashed, spelled, text, whole_pattern
+from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
+from localllm.conversation.tools.values import JsonValues, SpelledValues, Values
+
+# Where any name, or any number, stands in a text.
+_HERE = "\0"
+ANY_NUMBER = "\1"
+_ANY = {_HERE: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
+# What a schema that says nothing may turn out to be.
+_KINDS = ("string", "number", "boolean", "null", "object", "array")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a notation writes a call with tagged parameters: `head` for a function's name, `before` for a parameter's key
+    and the JSON type of its value, `after` a value and `end`. `text` is the Lark of any text and what follows it, where
+    that is not all up to `after`. `values` spells what is no text. `loose`: newlines may be left out or doubled.
+    `tokens`: everything between < and > is a control token."""
+
+    head: Callable[[str], str]
+    before: Callable[[str, str], str]
+    after: str
+    end: str
+    text: str = ""
+    values: Callable[[], Values] = JsonValues
+    loose: bool = False
+    tokens: bool = False
+
+    def lark(self, said: str) -> str:
+        """The Lark of `said`, with any name where it leaves one open."""
+        parts = re.split(f"([{_HERE}{ANY_NUMBER}])", said)
+        return " ".join(_ANY.get(part) or self._fixed(part) for part in parts)
+
+    def _fixed(self, said: str) -> str:
+        if self.tokens:
+            return spelled(said) or '""'
+        if self.loose and said != "\n":
+            return r" /\n{0,2}/ ".join(text(part) for part in said.split("\n") if part) + (
+                r" /\n{0,2}/" if said.endswith("\n") else ""
+            )
+        return r"/\n{0,2}/" if self.loose else text(said)
+
+    def held(self, described: Mapping[str, Any]) -> str | None:
+        """A text that is held to its pattern, up to the end of its closing tag: its end is where both match."""
+        pattern = None if self.text else whole_pattern(described)
+        if pattern is None:
+            return None
+        if self.tokens:
+            return f"/{pattern}/ {spelled(self.after)}"
+        closing = self.after.rstrip("\n") if self.loose else self.after
+        return f"/{pattern}{slashed(re.escape(closing))}/ {self._fixed(self.after[len(closing) :])}"
+
+    def free(self) -> str:
+        """The rules of any text up to the end of its closing tag."""
+        if self.text:
+            return f"free: {self.text}"
+        if self.tokens:
+            return f"free: /(?s:.*)/ {spelled(self.after)}"
+        closing = self.after.rstrip("\n") if self.loose else self.after
+        return f"free: until {self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: /(?s:.*)/"
+
+
+def tagged_calls(tools: Named, tags: Tags, *, lead: str = "", repeat: bool = False, closing: str = "") -> Grammar:
+    """A call, or several behind one another (`repeat`), between `lead` and `closing`."""
+    values = tags.values()
+    rules: list[str] = []
+    for f, (name, schema) in enumerate(tools):
+        parts = [tags.lark(tags.head(name))]
+        if names_all(schema):
+            named: list[tuple[str, bool]] = []
+            for p, (key, described, wanted) in enumerate(parameters(schema)):
+                named.append((f"f{f}_p{p}", wanted))
+                rules.append(f"f{f}_p{p}: {_parameter(tags, values, key, described, schema)}")
+            parts.append(in_any_order(f"f{f}", named, rules))
+        else:
+            parts.append(f"f{f}_any*")
+            rules.append(f"f{f}_any: {_parameter(tags, values, _HERE, None, schema)}")
+        rules.append(f"f{f}: {' '.join(parts)}{' ' + tags.lark(tags.end) if tags.end else ''}")
+    calls = f"({any_of(tools)}){'+' if repeat else ''}"
+    whole = [tags.lark(lead)] * bool(lead) + [calls] + [tags.lark(closing)] * bool(closing)
+    return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]) + "\n"
+
+
+def _parameter(tags: Tags, values: Values, key: str, described: Any, root: Mapping[str, Any]) -> str:
+    """The Lark of a parameter: what its value may be, in alternatives that differ in what stands before them."""
+    ways: dict[str, list[str]] = {}
+    options = options_of(described, root)
+    for option in [{"type": kind} for kind in _KINDS] if options is None else options:
+        kind = kind_of(option["const"]) if "const" in option else str(option["type"])
+        way = ways.setdefault(tags.before(key, kind), [])
+        if kind != "string":
+            way.append(f"{values.of(option, root)} {tags.lark(tags.after)}")
+        elif "const" in option:
+            way.append(f"{text(option['const'])} {tags.lark(tags.after)}")
+        else:
+            way.append(tags.held(option) or "free")
+    # Any text is also what would be a number.
+    return " | ".join(
+        f"{tags.lark(before)} {'free' if 'free' in way else '(' + ' | '.join(dict.fromkeys(way)) + ')'}"
+        for before, way in ways.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """How a notation writes a call with its parameters in a list: `head` for a function's name, and the `end`. `before`
+    is the Lark in front of a parameter's value, of any parameter's where no key is given; without it, parameters are
+    written as members of an object. `lark` makes Lark of `head` and `end`."""
+
+    head: Callable[[str], str]
+    end: str
+    before: Callable[[str | None], str] | None = None
+    lark: Callable[[str], str] = text
+
+    def parameter(self, key: str | None, value: str, values: SpelledValues) -> str:
+        """The Lark of a parameter with the Lark of its value."""
+        if self.before is not None:
+            return f"{self.before(key)} {value}"
+        return values.any_member(value) if key is None else values.member(key, value)
+
+
+def listed_calls(tools: Named, listing: Listing, values: SpelledValues, *, start: str = "call") -> Grammar:
+    """Calls in a list; `start` makes the whole of `call`s."""
+    rules: list[str] = []
+    for f, (name, schema) in enumerate(tools):
+        if names_all(schema):
+            members = [
+                (key, listing.parameter(key, values.of(described, schema), values), wanted)
+                for key, described, wanted in values.ordered(parameters(schema))
+            ]
+            body = values.sequence(members)
+        else:
+            rules.append(f"f{f}_any: {listing.parameter(None, values.anything(), values)}")
+            body = f"(f{f}_any ({text(values.comma)} f{f}_any)*)?"
+        rules.append(f"f{f}: {listing.lark(listing.head(name))} {body} {listing.lark(listing.end)}")
+    return "lark", "\n".join([f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]) + "\n"

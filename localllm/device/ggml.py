@@ -1,0 +1,211 @@
+"""What the installed build of llama.cpp says it can compute on, held beside what the probes found: pure.
+
+The probes know the machine, ggml knows what this build of it will use; where they differ, a plan for the machine is not
+what will run, so every difference is a finding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.device.types import Accelerator, Device, Finding
+
+# Names of ggml's backends (GGML_CUDA_NAME and its like in ggml's headers), in lower case.
+_ACCELERATORS: Mapping[str, Accelerator] = {
+    "cuda": "cuda",
+    "rocm": "rocm",
+    "hip": "rocm",
+    "mtl": "metal",
+    "metal": "metal",
+    "vulkan": "vulkan",
+    "sycl": "sycl",
+}
+_GPU_TYPES = ("gpu", "igpu")
+# What a driver keeps for itself is within this; more means that the two do not speak of the same memory.
+_SAME_MEMORY = 0.08
+# What else than its own backend drives a part, in this order, where a build lacks that one.
+_INSTEAD: Mapping[Accelerator, tuple[Accelerator, ...]] = {
+    "cuda": ("cuda", "vulkan"),
+    "rocm": ("rocm", "vulkan"),
+    "vulkan": ("vulkan", "sycl", "rocm"),
+    "sycl": ("sycl", "vulkan"),
+    "metal": ("metal",),
+    "cpu": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlDevice:
+    """One device of a build, in ggml's words. `largest_buffer_bytes`: the most one allocation may have, None = no limit
+    is told. `id` is the PCI address where there is one; `details` what the backend logged about it."""
+
+    name: str
+    description: str
+    backend: str
+    type: str
+    memory_free_bytes: int
+    memory_total_bytes: int
+    largest_buffer_bytes: int | None = None
+    id: str = ""
+    capabilities: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What drives it, in our words; "cpu" for the processor and for what only helps it (BLAS)."""
+        known = _ACCELERATORS.get(self.backend.lower(), "cpu")
+        return known if self.type in _GPU_TYPES else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of llama.cpp as it answered: or `failure`, one sentence on why it gave no answer."""
+
+    version: str = ""
+    folder: str = ""
+    devices: tuple[GgmlDevice, ...] = ()
+    features: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def gpus(self) -> tuple[GgmlDevice, ...]:
+        """Its devices that are not the processor."""
+        return tuple(device for device in self.devices if device.accelerator != "cpu")
+
+    @property
+    def accelerators(self) -> tuple[Accelerator, ...]:
+        """What its devices are driven by, the processor left out."""
+        return tuple(dict.fromkeys(device.accelerator for device in self.gpus))
+
+    @property
+    def kind(self) -> str:
+        """Its accelerators in a word: "cuda", "vulkan", or "cpu" where it has none."""
+        return "+".join(self.accelerators) or "cpu"
+
+
+def read(answer: Mapping[str, Any]) -> Build:
+    """The JSON that the child printed, or what `to_json` made of it, as a Build. Raises KeyError, TypeError or ValueError
+    for anything else."""
+    said = [str(line) for line in answer.get("said", ())]
+    found = tuple(
+        GgmlDevice(
+            name=str(device["name"]),
+            description=str(device["description"]),
+            backend=str(device["backend"]),
+            type=str(device["type"]),
+            memory_free_bytes=int(device["memory_free_bytes"]),
+            memory_total_bytes=int(device["memory_total_bytes"]),
+            largest_buffer_bytes=None
+            if device["largest_buffer_bytes"] is None
+            else int(device["largest_buffer_bytes"]),
+            id=str(device["id"] or ""),
+            capabilities=tuple(map(str, device["capabilities"])),
+            details=tuple(map(str, device.get("details", ()))) or _details(str(device["name"]), said),
+        )
+        for device in answer["devices"]
+    )
+    features = {str(name): {str(k): str(v) for k, v in values.items()} for name, values in answer["features"].items()}
+    return Build(str(answer["version"]), str(answer["folder"]), found, features)
+
+
+def _details(name: str, said: list[str]) -> tuple[str, ...]:
+    """Capabilities that stand only in the log: Vulkan's one line for each device, CUDA's, and Metal's several."""
+    number = re.sub(r"\D", "", name)
+    if name.startswith("Vulkan"):
+        for line in said:
+            if re.match(rf"ggml_vulkan: {number} = ", line):
+                return tuple(part.strip() for part in line.split("|")[1:])
+    if name.startswith(("CUDA", "ROCm")):
+        for line in said:
+            if re.match(rf"\s*Device {number}: ", line):
+                return tuple(part.strip() for part in line.split(",")[1:])
+    if name.startswith(("MTL", "Metal")):
+        pattern = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?)\s*= (\w+)")
+        return tuple(f"{found[1]}: {found[2]}" for line in said if (found := pattern.match(line)))
+    return ()
+
+
+def driven_by(device: Device, build: Build) -> Accelerator:
+    """What would run a model on `device` with this build: its own backend, another that can drive it, or "cpu"."""
+    return next((a for a in _INSTEAD[device.accelerator] if a in build.accelerators), "cpu")
+
+
+def differences(device: Device, build: Build) -> list[Finding]:
+    """Where the build's devices are not what the probes found, each with what to do about it."""
+    if build.failure:
+        fix = "localllm setup --use own" if "/builds/" in build.folder else "localllm setup"
+        return [Finding("error", f"the installed llama.cpp gave no list of its devices: {build.failure}", fix)]
+    if device.accelerator == "cpu":
+        seen = ", ".join(gpu.description for gpu in build.gpus)
+        told = f"the installed llama.cpp sees {seen}, which this machine's own tools did not show"
+        return [Finding("warning", told)] if seen else []
+    driver = driven_by(device, build)
+    if driver == "cpu":
+        return [_unused(device, build)]
+    used = [gpu for gpu in build.gpus if gpu.accelerator == driver]
+    found = []
+    if len(used) != device.n_gpus:
+        told = f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}"
+        found.append(Finding("warning", told, "look for CUDA_VISIBLE_DEVICES and its like in the environment"))
+    if driver != device.accelerator:
+        told = f"{device.name} is driven by {driver}, as the installed llama.cpp has no {device.accelerator}"
+        found.append(Finding("info", told, f"localllm setup --backend {device.accelerator}"))
+    return [*found, *_memory(device, used)]
+
+
+def _unused(device: Device, build: Build) -> Finding:
+    compiled = [name for name in build.features if name.lower() in _ACCELERATORS]
+    if compiled:
+        why = f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no device: look at the driver"
+        return Finding("error", f"{device.name} would sit idle: {why}", "localllm setup")
+    return Finding(
+        "error", f"{device.name} would sit idle: the installed llama.cpp knows the processor only", "localllm setup"
+    )
+
+
+def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
+    """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the memory."""
+    found = []
+    total = sum(gpu.memory_total_bytes for gpu in used)
+    limit = device.memory.limit_bytes
+    # On one pool the driver may offer ggml less than the system would give, never more than plans count with.
+    low = total < (1 - _SAME_MEMORY) * limit
+    high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
+    if total and (low or high):
+        told = f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says {total / 1e9:.1f} GB"
+        found.append(Finding("warning", f"{told}: a plan between the two may fail to load"))
+    for gpu in used:
+        most = gpu.largest_buffer_bytes
+        if most is not None and most < limit / max(device.n_gpus, 1):
+            told = f"{gpu.name}: one allocation may have {most / 1e9:.1f} GB at most, though more memory is there"
+            found.append(Finding("info", told))
+    return found
+
+
+def to_json(build: Build) -> dict[str, Any]:
+    """The published shape of a Build."""
+    return {
+        "version": build.version,
+        "folder": build.folder,
+        "failure": build.failure or None,
+        "devices": [
+            {
+                "name": device.name,
+                "description": device.description,
+                "backend": device.backend,
+                "accelerator": device.accelerator,
+                "type": device.type,
+                "memory_free_bytes": device.memory_free_bytes,
+                "memory_total_bytes": device.memory_total_bytes,
+                "largest_buffer_bytes": device.largest_buffer_bytes,
+                "id": device.id or None,
+                "capabilities": list(device.capabilities),
+                "details": list(device.details),
+            }
+            for device in build.devices
+        ],
+        "features": {name: dict(values) for name, values in build.features.items()},
+    }

@@ -1,0 +1,149 @@
+"""The machine as the installed build of llama.cpp can use it: what plans are made for.
+
+A build without any accelerator's library needs no question. Another is asked for its devices in a child process (a second,
+the first time), and its answer is kept for a day: drivers and cards change rarely, and `localllm device` and `doctor` ask
+anew each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from localllm import paths
+from localllm.device import ggml
+from localllm.device.probes import ggml as probe
+from localllm.device.readings import Readings
+from localllm.device.types import Device, Finding, Memory
+
+_KEPT_S = 24 * 3600.0
+# What changes the devices a build sees.
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES", "LLAMA_CPP_LIB_PATH",
+)  # fmt: skip
+_GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
+_GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
+
+
+def build_here(*, fresh: bool = False) -> ggml.Build | None:
+    """The build that a worker would run, with its devices; None where llama-cpp-python is not installed.
+
+    `fresh`: ask it now, whatever is known from before, and without judging by the names of its libraries.
+    """
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    folder = Path(override) if override else Path(next(iter(spec.submodule_search_locations))) / "lib"
+    libraries = _libraries(folder)
+    kept = paths.cache_dir() / "ggml_devices.json"
+    key = _key(folder, libraries)
+    if not fresh:
+        if libraries and not any(_is_accelerated(name) for name, _, _ in libraries):
+            return ggml.Build(folder=str(folder.parent))
+        known = _known(kept, key)
+        if known is not None:
+            return known
+    build = probe.ask()
+    if not build.failure:
+        _keep(kept, key, build)
+    return build
+
+
+def _libraries(folder: Path) -> list[tuple[str, int, int]]:
+    try:
+        return sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.is_file())
+    except OSError:
+        return []
+
+
+def _is_accelerated(name: str) -> bool:
+    return any(f"ggml-{kind}" in name for kind in ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "opencl"))
+
+
+def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
+    parts = [str(folder), libraries, [os.environ.get(name) for name in _VARIABLES]]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _known(file: Path, key: str) -> ggml.Build | None:
+    try:
+        kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _KEPT_S:
+            return None
+        return ggml.read(kept["answer"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _keep(file: Path, key: str, build: ggml.Build) -> None:
+    """Best effort: where it can't be written the build is asked again."""
+    try:
+        paths.private_dir(file.parent)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps({"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)}))
+        partial.replace(file)
+    except OSError:
+        return
+
+
+def without_gpus(readings: Readings) -> Readings:
+    """The same machine, had it no graphics at all."""
+    return replace(
+        readings,
+        files={path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)},
+        outputs={name: text for name, text in readings.outputs.items() if name not in _GPU_OUTPUTS},
+    )
+
+
+def as_used(device: Device, processor: Device, build: ggml.Build | None) -> Device:
+    """`device` as `build` can use it. `processor`: the same machine without its GPUs. A Mac is left alone: MLX uses its GPU
+    whatever llama.cpp was compiled for; and what gave no answer is no reason to plan for less."""
+    if build is None or build.failure or device.accelerator == "metal":
+        return device
+    if device.accelerator == "cpu":
+        return _as_ggml_says(device, build) if build.gpus else device
+    driver = ggml.driven_by(device, build)
+    if driver == device.accelerator:
+        return device
+    if driver != "cpu":
+        return replace(device, accelerator=driver)
+    told = f"{device.name} is not used: the installed llama.cpp is a build for the processor"
+    return replace(
+        processor,
+        kind="system",
+        accelerator="cpu",
+        family="CPU",
+        findings=(*processor.findings, Finding("warning", told, "localllm setup")),
+    )
+
+
+def _as_ggml_says(machine: Device, build: ggml.Build) -> Device:
+    """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is the system memory's
+    where it shares that one, else unknown."""
+    kind = build.accelerators[0]
+    gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
+    shared = all(gpu.type == "igpu" for gpu in gpus)
+    total = sum(gpu.memory_total_bytes for gpu in gpus)
+    free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
+    told = f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is estimated roughly"
+    return replace(
+        machine,
+        name=gpus[0].description or gpus[0].name,
+        kind="unified" if shared else "discrete",
+        accelerator=kind,
+        family=kind,
+        memory=Memory(total, total, free, "reported", f"llama.cpp ({gpus[0].backend})"),
+        bandwidth_gbps=machine.bandwidth_gbps if shared else None,
+        host=None if shared else machine.memory,
+        host_bandwidth_gbps=None if shared else machine.bandwidth_gbps,
+        match="",
+        n_gpus=len(gpus),
+        findings=(*machine.findings, Finding("info", told)),
+    )

@@ -1,0 +1,120 @@
+"""Reads what a model's speed depends on: cheap, for it is read at each start of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from localllm.device.conditions import Conditions, moment
+from localllm.device.probes.commands import read_text, run
+
+# NVML's bits for clocks that are lowered by heat or by power, of which the card's idling is none.
+_THROTTLES = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "a power brake"}
+
+
+def read(ours: frozenset[int] = frozenset()) -> Conditions:
+    """The conditions now; `ours` are process ids that are no neighbours. What can't be read is not there."""
+    lasting = {"power profile": _profile(), "governor": _governor()}
+    throttled: list[str] = []
+    beside: list[str] = []
+    with _nvml() as api:
+        if api is not None:
+            lasting["NVIDIA driver"] = _text(api.nvmlSystemGetDriverVersion())
+            for handle in _handles(api):
+                throttled += _throttles(api, handle)
+                beside += _neighbours(api, handle, ours)
+    found = re.search(r"some avg10=([0-9]+\.[0-9]+)", read_text("/proc/pressure/memory") or "")
+    now = moment(
+        hottest_c=_hottest_c(),
+        stalled_percent=float(found.group(1)) if found else None,
+        on_battery=_on_battery(),
+        throttled=sorted(set(throttled)),
+        beside=sorted(set(beside)),
+    )
+    return Conditions({name: value for name, value in lasting.items() if value}, now)
+
+
+def _profile() -> str:
+    if sys.platform == "darwin":
+        found = re.search(r"lowpowermode\s+(\d)", run("/usr/bin/pmset", "-g") or "")
+        return {"0": "normal", "1": "low power"}.get(found.group(1), "") if found else ""
+    return (read_text("/sys/firmware/acpi/platform_profile") or "").strip()
+
+
+def _governor() -> str:
+    return (read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor") or "").strip()
+
+
+def _hottest_c() -> float | None:
+    import psutil
+
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return None
+    return max((s.current for group in sensors.values() for s in group if s.current), default=None)
+
+
+def _on_battery() -> bool | None:
+    import psutil
+
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML's functions; None where there is no NVIDIA driver. What fails within ends the block, and nothing else."""
+    try:
+        import pynvml as api
+    except ImportError:
+        yield None
+        return
+    try:
+        api.nvmlInit()
+    except (api.NVMLError, OSError):
+        yield None
+        return
+    try:
+        with contextlib.suppress(api.NVMLError, AttributeError):
+            yield api
+    finally:
+        with contextlib.suppress(api.NVMLError):
+            api.nvmlShutdown()
+
+
+def _handles(api: Any) -> list[Any]:
+    return [api.nvmlDeviceGetHandleByIndex(i) for i in range(int(api.nvmlDeviceGetCount()))]
+
+
+def _throttles(api: Any, handle: Any) -> list[str]:
+    with contextlib.suppress(api.NVMLError, AttributeError):
+        bits = int(api.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return [said for bit, said in _THROTTLES.items() if bits & bit]
+    return []
+
+
+def _neighbours(api: Any, handle: Any, ours: frozenset[int]) -> list[str]:
+    import psutil
+
+    found = []
+    with contextlib.suppress(api.NVMLError, AttributeError):
+        for process in api.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid in ours or process.pid == os.getpid():
+                continue
+            try:
+                found.append(psutil.Process(process.pid).name())
+            except (psutil.Error, OSError):
+                found.append(f"process {process.pid}")
+    return found
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

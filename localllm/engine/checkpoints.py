@@ -1,0 +1,46 @@
+"""Where the state of a model that can't go back is kept while a prompt is read: points that later prompts may go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# A prompt that goes on where no turn begins may have its last tokens changed by what comes behind them.
+_TAIL_TOKENS = 4
+# Reading so few tokens again costs less than one more state.
+_NEAR_TOKENS = 16
+# A point ends a step before the prompt does, and so costs one step more: 40 % of a warm turn of 20 tokens (gemma-3-270m).
+_WORTH_A_STEP_TOKENS = 32
+
+
+def checkpoints(
+    prompt: Sequence[int], n_kv: int, known: int, is_control: Callable[[int], bool], apart: int | None
+) -> list[int]:
+    """Points of `prompt`, whose first `n_kv` tokens are held: before its last two turns, for they are what an answer is
+    asked for again from, or that is rendered in another way next time; and near its end where no turn begins there. Where
+    states are kept apart also where it leaves what was known (the first `known` tokens), since what branches twice
+    branches again, and one in every `apart` tokens (None: none), where a turn begins if one does."""
+    n = len(prompt)
+    control = [i for i in range(n) if is_control(prompt[i])]
+    turns = [i for i in control if prompt[i] == prompt[control[-1]]]
+    points = set(turns[-2:])
+    if apart is not None:
+        points |= _spaced(turns, n, apart)
+        points.add(known)
+    last = max((p for p in points if p <= n - 1), default=0)
+    if n - last > (_WORTH_A_STEP_TOKENS if last else _NEAR_TOKENS):
+        points.add(n - _TAIL_TOKENS)
+    required = {*turns[-2:], n - _TAIL_TOKENS}
+    kept: list[int] = []
+    for point in sorted(p for p in points if max(n_kv, _NEAR_TOKENS - 1) < p < n):
+        before = kept[-1] if kept else n_kv
+        if point in required or point - before >= _NEAR_TOKENS:
+            kept.append(point)
+    return kept
+
+
+def _spaced(turns: Sequence[int], n: int, apart: int) -> set[int]:
+    found = set()
+    for start in range(apart, n, apart):
+        within = [t for t in turns if start - apart < t <= start]
+        found.add(within[-1] if within else start)
+    return found

@@ -1,0 +1,158 @@
+"""Tells a worker whose native code hangs from one that has much to do: the first neither ends its step nor works on it.
+
+A step has no honest time limit: a large model's first one may read forty gigabytes from a hard disk, and a long prompt
+on a slow processor computes for minutes. So time alone never condemns a process: it must also have used no processor time
+and read nothing for as long, or take a hundred times as long as its longest step has ever taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from localllm.errors import WorkerDiedError
+
+# How long a process may show no sign of life, where nobody says.
+HANG_S = 300.0
+# A process that only waits uses less than this part of one core: it answers us, and its threads look around at times. One
+# that works uses more, be it the last in the queue of a crowded machine.
+_IDLE_SHARE = 0.002
+# One in which a thread holds the lock of Python's threads and sleeps: every other one wakes 200 times a second to ask for
+# it (measured: 0.9 % of a core for three threads). Such a process doesn't answer us; one that works does, by a thread that
+# native code leaves the lock to.
+_SILENT_SHARE = 0.05
+# A step that works is beyond doubt after this many times what the longest one took, and twice our patience.
+_TIMES_LONGEST = 100.0
+_KNOWS_AFTER_STEPS = 20
+_MOST_BETWEEN_LOOKS_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the steps it has done and
+    the longest of them. One that doesn't say it is `silent`, and `busy_s` for as long as it has been."""
+
+    busy_s: float
+    steps: int = 0
+    longest_step_s: float = 0.0
+    silent: bool = False
+
+
+class Patient(Protocol):
+    """A process that may hang."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once it has ended."""
+        ...
+
+    @property
+    def awaited(self) -> bool:
+        """True while somebody waits for something of it."""
+        ...
+
+    async def pulse(self) -> Pulse:
+        """What it says; waits until it does."""
+        ...
+
+    def condemn(self, why: str) -> None:
+        """End it; whoever waits is told why."""
+        ...
+
+
+def effort_of(pid: int) -> float:
+    """Seconds of processor time that a process has used, and something for every read: grows while it works.
+
+    Raises ProcessLookupError once it has ended."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        # Pages of a mapped model file: reads on Linux and Windows, page-ins on macOS.
+        read_bytes = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+        page_ins = getattr(process.memory_info(), "pageins", 0)
+    except psutil.Error as e:
+        raise ProcessLookupError(pid) from e
+    return float(times.user + times.system + read_bytes / 1e6 + page_ins)
+
+
+class Watchdog:
+    """Watches one process; everything is measured by `clock`, in seconds."""
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._effort = -math.inf
+        self._looked_at = self._moved_at = clock()
+
+    def verdict(self, pulse: Pulse, effort: float) -> str:
+        """Why the process hangs; empty while it may not."""
+        now = self._clock()
+        since_s = now - self._looked_at
+        idle_share = _SILENT_SHARE if pulse.silent else _IDLE_SHARE
+        # After a longer time unwatched (the machine slept) nothing can be said of it.
+        if effort - self._effort > idle_share * since_s or since_s > self._patience_s / 2:
+            self._moved_at = now
+        self._effort, self._looked_at = effort, now
+        still_s = now - self._moved_at
+        if pulse.busy_s <= self._patience_s:
+            return ""
+        if still_s > self._patience_s:
+            return (
+                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of it without any work being done"
+            )
+        known = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
+        if known and pulse.busy_s > max(2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s):
+            return (
+                f"one call has lasted {pulse.busy_s:.0f} s, and none before it more than {pulse.longest_step_s:.1f} s"
+            )
+        return ""
+
+
+async def watch(
+    patient: Patient,
+    patience_s: float,
+    effort: Callable[[int], float] = effort_of,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Look after `patient` until it has ended; condemn it if it hangs. It isn't looked at while nobody waits for it."""
+    between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
+    dog: Watchdog | None = None
+    silent_since: float | None = None
+    while patient.alive:
+        await asyncio.sleep(between_s)
+        if not patient.awaited:
+            dog = silent_since = None
+            continue
+        dog = dog or Watchdog(patience_s, clock)
+        pulse = await _within(patient.pulse(), between_s)
+        if pulse is None:
+            # Not even its reader answers: the whole process stands still, or one thread lets no other run.
+            silent_since = silent_since or clock()
+            pulse = Pulse(clock() - silent_since, silent=True)
+        else:
+            silent_since = None
+        try:
+            why = dog.verdict(pulse, effort(patient.pid))
+        except ProcessLookupError:
+            continue
+        if why:
+            patient.condemn(why)
+            return
+
+
+async def _within(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
+    try:
+        return await asyncio.wait_for(answer, max(seconds, 0.5))
+    except (TimeoutError, WorkerDiedError):
+        return None

@@ -1,0 +1,217 @@
+"""Reads anew what the hub holds of the catalog's models: file names and exact bytes, into a file of the user's catalog.
+
+The file is laid over the shipped catalog like any other of that folder, and comes first, so what the user wrote himself
+goes over it. Deleting it undoes the update.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import DownloadError, ModelNotFoundError
+from localllm.library import catalog_new, variants
+from localllm.library.catalog import UPDATE_FILE
+from localllm.library.hub import HubUnreachableError, Listing
+
+if TYPE_CHECKING:
+    from localllm_catalog.types import Model, Variant
+
+# A file further from what its format and the model's shapes say is something else: a draft head, a part, another model.
+_PLAUSIBLE = 0.4
+_LEAST_BITS, _MOST_BITS = 1.0, 20.0
+_FORMS = ("gguf", "mlx")
+# Sizes nearer than this to the old ones are the same file, counted in another way.
+_SAME = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one model's files, each a sentence part: "Q4_K_M is there (5.0 GB)"."""
+
+    model: Model
+    lines: tuple[str, ...]
+
+
+@dataclass
+class Update:
+    """Tables to write, by model (`gguf`, `mlx`, and of a new model all the rest), what changed, and repositories that could
+    not be read with the reason; of these the hub knows nothing of those in `gone`."""
+
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+
+
+def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Update:
+    """What the hub holds of `models` now. A repository that is gone loses its constructed files and keeps what somebody
+    once saw; one that is closed to us stays as it is; a hub that can't be asked ends it.
+
+    Raises HubUnreachableError.
+    """
+    found = Update()
+    known: dict[str, Listing | None] = {}
+    for model in models:
+        repos = list(dict.fromkeys((v.format, v.repo) for v in model.variants if v.repo))
+        tables: dict[str, list[dict[str, Any]]] = {"gguf": [], "mlx": []}
+        for form, repo in repos:
+            if repo not in known:
+                known[repo] = _listing(repo, list_files, found)
+            listing, old = known[repo], [v for v in model.variants if v.repo == repo and v.format == form]
+            tables[form] += _tables(model, form, listing) if listing else _kept(old, is_gone=repo in found.gone)
+        lines = _changes(model, tables)
+        if lines:
+            found.changes.append(Change(model, tuple(lines)))
+        found.tables[model.id] = {form: tables[form] for form in dict.fromkeys(form for form, _ in repos)}
+    return found
+
+
+def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
+    """A model that the catalog does not know, from the header of a GGUF file of `repo`, into `found`.
+
+    Raises HubUnreachableError, ModelNotFoundError and DownloadError.
+    """
+    model, table, listing = catalog_new.from_hub(repo, list_files)
+    rows = _tables(model, "gguf", listing, sure=table.pop("file"))
+    name = table.pop("id")
+    found.tables[name] = {**table, "gguf": rows}
+    sizes = [f"{quant} ({size / 1e9:.1f} GB)" for row in rows for quant, size in row["bytes"].items()]
+    found.changes.append(Change(model, (*catalog_new.summary(model), f"files: {', '.join(sizes)}")))
+
+
+def write(update: Update, folder: Path, today: datetime.date | None = None) -> Path:
+    """Write the tables as a file of the user's catalog, whole or not at all; models of an earlier update stay."""
+    from localllm import paths
+
+    paths.private_dir(folder)
+    target = folder / UPDATE_FILE
+    earlier = _earlier(target)
+    tables = {**earlier, **{name: {**earlier.get(name, {}), **table} for name, table in update.tables.items()}}
+    lines = [
+        f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm catalog update`.",
+        "# Written anew by the next update; delete this file to go back to the shipped listings.",
+    ]
+    for name, table in tables.items():
+        forms = {form: rows for form, rows in table.items() if form in _FORMS}
+        lines += ["", "[[models]]", f"id = {_toml(name)}"]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in _FORMS]
+        lines += [f"{form} = []" for form, rows in forms.items() if not rows]
+        for form, rows in forms.items():
+            for row in rows:
+                lines += ["", f"[[models.{form}]]", *(f"{key} = {_toml(value)}" for key, value in row.items())]
+    paths.write_private(target, "\n".join(lines) + "\n")
+    return target
+
+
+def _earlier(target: Path) -> dict[str, dict[str, Any]]:
+    import tomllib
+
+    try:
+        models = tomllib.loads(target.read_text(encoding="utf-8"))["models"]
+        return {m["id"]: {key: value for key, value in m.items() if key != "id"} for m in models}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=True)
+
+
+def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> Listing | None:
+    try:
+        return list_files(repo)
+    except HubUnreachableError:
+        raise
+    except (DownloadError, ModelNotFoundError) as e:
+        found.unread[repo] = e.message
+        if isinstance(e, ModelNotFoundError):
+            found.gone.add(repo)
+        return None
+
+
+def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[dict[str, Any]]:
+    """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a file that is of it."""
+    found = (s for s in variants.selections(listing) if s.format == form)
+    there = [s for s in found if _is_of(model, s) or sure in [file.name for file in s.files]]
+    if form == "mlx":
+        return [{"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"} for s in there]
+    chosen: dict[str, variants.Selection] = {}
+    for selection in there:
+        chosen.setdefault(selection.quant, selection)
+    if not chosen:
+        return []
+    table: dict[str, Any] = {
+        "repo": listing.repo,
+        "files": {quant: [file.name for file in s.files] for quant, s in chosen.items()},
+        "bytes": {quant: s.weights_bytes for quant, s in chosen.items()},
+        "source": "hf-api",
+    }
+    projector = variants.projector_of(listing)
+    if projector is not None:
+        table |= {"mmproj": projector.name, "mmproj_bytes": projector.size_bytes}
+    return [table]
+
+
+def _is_of(model: Model, selection: variants.Selection) -> bool:
+    from localllm_catalog import quants, shapes
+
+    size = selection.weights_bytes
+    if any(v.exact and v.file_bytes == size and v.quant == selection.quant for v in model.variants):
+        return True
+    if selection.format == "gguf" and selection.quant in quants.MIXTURES:
+        return abs(size / shapes.estimate_gguf_bytes(model, selection.quant) - 1) <= _PLAUSIBLE
+    return bool(selection.quant) and _LEAST_BITS <= 8 * size / max(1, model.params_total) <= _MOST_BITS
+
+
+def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
+    """Tables of a repository that could not be read: as they were, without what was constructed where it `is_gone`."""
+    rows: list[dict[str, Any]] = []
+    for variant in old:
+        if variant.is_estimate and is_gone:
+            continue
+        row: dict[str, Any] = {"repo": variant.repo}
+        size = "bytes" if variant.exact else "about"
+        if variant.format == "mlx":
+            row |= {"quant": variant.quant} | ({} if variant.is_estimate else {size: variant.file_bytes})
+        elif variant.is_estimate:
+            row |= {"estimate": [variant.quant]}
+        else:
+            row |= {size: {variant.quant: variant.file_bytes}}
+        if variant.format == "gguf" and variant.files:
+            row |= {"files": {variant.quant: list(variant.files)}}
+        rows.append(row)
+    return rows
+
+
+def _changes(model: Model, tables: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """What a person wants to know of the difference, in the order of the table."""
+    new: dict[tuple[str, str, str], int] = {}
+    for row in tables["gguf"]:
+        for quant, size in {**row.get("about", {}), **row.get("bytes", {})}.items():
+            new["gguf", row["repo"], quant] = size
+        new |= {("gguf", row["repo"], quant): 0 for quant in row.get("estimate", ())}
+    for row in tables["mlx"]:
+        new["mlx", row["repo"], row["quant"]] = row.get("bytes", row.get("about", 0))
+    old: dict[tuple[str, str, str], Variant] = {(v.format, v.repo, v.quant): v for v in model.variants}
+    lines = []
+    for key, size in new.items():
+        before = old.get(key)
+        if not size:  # as it was
+            continue
+        if before is None:
+            lines.append(f"new: {key[2]} ({size / 1e9:.1f} GB) in {key[1]}")
+        elif before.is_estimate:
+            lines.append(f"{key[2]} is there: {size / 1e9:.1f} GB, {before.file_bytes / 1e9:.1f} estimated")
+        elif abs(size / max(1, before.file_bytes) - 1) > _SAME:
+            lines.append(f"{key[2]}: {size / 1e9:.2f} GB, was {before.file_bytes / 1e9:.2f}")
+    lines += [f"gone: {quant} in {repo}" for form, repo, quant in old if (form, repo, quant) not in new]
+    return lines

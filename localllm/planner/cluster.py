@@ -1,0 +1,224 @@
+"""A model whose layers lie on several machines: how many on each, what a token's way between them costs, and whether one
+machine would be faster. Pure.
+
+Each machine computes its layers in the time that its share of the whole takes there, one after the other: for one
+stream no second machine makes decoding faster than the fastest would be alone, it only makes room. (Tensor parallelism
+divides each layer, and can: it is not what llama.cpp's RPC does.) Prompts can be read by all of them at once, each at its
+own piece, where the engine does that; llama.cpp's RPC does not promise to, so the range begins with one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from localllm.device.types import Device
+from localllm.planner import memory, places, speed
+from localllm.planner.types import Range, RunSettings
+from localllm_catalog.types import Model, Variant
+
+_F32_BYTES = 4
+_PROMPT_TOKENS = 2048
+# What llama.cpp's RPC takes of each token for each further machine, beside the way there: at best, typically, at worst.
+# The differences between one machine and several with the same file that were published (benchmarks/data/clusters.csv);
+# the same over 1 Gbit/s Ethernet as over 200 Gbit/s.
+RPC_S = (0.0, 5.5e-3, 7.7e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two machines: bytes per second that arrive, and the seconds that one message takes, at best and at
+    worst; `source` of both."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: tuple[float, float]
+    source: str
+
+
+LINKS = {
+    "10gbe": Link("10 Gbit/s Ethernet", 1.1e9, (50e-6, 300e-6), "nominal rate less framing; TCP's latency assumed"),
+    "thunderbolt5": Link(
+        "Thunderbolt 5",
+        6e9,
+        (5e-6, 300e-6),
+        "80 Gbit/s nominal; 5-9 µs (aiexpert.news) to < 50 µs with RDMA and 300 µs without (jeffgeerling.com, 2025)",
+    ),
+    "connectx7": Link(
+        "ConnectX-7, 200 Gbit/s",
+        11e9,
+        (5e-6, 100e-6),
+        "96 Gbit/s by iperf3 over one cable (wisp.net.au); RDMA's and TCP's latency assumed",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One machine's part: layers, and the bytes of weights, KV and buffers there, of those it has for models."""
+
+    device: Device
+    n_layers: int
+    needs_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """A model over machines. `alone`: the machine on which it fits, and is as fast (None: on none)."""
+
+    model: Model
+    variant: Variant
+    settings: RunSettings
+    link: Link
+    shares: tuple[Share, ...]
+    transfer_bytes: int
+    transfer_s: tuple[float, float]
+    rpc_s: float
+    decode_tok_s: Range
+    prefill_tok_s: Range
+    alone: Device | None
+    advice: str
+
+
+def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
+    """Bytes of each layer where it is computed: weights, KV and state."""
+    weights = [dense + experts for dense, experts in places.parts(model, variant).layers]
+    kv, state = memory.layer_kv_bytes(model, settings), memory.layer_state_bytes(model, settings)
+    return [sum(all_of) for all_of in zip(weights, kv, state, strict=True)]
+
+
+def divide(
+    model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device]
+) -> tuple[Share, ...] | None:
+    """As many layers as fit on the machine that is fastest with this model, the rest on the next, and so on; None where
+    they are too many for all of them. Equal machines get equal parts: each then has room for more context."""
+    each = layer_bytes(model, variant, settings)
+    parts = places.parts(model, variant)
+    ends_bytes = parts.input_bytes + parts.own_output_bytes
+    fixed = [memory.overhead_bytes(d) + memory.compute_bytes(model, settings) for d in devices]
+    pace = [speed.decode(d, model, variant, settings).value for d in devices]
+    order = sorted(range(len(devices)), key=lambda i: -pace[i])
+    even = len({d.name for d in devices}) == 1
+    counts, at = [0] * len(devices), 0
+    needs = [0] * len(devices)
+    for position, i in enumerate(order):
+        room = devices[i].memory.limit_bytes - fixed[i] - (ends_bytes if position == 0 else 0)
+        left, most = len(each) - at, len(each)
+        if even:
+            most = -(-left // (len(devices) - position))
+        while at < len(each) and counts[i] < most and needs[i] + each[at] <= room:
+            needs[i] += each[at]
+            counts[i] += 1
+            at += 1
+        needs[i] += fixed[i] + (ends_bytes if position == 0 else 0) if counts[i] else 0
+    if at < len(each):
+        return None
+    return tuple(Share(devices[i], counts[i], needs[i], devices[i].memory.limit_bytes) for i in order)
+
+
+def plan(
+    model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
+) -> ClusterPlan | None:
+    """The plan of `model` over `devices` joined by `link`; None where it does not fit."""
+    shares = divide(model, variant, settings, devices)
+    if shares is None:
+        return None
+    used = [s for s in shares if s.n_layers]
+    # To each further machine the hidden vector, and once back: the first one has the output.
+    hops = len(used) if len(used) > 1 else 0
+    carried_bytes = hops * model.hidden_size * _F32_BYTES
+    wait_s = _way_s(hops, carried_bytes, link)
+    decode = decode_over(model, variant, settings, used, link)
+    prefill = prefill_over(model, variant, settings, used, link)
+    alone = _alone(model, variant, settings, devices, decode.value)
+    rpc_s = RPC_S[1] * (len(used) - 1)
+    placed = ClusterPlan(
+        model, variant, settings, link, shares, carried_bytes, wait_s, rpc_s, decode, prefill, alone, ""
+    )
+    return replace(placed, advice=advice(placed))
+
+
+def _way_s(hops: int, carried_bytes: int, link: Link) -> tuple[float, float]:
+    carried_s = carried_bytes / link.bytes_per_s
+    return carried_s + hops * link.latency_s[0], carried_s + hops * link.latency_s[1]
+
+
+def _token_s(shares: Sequence[Share], rates: Sequence[float]) -> float:
+    """Seconds of a token whose layers are computed one share after another, at the rates of the whole model there."""
+    n_layers = sum(s.n_layers for s in shares)
+    return sum(s.n_layers / n_layers / rate for s, rate in zip(shares, rates, strict=True))
+
+
+def decode_over(
+    model: Model, variant: Variant, settings: RunSettings, shares: Sequence[Share], link: Link, *, depth: int = 0
+) -> Range:
+    """tokens/s of one stream at `depth` whose layers lie so."""
+    each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
+    hops = len(shares) if len(shares) > 1 else 0
+    way = _way_s(hops, hops * model.hidden_size * _F32_BYTES, link)
+    best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
+    basis = (
+        f"each machine's own prediction ({each[0].basis}), one after another; RPC's {usual_s * 1e3:.1f} ms a token "
+        f"({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) from published pairs; {link.source}"
+    )
+    return Range(
+        1 / (_token_s(shares, [e.value for e in each]) + sum(way) / 2 + usual_s),
+        1 / (_token_s(shares, [e.low for e in each]) + way[1] + worst_s),
+        1 / (_token_s(shares, [e.high for e in each]) + way[0] + best_s),
+        basis,
+    )
+
+
+def prefill_over(
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    shares: Sequence[Share],
+    link: Link,
+    *,
+    prompt_tokens: int = _PROMPT_TOKENS,
+    depth: int = 0,
+) -> Range:
+    """tokens/s of a prompt of so many tokens behind `depth` whose layers lie so."""
+    each = [speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth) for s in shares]
+    n_layers = sum(s.n_layers for s in shares)
+    # Of each token of a prompt: latency is paid once a batch.
+    hops = len(shares) if len(shares) > 1 else 0
+    carried_s = hops * model.hidden_size * _F32_BYTES / link.bytes_per_s
+    slowest_s = max(s.n_layers / n_layers / e.value for s, e in zip(shares, each, strict=True))
+    serial = 1 / (_token_s(shares, [e.value for e in each]) + carried_s)
+    return Range(
+        serial,
+        1 / (_token_s(shares, [e.low for e in each]) + carried_s),
+        max(serial, 1 / max(slowest_s, carried_s)),
+        "one machine after another; at best all at once, each at its own piece of the prompt",
+    )
+
+
+def _alone(
+    model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], than_tok_s: float
+) -> Device | None:
+    fitting = [d for d in devices if divide(model, variant, settings, [d]) is not None]
+    paces = [(speed.decode(d, model, variant, settings).value, d) for d in fitting]
+    fastest = max(paces, key=lambda p: p[0], default=None)
+    return fastest[1] if fastest is not None and fastest[0] >= than_tok_s else None
+
+
+def advice(plan: ClusterPlan) -> str:
+    """What to do, in a sentence or two."""
+    if plan.alone is not None:
+        return (
+            f"{plan.alone.name} alone runs it at least as fast: join machines for what fits on none of them, or for more "
+            "requests at once (`serve --pool` gives each machine a whole copy)"
+        )
+    used = [s for s in plan.shares if s.n_layers]
+    if len(used) == 1:
+        return f"all of it lies on {used[0].device.name}"
+    # As `--split` has them: the workers first, whoever serves last.
+    split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
+    share = (sum(plan.transfer_s) / 2 + plan.rpc_s) * plan.decode_tok_s.value
+    return (
+        f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. `localllm worker` on "
+        f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split {split}` on {used[0].device.name}"
+    )

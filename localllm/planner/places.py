@@ -1,0 +1,233 @@
+"""Where a model's bytes lie when they are divided: layer by layer over cards and system memory, as llama.cpp divides them.
+
+llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-model.cpp load_tensors, llama-model-loader.cpp) leaves the
+input tables in system memory, gives the last layers and the output to the devices, and of those layers leaves behind
+what a pattern names: the routed experts of the first ones. KV and recurrent state lie where their layer is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from localllm.planner.facts import facts
+from localllm.planner.streams import streamed
+from localllm.planner.types import Placement
+from localllm_catalog import quants
+from localllm_catalog.types import Model, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Weight bytes of a variant: the tables of which a token reads a row; what the output takes on a device, and what of
+    that the file holds beside the tables (tied models use one of them again); of each layer what every token reads,
+    and its routed experts."""
+
+    input_bytes: int
+    output_bytes: int
+    own_output_bytes: int
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def dense_bytes(self) -> int:
+        """What every token reads of the layers."""
+        return sum(dense for dense, _ in self.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """All routed experts."""
+        return sum(experts for _, experts in self.layers)
+
+
+# Keyed by identity, with what they are of kept alive beside them, as facts are.
+_known: dict[tuple[int, int], tuple[Model, Variant, Parts]] = {}
+_KEEP = 4096
+
+
+def parts(model: Model, variant: Variant) -> Parts:
+    """The parts of `variant`: from its header, or from shapes and format, with layers of a kind taken as equal."""
+    key = id(model), id(variant)
+    found = _known.get(key)
+    if found is not None and found[0] is model and found[1] is variant:
+        return found[2]
+    if len(_known) >= _KEEP:
+        _known.clear()
+    counted = _count(model, variant)
+    _known[key] = model, variant, counted
+    return counted
+
+
+def _count(model: Model, variant: Variant) -> Parts:
+    total = variant.weights_bytes or variant.file_bytes
+    if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
+        layers = variant.layer_bytes
+        own = max(0, total - variant.input_bytes - sum(dense + experts for dense, experts in layers))
+        return Parts(variant.input_bytes, max(own, variant.output_bytes), own, layers)
+    stream, known = streamed(model, variant), facts(model)
+    matrix = model.vocab_size * model.hidden_size
+    stored = known.dense_params + known.pool_params + known.embedding_params + model.lookup_params
+    mix = quants.MIXTURES.get(variant.quant)
+    bits = 8 * total / max(1, stored)
+    if mix is not None:
+        bits = float(quants.GGUF_TYPES[quants.fallback(mix.head, model.hidden_size)].bits)
+    experts = min(total, stream.expert_pool_bytes)
+    output = min(total - experts, round(matrix * bits / 8))
+    # What is always read is the layers and the output matrix, whoever else uses that.
+    dense = max(0, min(total - experts, stream.dense_bytes) - output)
+    holds = [layer.ffn in ("experts", "both") and model.experts is not None for layer in model.layers]
+    each_dense, each_pool = dense // max(1, len(holds)), experts // max(1, sum(holds))
+    layers = tuple((each_dense, each_pool if has else 0) for has in holds)
+    own = 0 if model.tied_embeddings else output
+    return Parts(max(0, total - own - sum(a + b for a, b in layers)), output, own, layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What each layer weighs in a run, in bytes: (always read, routed experts, KV, state) of each, and the ends.
+
+    The ends are those of `Parts`; `_sums` run over the layers before each of weights, experts, and KV with state.
+    """
+
+    layers: tuple[tuple[int, int, int, int], ...]
+    input_bytes: int
+    output_bytes: int
+    own_output_bytes: int
+    _sums: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+    def device_bytes(self, placed: Placement) -> int:
+        """Bytes on devices, all layers and the output together: the sum of `device_layers`."""
+        n, (dense, experts, held) = len(self.layers), self._sums
+        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        if first > n:
+            return 0
+        cache = 0 if placed.kv_on_host else held[n] - held[first]
+        return dense[n] - dense[first] + experts[n] - experts[max(first, kept)] + cache + self.output_bytes
+
+    def device_layers(self, placed: Placement) -> list[int]:
+        """Bytes on devices of each layer from the first that one computes, and last of the output."""
+        n = len(self.layers)
+        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        found = []
+        for i in range(min(first, n), n):
+            dense, experts, kv, state = self.layers[i]
+            found.append(dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state))
+        if first <= n:
+            found.append(self.output_bytes)
+        return found
+
+    def host_weights_bytes(self, placed: Placement) -> int:
+        """Weight bytes in system memory."""
+        n = len(self.layers)
+        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+        output = self.own_output_bytes if first > n else 0
+        left = sum(dense + experts for dense, experts, _, _ in self.layers[: min(first, n)])
+        return self.input_bytes + output + left + sum(layer[1] for layer in self.layers[first:kept])
+
+    def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
+        """(KV, state) bytes in system memory."""
+        n = len(self.layers)
+        there = self.layers if placed.kv_on_host else self.layers[: min(n, placed.first_gpu_layer(n))]
+        return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
+
+
+def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[int]) -> Ledger:
+    """The ledger of a run whose layers hold these bytes of KV and of recurrent state."""
+    found = parts(model, variant)
+    rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
+    columns = (
+        [d for d, _ in found.layers],
+        [e for _, e in found.layers],
+        [k + s for k, s in zip(kv, state, strict=True)],
+    )
+    sums = (tuple(accumulate(c, initial=0)) for c in columns)
+    return Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes, tuple(sums))  # type: ignore[arg-type]
+
+
+# --- several cards --------------------------------------------------------------------------------------------------
+
+
+def over_cards(device_layers: Sequence[int], limits: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(layers of each card, bytes of each card) when consecutive layers fill the cards in proportion to their limits,
+    in bytes. The counts are a `tensor_split` that llama.cpp follows exactly."""
+    if not device_layers:
+        return tuple(0 for _ in limits), tuple(0 for _ in limits)
+    total, room = sum(device_layers), max(1, sum(limits))
+    upto = [0, *accumulate(device_layers)]
+    ends, last = [], 0
+    for part in accumulate(limits):
+        goal = total * part / room
+        # The boundary nearest to the card's share, but not behind the one before.
+        last = min(range(last, len(upto)), key=lambda i, goal=goal: (abs(upto[i] - goal), i))  # type: ignore[misc]
+        ends.append(last)
+    ends[-1] = len(device_layers)
+    counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+    return tuple(counts), _bytes_of(device_layers, counts)
+
+
+def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int) -> tuple[int, ...]:
+    """Bytes of each card when llama.cpp divides the layers by `split`: a layer is the first card's whose cumulated
+    share lies above the layer's own place among all."""
+    shares = [*split, *([0.0] * n_cards)][:n_cards]
+    total = sum(shares) or 1.0
+    bounds = [x / total for x in accumulate(shares)]
+    found = [0] * n_cards
+    for i, n_bytes in enumerate(device_layers):
+        at = i / len(device_layers)
+        card = next((j for j, bound in enumerate(bounds) if bound > at), n_cards - 1)
+        found[card] += n_bytes
+    return tuple(found)
+
+
+def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    rest: Iterator[int] = iter(device_layers)
+    return tuple(sum(next(rest) for _ in range(count)) for count in counts)
+
+
+# --- shares, for the speed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of what one token reads and computes, the share on the devices (0..1), and how often a step changes sides."""
+
+    dense: float
+    experts: float
+    kv: float
+    layers: float
+    crossings: int
+
+    @property
+    def is_whole(self) -> bool:
+        """True where all of it is on the devices."""
+        return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
+
+    @property
+    def rest(self) -> Shares:
+        """What is not on the devices."""
+        return Shares(1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings)
+
+
+WHOLE = Shares(1.0, 1.0, 1.0, 1.0, 0)
+
+
+def shares(model: Model, variant: Variant, placed: Placement) -> Shares:
+    """How `placed` divides a step. KV is counted by layers' own width; a crossing is one copy of the activations."""
+    if not placed.is_split:
+        return WHOLE
+    found, n = parts(model, variant), len(model.layers)
+    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
+    matrix = found.output_bytes
+    dense = sum(d for d, _ in found.layers[first:]) + (matrix if first <= n else 0)
+    experts = sum(e for _, e in found.layers[max(first, kept) :])
+    n_split = sum(1 for _, e in found.layers[first:kept] if e) if kept > first else 0
+    n_device = max(0, n - first)
+    kv = 0.0 if placed.kv_on_host else n_device / max(1, n)
+    crossings = 2 * n_split + (2 if 0 < first <= n else 0) + (2 * n_device if placed.kv_on_host else 0)
+    return Shares(
+        dense / max(1, found.dense_bytes + matrix),
+        experts / found.expert_bytes if found.expert_bytes else 1.0 if first == 0 else n_device / max(1, n),
+        kv,
+        n_device / max(1, n),
+        crossings,
+    )

@@ -1,0 +1,1 @@
+"""LM Studio's own API: its lists of models, loading and unloading."""

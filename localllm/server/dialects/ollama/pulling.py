@@ -1,0 +1,95 @@
+"""A download as Ollama tells it: lines that say what is done, and how much of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from localllm.errors import UnsupportedError
+from localllm.server.models.store import ModelStore, Progress
+
+# Bytes come in pieces of a few milliseconds.
+_EVERY_S = 0.2
+_SHA256_DIGITS = 64
+_NAMED_DIGITS = 12
+
+Line = dict[str, Any]
+
+
+class _LeftError(Exception):
+    """The client went away."""
+
+
+class Puller:
+    """Fetches one model after the other: two at once would share one line to the hub."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
+
+    async def pull(self, store: ModelStore, ref: str, say: Callable[[Line], None]) -> None:
+        """Fetch `ref`, and tell `say` how it goes. Cancelled, it stops, and the next call goes on there. Raises what the
+        store does."""
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        told = _Told()
+
+        def hear(progress: Progress) -> None:
+            if left.is_set():
+                raise _LeftError
+            line = told.line(progress)
+            if line is not None:
+                loop.call_soon_threadsafe(say, line)
+
+        try:
+            await loop.run_in_executor(self._thread, store.pull, ref, hear)
+        finally:
+            left.set()
+        say({"status": "success"})
+
+
+class _Told:
+    """What of a download's moments is worth a line."""
+
+    def __init__(self) -> None:
+        self._digest, self._status, self._next_s = "", "", 0.0
+
+    def line(self, progress: Progress) -> Line | None:
+        """The line for this moment; None when it says nothing new."""
+        if not self._digest and len(progress.digest) == _SHA256_DIGITS:
+            # One bar for the whole model: clients keep one per digest.
+            self._digest = progress.digest
+        line = self._words(progress)
+        now = time.monotonic()
+        if line["status"] == self._status and now < self._next_s and progress.done_bytes < progress.total_bytes:
+            return None
+        self._status, self._next_s = line["status"], now + _EVERY_S
+        return line
+
+    def _words(self, progress: Progress) -> Line:
+        if progress.state == "listing":
+            return {"status": "pulling manifest"}
+        if progress.state == "verifying":
+            return {"status": "verifying sha256 digest"}
+        if progress.state == "done":
+            return {"status": "writing manifest"}
+        if progress.state == "waiting":
+            return {"status": "waiting for the hub"}
+        if not self._digest:
+            return {"status": "pulling"}
+        return {
+            "status": f"pulling {self._digest[:_NAMED_DIGITS]}", "digest": f"sha256:{self._digest}",
+            "total": progress.total_bytes, "completed": progress.done_bytes,
+        }  # fmt: skip
+
+
+def allowed(store: ModelStore | None) -> ModelStore:
+    """The store, where clients may use it. Raises UnsupportedError that says how to allow it."""
+    if store is None:
+        raise UnsupportedError(
+            "models are not fetched or removed over HTTP here: start the server with --allow-pull (or set allow_pull), or "
+            "do it on the command line: `localllm pull`, `localllm models rm`"
+        )
+    return store

@@ -1,0 +1,114 @@
+"""POST /v1/rerank: documents by how well they answer a query, as llama.cpp's server, Jina and Cohere write it; with
+`texts` instead of `documents`, as text-embeddings-inference does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+
+from localllm.engine.embedding import Ranks
+from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.fields import Body, read
+from localllm.server.dialects.openapi import body_of
+from localllm.server.http.headers import ignored_header, request_id
+from localllm.server.http.json_body import read_json
+from localllm.server.http.streaming import unless_gone
+from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.serving import Server
+
+_MOST_DOCUMENTS = 2048
+_ALIASES = ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank")
+
+
+class _Document(BaseModel):
+    text: str
+
+
+Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)]
+
+
+class RerankFields(Body):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: Documents | None = None
+    texts: Annotated[list[str], Field(min_length=1, max_length=_MOST_DOCUMENTS)] | None = Field(
+        None, description="the same, answered as text-embeddings-inference does"
+    )
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="the best so many; default: all")
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = Field(None, description="cut what is too long instead of refusing it")
+
+    def read_documents(self) -> list[str]:
+        """The documents, from either field. Raises RequestError."""
+        if (self.documents is None) == (self.texts is None):
+            raise RequestError("send the documents as `documents`", param="documents")
+        return [d if isinstance(d, str) else d.text for d in self.documents or self.texts or ()]
+
+
+def routes(server: Server) -> APIRouter:
+    """The routes, bound to `server`."""
+    router = APIRouter(tags=["Reranking"])
+
+    async def rerank(request: Request) -> Response:
+        """Rank documents by how well they answer a query."""
+        fields, ignored = read(RerankFields, await read_json(request, server.settings))
+        documents = fields.read_documents()
+        model = ranker_for(server.models, fields.model)
+
+        async def work() -> tuple[list[float], int]:
+            with server.counted(model):
+                engine = await model.engine()
+                if not isinstance(engine, Ranks):
+                    raise UnsupportedError(f"{model.name} does not rank", param="model")
+                return await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
+
+        found = await unless_gone(request, work())
+        if found is None:
+            return Response(status_code=499)
+        return JSONResponse(_body(fields, model, documents, found), headers={**request_id(), **ignored_header(ignored)})
+
+    described = body_of(RerankFields, "results")
+    router.add_api_route("/v1/rerank", rerank, methods=["POST"], response_model=None, openapi_extra=described)
+    for path in _ALIASES:
+        router.add_api_route(path, rerank, methods=["POST"], response_model=None, include_in_schema=False)
+    return router
+
+
+def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
+    """The reranker of that name; no name means the first one. Raises UnsupportedError for a model that does not rank,
+    saying what would help."""
+    ranking = [m for m in models.list() if m.ranks]
+    model = ranking[0] if ranking and not name else models.resolve(name)
+    if model.ranks:
+        return model
+    raise UnsupportedError(
+        f"{model.name} does not rank texts",
+        hint=f"name a reranker: {', '.join(m.name for m in ranking)}"
+        if ranking
+        else "fetch a reranker (bge-reranker, Qwen3-Reranker …) and name it, or rank by the distance of embeddings",
+        param="model",
+    )
+
+
+def _body(fields: RerankFields, model: ServedModel, documents: list[str], found: tuple[list[float], int]) -> Any:
+    scores, tokens = found
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
+    if fields.texts is not None:
+        return [
+            {"index": i, "score": scores[i], **({"text": documents[i]} if fields.return_text else {})} for i in best
+        ]
+    results = [
+        {
+            "index": i,
+            "relevance_score": scores[i],
+            **({"document": {"text": documents[i]}} if fields.return_documents else {}),
+        }
+        for i in best
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"model": model.name, "object": "list", "usage": usage, "results": results}

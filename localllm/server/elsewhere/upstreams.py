@@ -1,0 +1,143 @@
+"""The servers that requests may be handed on to, and the models each of them runs: pure facts and look-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from localllm.errors import ModelNotFoundError, UnsupportedError
+
+Dialect = Literal["openai", "responses", "anthropic", "ollama"]
+# What a path speaks, and where it lies below a server's base address (which ends in /v1, but for Ollama's).
+_OPENAI = {
+    "/v1/chat/completions": "/chat/completions",
+    "/chat/completions": "/chat/completions",
+    "/api/v0/chat/completions": "/chat/completions",
+    "/v1/completions": "/completions",
+    "/completions": "/completions",
+    "/v1/embeddings": "/embeddings",
+    "/embeddings": "/embeddings",
+}
+_OTHERS: dict[str, tuple[Dialect, str]] = {
+    "/v1/responses": ("responses", "/responses"),
+    "/v1/messages": ("anthropic", "/messages"),
+    "/v1/messages/count_tokens": ("anthropic", "/messages/count_tokens"),
+    "/api/chat": ("ollama", "/api/chat"),
+    "/api/generate": ("ollama", "/api/generate"),
+    "/api/embed": ("ollama", "/api/embed"),
+    "/api/embeddings": ("ollama", "/api/embeddings"),
+    "/api/show": ("ollama", "/api/show"),
+}
+PATHS: Mapping[str, tuple[Dialect, str]] = {**{k: ("openai", v) for k, v in _OPENAI.items()}, **_OTHERS}
+# Named in the body as well, and answered from a model's own engine: nothing that another server does for us.
+_LOCAL_ONLY = (
+    "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank", "/completion", "/infill",
+    "/v1/responses/input_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """One server. `base_url` is where its OpenAI paths begin (`…/v1`). `models` maps our names to its own; empty: what
+    it lists. `key` is sent to it, and nobody else's. `spill`: it also takes what the model of the same name here has no
+    room for. `speaks`: the dialects it is trusted to answer as they are. `silence_s`: the longest it may say nothing."""
+
+    name: str
+    base_url: str
+    models: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = field(default=None, repr=False)
+    spill: bool = False
+    speaks: tuple[Dialect, ...] = ("openai",)
+    silence_s: float = 600.0
+
+    def address(self, path: str) -> str:
+        """Where a request that came in at `path` goes. Raises UnsupportedError for a path it does not answer."""
+        dialect, below = PATHS.get(path, (None, ""))
+        if dialect is None or dialect not in self.speaks:
+            can = sorted(p for p, (d, _) in PATHS.items() if d in self.speaks and p.startswith(("/v1/", "/api/")))
+            raise UnsupportedError(
+                f"this model runs on the upstream {self.name}, and requests to {path} are not handed on to it",
+                hint=f"it is reached by {', '.join(can)}; `speaks` in [[upstream]] names more, where it has them",
+                param="model",
+            )
+        root = self.base_url.rstrip("/")
+        return (root.removesuffix("/v1") if below.startswith("/api/") else root) + below
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """A model that runs elsewhere: our `name` for it, the `upstream` and its own name there; `facts` as its list says."""
+
+    name: str
+    upstream: Upstream
+    theirs: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Upstreams:
+    """Which models run where. The first server that has a name has it. What was not named in the settings is learned
+    from lists (`learn`)."""
+
+    def __init__(self, upstreams: Iterable[Upstream]) -> None:
+        self.all = tuple(upstreams)
+        self._models: dict[str, dict[str, RemoteModel]] = {}
+        self._at_close: list[Callable[[], Awaitable[None]]] = []
+        for upstream in self.all:
+            named = [RemoteModel(ours, upstream, theirs) for ours, theirs in upstream.models.items()]
+            self._models[upstream.name] = {model.name.lower(): model for model in named}
+
+    def at_close(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have `close` called at the end: of who keeps connections to them."""
+        self._at_close.append(close)
+
+    async def close(self) -> None:
+        """No request comes any more."""
+        for close in self._at_close:
+            await close()
+
+    @property
+    def unlisted(self) -> tuple[Upstream, ...]:
+        """Those whose models are not named in the settings."""
+        return tuple(u for u in self.all if not u.models)
+
+    def learn(self, upstream: Upstream, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Take over the list of models that `upstream` gave (the `data` of its GET /v1/models)."""
+        found = [e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)]
+        if not upstream.models:
+            self._models[upstream.name] = {e["id"].lower(): RemoteModel(e["id"], upstream, e["id"], e) for e in found}
+            return
+        facts = {e["id"]: e for e in found}
+        self._models[upstream.name] = {
+            ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {}))
+            for ours, theirs in upstream.models.items()
+        }
+
+    def models(self) -> list[RemoteModel]:
+        """Every model once, in the order of the settings."""
+        found: dict[str, RemoteModel] = {}
+        for upstream in self.all:
+            for key, model in self._models[upstream.name].items():
+                found.setdefault(key, model)
+        return [*found.values()]
+
+    def find(self, name: str) -> RemoteModel | None:
+        """The model of that name (or of that name with `:latest`)."""
+        key = name.lower()
+        for upstream in self.all:
+            model = self._models[upstream.name].get(key) or self._models[upstream.name].get(key.removesuffix(":latest"))
+            if model is not None:
+                return model
+        return None
+
+    def resolve(self, name: str) -> RemoteModel:
+        """`find`; raises ModelNotFoundError."""
+        model = self.find(name)
+        if model is None:
+            raise ModelNotFoundError(f"no upstream has a model {name[:100]!r}", param="model")
+        return model
+
+
+def names_a_model(path: str) -> bool:
+    """True for a path whose body names the model that is to answer."""
+    return path in PATHS or path in _LOCAL_ONLY

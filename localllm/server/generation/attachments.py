@@ -1,0 +1,90 @@
+"""The PDFs of a conversation, read: their text and the pictures of their pages in the place of their marks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from localllm.conversation import documents, images, pdf
+from localllm.conversation.documents import AttachedPdf
+from localllm.conversation.pdf import Pdf
+from localllm.errors import UnsupportedError
+from localllm.server.generation.conversing import Ask
+
+# A child process each, with a core of its own to compute on.
+_AT_ONCE = 2
+_MOST_PDFS = 16
+# A conversation brings its PDFs along in every turn.
+_KEPT_BYTES = 64 * 2**20
+
+
+@dataclass
+class PdfReader:
+    """Reads them, and keeps what it has read for the next turn."""
+
+    _kept: OrderedDict[tuple[bytes, bool], Pdf] = field(default_factory=OrderedDict)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+    async def read(self, ask: Ask, *, sees: bool) -> Ask:
+        """`ask` with its PDFs as text, and where the model `sees`, pictures of pages that have none. Raises UnsupportedError for
+        one that is asked about and can't be read; elsewhere a note stands for it."""
+        omitted: list[str] = []
+        messages = []
+        left = _MOST_PDFS
+        for message in ask.messages:
+            plain = dict(message)
+            for attached in plain.pop("pdfs", ()):
+                left -= 1
+                found = (
+                    await self._pdf(attached, sees=sees)
+                    if left >= 0
+                    else Pdf(problem=f"{_MOST_PDFS} PDFs are the most")
+                )
+                if found.problem and attached.asked:
+                    said = f"{attached.where}: {found.problem}"
+                    raise UnsupportedError(said, param=attached.where, hint="send its text, or images of its pages")
+                if found.problem:
+                    omitted.append(f"messages.{attached.kind}")
+                plain = _with(plain, attached, found)
+            messages.append(plain)
+        return replace(ask, messages=messages, omitted=(*ask.omitted, *dict.fromkeys(omitted)))
+
+    async def _pdf(self, attached: AttachedPdf, *, sees: bool) -> Pdf:
+        key = hashlib.sha256(attached.data).digest(), sees
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        if not pdf.installed():
+            return Pdf(problem=pdf.MISSING)
+        async with self._turns:
+            self._kept[key] = found = await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
+        while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found
+
+
+def _size(found: Pdf) -> int:
+    return sum(len(page.text) + len(page.picture) for page in found.pages)
+
+
+def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict[str, Any]:
+    """`message` with what is in the PDF where its mark was."""
+    if found.problem:
+        return {**message, "content": message["content"].replace(attached.mark, f"[file omitted: {found.problem}]", 1)}
+    seen = list(message.get("images", ()))
+    parts, pictures = [], []
+    for i, page in enumerate(found.pages):
+        if page.picture:
+            picture = images.of_file(page.picture, f"{attached.where}.page[{i}]", asked=attached.asked)
+            pictures.append(picture)
+            parts.append(picture.mark)
+        else:
+            parts.append(page.text or "[a page without text]")
+    parts = [f"Page {i + 1}:\n{part}" for i, part in enumerate(parts)] if len(parts) > 1 else parts
+    text = documents.fenced(attached.name, "\n\n".join(parts))
+    told = {**message, "content": message["content"].replace(attached.mark, text, 1)}
+    return {**told, "images": [*seen, *pictures]} if seen or pictures else told

@@ -1,0 +1,207 @@
+"""Images at addresses, fetched from the hosts that the server was told of (`--allow-image-hosts`), and from no other.
+
+A name is looked up once, and what was looked up is what is connected to: a name that changes its address in between (DNS
+rebinding) leads nowhere else. Proxies of the environment are not used, since they would look it up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from localllm.addresses import address_kind
+from localllm.conversation.images import AttachedImage
+from localllm.errors import RequestError
+from localllm.server.http.names import is_address, is_loopback
+
+if TYPE_CHECKING:
+    import httpx
+
+MOST_BYTES = 20 * 10**6
+# As much as a body may bring along itself.
+MOST_REQUEST_BYTES = 32 * 2**20
+MOST_IMAGES = 64
+_MOST_REDIRECTS = 3
+_CONNECT_S = 5.0
+_WHOLE_S = 20.0
+# A conversation names its images again in every turn: what is there already is not asked for again for a while.
+_KEPT_S = 600.0
+_KEPT_BYTES = 64 * 2**20
+_AT_ONCE = 8
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class _Budget:
+    """What one request may still fetch."""
+
+    images: int = MOST_IMAGES
+    n_bytes: int = MOST_REQUEST_BYTES
+
+
+@dataclass
+class ImageFetcher:
+    """Fetches from `hosts` (name, port), by https alone; `whole_s`: the longest that one image may take."""
+
+    hosts: Collection[tuple[str, int]] = ()
+    whole_s: float = _WHOLE_S
+    _kept: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+    async def fetched(self, messages: Messages) -> Messages:
+        """`messages` with the images that could be fetched; the others say why not."""
+        named = {image.address for m in messages for image in m.get("images", ()) if image.address}
+        if not named or not self.hosts:
+            return messages
+        budget = _Budget()
+        addresses = sorted(named)
+        answers = await asyncio.gather(*(self._fetch(address, budget) for address in addresses))
+        return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
+
+    async def _fetch(self, address: str, budget: _Budget) -> bytes | str | None:
+        """What lies at `address`, or why it can't be had; None where nobody said that it may."""
+        import httpx
+
+        try:
+            if not self._may(httpx.URL(address)):
+                return None
+            kept = self._known(address)
+            if kept is not None:
+                return kept
+            budget.images -= 1
+            if budget.images < 0:
+                return f"{MOST_IMAGES} images of a request are fetched at most"
+            async with self._turns, asyncio.timeout(self.whole_s):
+                data = await self._followed(httpx.URL(address), budget)
+        except httpx.InvalidURL:
+            return None
+        except RequestError as e:
+            return e.message
+        except TimeoutError:
+            return f"the image could not be fetched within {self.whole_s:.0f} seconds"
+        except (httpx.HTTPError, OSError) as e:
+            return f"the image could not be fetched: {type(e).__name__}"
+        self._keep(address, data)
+        return data
+
+    def _may(self, url: httpx.URL) -> bool:
+        """Whether the host was named. Raises RequestError where it was, and only the way to it is wrong."""
+        named = (url.host.lower(), url.port or 443) in self.hosts
+        if url.scheme == "https" and named and not url.userinfo:
+            return True
+        if url.scheme == "http" and any(url.host.lower() == name for name, _ in self.hosts):
+            raise RequestError("images are fetched by https alone")
+        return False
+
+    async def _followed(self, url: httpx.URL, budget: _Budget) -> bytes:
+        import httpx
+
+        async with httpx.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            verify=_certificates(),
+            timeout=httpx.Timeout(10, connect=_CONNECT_S),
+        ) as client:
+            for _ in range(_MOST_REDIRECTS + 1):
+                there = await _asked(client, url, budget)
+                if isinstance(there, bytes):
+                    return there
+                url = url.join(there)
+                if not self._may(url):
+                    raise RequestError(
+                        "the image's host sends to another one that was not named, which is not followed"
+                    )
+        raise RequestError(f"the image's host sends on and on; {_MOST_REDIRECTS} times are followed")
+
+    def _known(self, address: str) -> bytes | None:
+        until_s, data = self._kept.get(address, (0.0, b""))
+        return data if time.monotonic() < until_s else None
+
+    def _keep(self, address: str, data: bytes) -> None:
+        self._kept.pop(address, None)
+        self._kept[address] = time.monotonic() + _KEPT_S, data
+        while sum(len(d) for _, d in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+
+def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]) -> Mapping[str, Any]:
+    """`message` with what came of its addresses."""
+    images, content = [], message["content"]
+    for image in message.get("images", ()):
+        answer = answers.get(image.address)
+        now: AttachedImage = image
+        if isinstance(answer, bytes):
+            now = image.fetched(answer)
+            content = content.replace(image.mark, now.mark, 1)
+        elif answer is not None:
+            now = replace(image, problem=answer)
+        images.append(now)
+    return {**message, "images": images, "content": content} if images else message
+
+
+async def _asked(client: httpx.AsyncClient, url: httpx.URL, budget: _Budget) -> bytes | str:
+    """The file at `url`, or the address that it is sent on to."""
+    import httpx
+
+    refused: Exception | None = None
+    for ip in await _addresses(url.host, url.port or 443):
+        headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
+        asked = client.build_request(
+            "GET", url.copy_with(host=ip), headers=headers, extensions={"sni_hostname": url.host}
+        )
+        try:
+            answer = await client.send(asked, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+            refused = e
+            continue
+        try:
+            return await _read(answer, budget)
+        finally:
+            await answer.aclose()
+    raise RequestError("the image's host can't be reached") from refused
+
+
+async def _read(answer: httpx.Response, budget: _Budget) -> bytes | str:
+    if answer.has_redirect_location:
+        return str(answer.headers["location"])
+    if answer.status_code != 200:
+        raise RequestError(f"the image's host answers with {answer.status_code}")
+    data = bytearray()
+    async for piece in answer.aiter_raw():
+        data += piece
+        budget.n_bytes -= len(piece)
+        if len(data) > MOST_BYTES:
+            raise RequestError(f"the image has more than {MOST_BYTES} bytes")
+        if budget.n_bytes < 0:
+            raise RequestError(f"the images at addresses have more than {MOST_REQUEST_BYTES} bytes together")
+    return bytes(data)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """The IP addresses of `host`. Raises RequestError where one leads into this machine's own networks and `host` does not say so
+    itself, as an address or `localhost` do."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as e:
+        raise RequestError("the image's host is not known here") from e
+    ips = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    meant = {"public", "loopback"} if is_loopback(host) else {"public"}
+    inner = set() if is_address(host) else {address_kind(ip) for ip in ips} - meant
+    if inner:
+        raise RequestError(f"the image's host leads to a {min(inner)} address, which is refused")
+    return ips
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    import httpx
+
+    return httpx.create_ssl_context()

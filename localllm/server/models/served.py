@@ -1,0 +1,183 @@
+"""A model on offer: the name clients use, what a request that says nothing gets, and the worker behind it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm.conversation.reply import think_markers
+from localllm.conversation.tools import unread
+from localllm.engine.api import EngineClient, Host
+from localllm.engine.messages import Sampling
+from localllm.server.models.worker import Facts, ModelWorker
+from localllm_backends.contract import ModelInfo
+
+if TYPE_CHECKING:
+    from localllm.conversation.template import ChatTemplate
+
+log = logging.getLogger("localllm.server")
+State = Literal["loaded", "loading", "available"]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request gets that does not say it itself: values over the model's own `sampling`, a `system` text where
+    the conversation has none, and a thinking budget in tokens (None: no limit)."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
+    thinking_tokens: int | None = None
+
+
+class ServedModel:
+    """See the module docstring. Made of a Host and the `facts` of its model (see Facts), or of a `worker` that other
+    names share."""
+
+    def __init__(
+        self,
+        name: str,
+        host: Host | None = None,
+        *,
+        aliases: tuple[str, ...] = (),
+        info: ModelInfo | None = None,
+        worker: ModelWorker | None = None,
+        defaults: Defaults | None = None,
+        **facts: Any,
+    ) -> None:
+        if worker is None:
+            assert host is not None
+            worker = ModelWorker(name, host, Facts(**facts))
+            worker.info = info
+        self.name, self.aliases, self.worker = name, aliases, worker
+        self.defaults = defaults or Defaults()
+        self.created_s = int(time.time())
+        self._templates: dict[str, ChatTemplate] = {}
+
+    # --- what is known ---------------------------------------------------------------------------------------------
+
+    @property
+    def sampling(self) -> Sampling:
+        """What a request that says nothing gets."""
+        return replace(self.worker.facts.sampling, **self.defaults.sampling)
+
+    def sampling_for(self, effort: str | None, variables: Mapping[str, Any] | None = None) -> Sampling:
+        """What a request gets that names no sampling: by the reasoning `effort` and the template's `variables` it asks
+        for."""
+        named = variables or {}
+        off = effort == "none" or any(named.get(name) is False for name in ("enable_thinking", "thinking"))
+        unthinking = self.worker.facts.sampling_unthinking
+        return replace(unthinking, **self.defaults.sampling) if off and unthinking is not None else self.sampling
+
+    @property
+    def n_ctx(self) -> int | None:
+        """The planned context in tokens."""
+        return self.worker.facts.n_ctx
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """Facts for lists."""
+        return self.worker.facts.details
+
+    @property
+    def embeds(self) -> bool:
+        """True for a model that makes embeddings and no text."""
+        return self.worker.facts.embeds
+
+    @property
+    def ranks(self) -> bool:
+        """True for a model that scores texts and makes none."""
+        return self.worker.facts.ranks
+
+    @property
+    def needs_bytes(self) -> int:
+        """What it was planned to take while loaded."""
+        return self.worker.facts.needs_bytes
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What the loaded engine said of it, also once it is unloaded."""
+        return self.worker.info
+
+    @property
+    def served_n_ctx(self) -> int | None:
+        """The one served-context number, in tokens, that every dialect reports."""
+        return self.info.n_ctx if self.info is not None else self.n_ctx
+
+    @property
+    def capabilities(self) -> list[str]:
+        """What it can do, in Ollama's words: completion, tools, vision, thinking, insert (these three show once loaded), or
+        embedding; or rerank."""
+        if self.embeds:
+            return ["embedding"]
+        if self.ranks:
+            return ["rerank"]
+        found = ["completion"]
+        if self.info is None or not unread(self.info.chat_template or ""):
+            found.append("tools")
+        if self.info is not None:
+            if self.info.sees:
+                found.append("vision")
+            if think_markers(self.info.chat_template or "") is not None:
+                found.append("thinking")
+            if {"pre", "suf", "mid"} <= set(self.info.fim_tokens):
+                found.append("insert")
+        return found
+
+    def template(self, info: ModelInfo) -> ChatTemplate:
+        """The model's chat template, compiled once."""
+        # Templates need Jinja: it is read while the first model loads, not before.
+        from localllm.conversation.template import ChatTemplate
+
+        source = info.chat_template or ""
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
+            if unread(source):
+                log.warning("%s writes tool calls in a notation that can't be read here: tools are refused", self.name)
+        return self._templates[source]
+
+    # --- its worker ------------------------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> Host:
+        """Where its engine comes from."""
+        return self.worker.host
+
+    @property
+    def loaded(self) -> bool:
+        """True while its worker has it in memory."""
+        return self.worker.loaded
+
+    @property
+    def state(self) -> State:
+        """Where it is between disk and memory."""
+        return "loaded" if self.worker.loaded else "loading" if self.worker.loading else "available"
+
+    @property
+    def in_use(self) -> int:
+        """Requests that hold it."""
+        return self.worker.in_use
+
+    @property
+    def last_used_s(self) -> float:
+        """When the last of them left, in the event loop's time."""
+        return self.worker.last_used_s
+
+    async def engine(self) -> EngineClient:
+        """See ModelWorker.engine."""
+        return await self.worker.engine()
+
+    async def snapshot(self) -> dict[str, Any]:
+        """See ModelWorker.snapshot."""
+        return await self.worker.snapshot()
+
+    def lease(self) -> AbstractContextManager[None]:
+        """See ModelWorker.lease."""
+        return self.worker.lease()
+
+    async def unload(self) -> None:
+        """See ModelWorker.unload."""
+        await self.worker.unload()

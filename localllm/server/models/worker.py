@@ -1,0 +1,231 @@
+"""One model's worker as the server sees it: what is known of it, whether it is loaded, and who uses it. Several names may
+share one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.engine.api import EngineClient, Host
+from localllm.engine.messages import Sampling
+from localllm.errors import BusyError, LocalLLMError
+from localllm.server.models.admission import ModelAdmission
+from localllm_backends.contract import ModelInfo
+
+_NEVER = float("-inf")
+# What is free changes: a model that was planned this long ago and is not loaded yet is planned anew.
+_PLAN_HOLDS_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a model before it is loaded. `sampling` is what a request that says nothing gets, and
+    `sampling_unthinking` what it gets where it switches reasoning off (None: the same); `n_ctx` the planned context in
+    tokens; `details` are facts for lists (quant, bytes, licence …). `embeds`: it makes embeddings
+    and no text; `ranks`: it scores texts against a query, and makes no text either. `needs_bytes` is what it was
+    planned to take while loaded; `physics` what a token costs and this machine can do (planner/physics.py)."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    sampling_unthinking: Sampling | None = None
+    n_ctx: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    embeds: bool = False
+    ranks: bool = False
+    needs_bytes: int = 0
+    physics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Loading:
+    """How much of a model is loaded, from 0 to 1, as its worker tells it (0 for one that does not)."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def __call__(self, share: float) -> None:
+        """Hear it."""
+        self.share = share
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model that can be loaded: the Host that does it, what is known of it now, and where its progress is told."""
+
+    host: Host
+    facts: Facts
+    loading: Loading
+
+
+Plan = Callable[[int], Planned]
+
+
+class Unplanned:
+    """The Host of a model that nobody has asked for yet: there is nothing to load and nothing to close."""
+
+    async def engine(self) -> EngineClient:
+        """Never asked for: a worker is planned first."""
+        raise LocalLLMError("the model was not planned")
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+class ModelWorker:
+    """See the module docstring. With `plan` the model is planned, in a thread, before each load: given the bytes that
+    idle models could give back, it says how the model is to be loaded. `idle_s`: unloaded after so many seconds of
+    silence, 0 never, None as the server says."""
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        facts: Facts,
+        *,
+        loading: Loading | None = None,
+        plan: Plan | None = None,
+        idle_s: float | None = None,
+    ) -> None:
+        self.name, self.host, self.facts, self.idle_s = name, host, facts, idle_s
+        self.admission: ModelAdmission | None = None
+        self.info: ModelInfo | None = None
+        self.loaded = False
+        # Why the last load failed. Only its words: the error itself would keep the requests' frames.
+        self.failure = ""
+        self.failure_hint = ""
+        # What its users should know about how it runs, in a sentence.
+        self.notice = ""
+        self.in_use = 0
+        self.last_used_s = 0.0
+        self._loading = loading or Loading()
+        self._plan = plan
+        self._planned_s = _NEVER
+        self._lock = asyncio.Lock()
+        self._load: asyncio.Task[EngineClient] | None = None
+        self._waiters = 0
+
+    @property
+    def needs_bytes(self) -> int:
+        """What it was planned to take while loaded."""
+        return self.facts.needs_bytes
+
+    @property
+    def loading(self) -> bool:
+        """True from when it is asked for until it is loaded, or could not be."""
+        return self._load is not None
+
+    @property
+    def progress(self) -> float:
+        """How much of it is loaded, from 0 to 1."""
+        return 1.0 if self.loaded else self._loading.share if self.loading else 0.0
+
+    async def planned(self) -> None:
+        """Know how it would be loaded now. Raises what planning ended in: no such file, no memory for it …"""
+        if self._plan is None or self.loaded or self._is_planned():
+            return
+        async with self._lock:
+            if not self._is_planned():
+                spare_bytes = self.admission.idle_bytes if self.admission is not None else 0
+                found = await asyncio.to_thread(self._plan, spare_bytes)
+                await self.host.close()  # what is left of one that crashed
+                self.host, self.facts, self._loading = found.host, found.facts, found.loading
+                self._planned_s = asyncio.get_running_loop().time()
+
+    def _is_planned(self) -> bool:
+        return asyncio.get_running_loop().time() - self._planned_s < _PLAN_HOLDS_S
+
+    async def engine(self) -> EngineClient:
+        """The loaded engine (loading it when needed; all who ask meanwhile wait for that one load).
+
+        Raises BusyError or DoesNotFitError when there is no memory for it, and what loading ended in."""
+        with self.lease():
+            if not self.loaded:
+                return await self._shared_load()
+            try:
+                engine = await self.host.engine()
+            except BaseException as e:
+                if isinstance(e, LocalLLMError):
+                    self.loaded = False
+                    if self.in_use == 1:
+                        self._give_back()
+                raise
+            self.info = engine.info
+            return engine
+
+    async def _shared_load(self) -> EngineClient:
+        while self._load is not None and self._load.cancelling():
+            await asyncio.wait({self._load})
+        if self._load is None:
+            self._load = asyncio.create_task(self._begin())
+            # Its end is told to those who wait; when they have all left nobody asks.
+            self._load.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task = self._load
+        self._waiters += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiters -= 1
+            if not self._waiters and not task.done():
+                task.cancel()
+            del task  # its error would hold this frame, and this frame its error
+
+    async def _begin(self) -> EngineClient:
+        try:
+            await self.planned()
+            if self.admission is not None:
+                await self.admission.admit(self)
+            self._loading.share, self.notice = 0.0, ""
+            engine = await self.host.engine()
+        except BaseException as e:
+            self.failure, self.failure_hint = (e.message, e.hint) if isinstance(e, LocalLLMError) else ("", "")
+            self._give_back()
+            raise
+        else:
+            self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
+            return engine
+        finally:
+            self._load = None
+
+    def _give_back(self) -> None:
+        self._planned_s = _NEVER
+        if self.admission is not None:
+            self.admission.release(self)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's metrics; {} when it is not loaded. Looking is no use: it keeps nothing loaded."""
+        if not self.loaded:
+            return {}
+        try:
+            return await (await self.host.engine()).snapshot()
+        except LocalLLMError:
+            return {}  # it was being unloaded, or has crashed: the next request tells
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """Hold the model for a request: it is never unloaded while somebody does."""
+        self.in_use += 1
+        try:
+            yield
+        finally:
+            self.in_use -= 1
+            self.last_used_s = asyncio.get_running_loop().time()
+
+    async def unload(self) -> None:
+        """Give the memory back; the next request loads it again. Raises BusyError while requests run.
+
+        A request that comes while this runs waits for the Host, which loads again after it has closed."""
+        if self.in_use:
+            raise BusyError(f"{self.name} answers {self.in_use} requests")
+        self.loaded = False
+        async with self._lock:
+            await self.host.close()
+            self._planned_s = _NEVER
+        if self.admission is not None and not self.in_use:
+            self.admission.release(self)
+
+    async def close(self) -> None:
+        """Stop it, whoever uses it: the server ends."""
+        if self._load is not None:
+            self._load.cancel()
+        await self.host.close()

@@ -1,0 +1,132 @@
+"""launchd: an agent of this user on macOS. Written from its manual; not run on a Mac by us."""
+
+from __future__ import annotations
+
+import plistlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm.service.errors import ServiceError
+from localllm.service.files import call as run_program
+from localllm.service.files import remove_all, write_all
+from localllm.service.types import Call, Said, Service, State
+
+LABEL = "org.localllm.serve"
+# launchctl(1): no such service, and one that is on its way out (`bootout` does not wait).
+_NO_SUCH = (3, 113)
+_STILL_LEAVING = (5, 37)
+_TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Launchd:
+    """The launchd of the user with the number `uid`. `call` runs launchctl, `wait` waits some seconds."""
+
+    home: Path
+    uid: int
+    log_file: Path
+    call: Call = run_program
+    wait: Callable[[float], None] = time.sleep
+    name: str = "launchd"
+
+    @property
+    def plist(self) -> Path:
+        """The agent's file."""
+        return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+    def files(self, service: Service) -> dict[Path, str]:
+        """The agent's property list."""
+        return {self.plist: agent(service)}
+
+    def install(self, service: Service) -> list[Path]:
+        """Write the agent and start it, in the place of one that runs."""
+        if service.log_file is not None:
+            service.log_file.parent.mkdir(parents=True, exist_ok=True)
+        changed = write_all(self.files(service))
+        self._ask("bootout", self._target, allowed=_NO_SUCH)
+        for _ in range(_TRIES):
+            said = self.call(["launchctl", "bootstrap", f"gui/{self.uid}", str(self.plist)])
+            if said.code not in _STILL_LEAVING:
+                break
+            self.wait(1.0)
+        self._judge(said, ("bootstrap", f"gui/{self.uid}", str(self.plist)), ())
+        return changed
+
+    def restart(self) -> None:
+        """End it with SIGTERM and start it again."""
+        self._ask("kickstart", "-k", self._target)
+
+    def uninstall(self) -> list[Path]:
+        """Stop the agent and remove its file."""
+        self._ask("bootout", self._target, allowed=_NO_SUCH)
+        return remove_all([self.plist])
+
+    def state(self) -> State:
+        """From `launchctl print`."""
+        said = self.call(["launchctl", "print", self._target])
+        if said.code in _NO_SUCH:
+            return State(installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists())
+        self._judge(said, ("print", self._target), ())
+        return parse_print(said.out)
+
+    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
+        """The file that the agent writes to."""
+        return self.log_file
+
+    @property
+    def _target(self) -> str:
+        return f"gui/{self.uid}/{LABEL}"
+
+    def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> Said:
+        said = self.call(["launchctl", *words])
+        self._judge(said, words, allowed)
+        return said
+
+    @staticmethod
+    def _judge(said: Said, words: tuple[str, ...], allowed: tuple[int, ...]) -> None:
+        if said.code and said.code not in allowed:
+            told = (said.err or said.out).strip()
+            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {told}")
+
+
+def agent(service: Service) -> str:
+    """A launch agent (launchd.plist(5)).
+
+    `AbandonProcessGroup`: workers write what they know after the server has gone, and end by themselves."""
+    values: dict[str, Any] = {
+        "Label": LABEL,
+        "ProgramArguments": list(service.command),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        "ExitTimeOut": 30,
+        "AbandonProcessGroup": True,
+        "ProcessType": "Interactive",
+        "HardResourceLimits": {"Core": 0},
+    }
+    if service.environment:
+        values["EnvironmentVariables"] = dict(sorted(service.environment.items()))
+    if service.log_file is not None:
+        values["StandardOutPath"] = values["StandardErrorPath"] = str(service.log_file)
+    return plistlib.dumps(values, sort_keys=False).decode()
+
+
+def parse_print(text: str) -> State:
+    """State from `launchctl print gui/UID/LABEL`: only lines one level deep are the service's own."""
+    own = dict(re.findall(r"^\t(?! )([a-z ]+) = ([^{\n]*)$", text, re.MULTILINE))
+    state = own.get("state", "").strip()
+    exited = re.match(r"-?\d+", own.get("last exit code", ""))
+    runs = own.get("runs", "")
+    return State(
+        installed=True,
+        running=state == "running",
+        detail=state,
+        pid=int(own["pid"]) if own.get("pid", "").isdecimal() else None,
+        restarts=max(int(runs) - 1, 0) if runs.isdecimal() else None,
+        last_exit=int(exited[0]) if exited else None,
+        at_login=True,
+    )

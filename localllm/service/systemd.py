@@ -1,0 +1,210 @@
+"""systemd: a user unit for the server and one for its socket, which systemd keeps open while the server restarts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.errors import UsageError
+from localllm.service.errors import ServiceError
+from localllm.service.files import call as run_program
+from localllm.service.files import remove_all, write_all
+from localllm.service.types import NAME, Call, Said, Service, State
+
+SERVICE = f"{NAME}.service"
+SOCKET = f"{NAME}.socket"
+# What a unit's argument may hold unquoted; `%` and `$` mean something to systemd everywhere.
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=@+,")
+# The first that waits longer after each failure (RestartSteps=); older ones say they don't know the word.
+_BACKS_OFF = 254
+_UNSET = str(2**64 - 1)
+_PROPERTIES = (
+    "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "Result", "ExecMainStatus", "MemoryCurrent",
+    "ActiveEnterTimestamp", "UnitFileState",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Systemd:
+    """The user's systemd; `config_home` is $XDG_CONFIG_HOME. `call` runs systemctl."""
+
+    config_home: Path
+    call: Call = run_program
+    name: str = "systemd"
+
+    @property
+    def folder(self) -> Path:
+        """Where a user's own units are."""
+        return self.config_home / "systemd" / "user"
+
+    def files(self, service: Service) -> dict[Path, str]:
+        """The units of `service`, as this machine's systemd understands them."""
+        units = {self.folder / SERVICE: service_unit(service, backs_off=self._version() >= _BACKS_OFF)}
+        if service.addresses:
+            units[self.folder / SOCKET] = socket_unit(service)
+        return units
+
+    def install(self, service: Service) -> list[Path]:
+        """Write the units and start them; what listened before is stopped first where that changes."""
+        self._ask("is-system-running", refused_by=())  # says so at once where nobody answers
+        units = self.files(service)
+        stale = [] if service.addresses else [self.folder / SOCKET]
+        had_socket = (self.folder / SOCKET).exists()
+        changed = write_all(units)
+        if had_socket and (stale or self.folder / SOCKET in changed):
+            # The socket can't change while the server has it.
+            self._ask("stop", SERVICE, SOCKET)
+            self._ask("disable", SOCKET) if stale else None
+            changed += remove_all(stale)
+        self._ask("daemon-reload")
+        names = [SERVICE, SOCKET] if service.addresses else [SERVICE]
+        self._ask("enable", *names)
+        if service.addresses:
+            self._ask("start", SOCKET)
+        self._ask("restart", SERVICE)
+        return changed
+
+    def restart(self) -> None:
+        """The socket stays open meanwhile: whoever asks then waits for the new server."""
+        self._ask("reset-failed", SERVICE, refused_by=())
+        self._ask("restart", SERVICE)
+
+    def uninstall(self) -> list[Path]:
+        """Stop both units and remove them."""
+        there = [name for name in (SOCKET, SERVICE) if (self.folder / name).exists()]
+        if there:
+            self._ask("disable", "--now", *there)
+        gone = remove_all([self.folder / name for name in there])
+        if gone:
+            self._ask("daemon-reload")
+            self._ask("reset-failed", SERVICE, refused_by=())
+        return gone
+
+    def state(self) -> State:
+        """From `systemctl show`, whose words are the same in every language."""
+        return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").out)
+
+    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
+        """The journal: what the server wrote, and what systemd says of it (`+` is "or", journalctl(1))."""
+        words = [
+            "journalctl",
+            f"--lines={lines}",
+            "--no-pager",
+            "--output=short-iso",
+            *(["--follow"] if follow else []),
+        ]
+        return [*words, f"SYSLOG_IDENTIFIER={NAME}", "+", f"_SYSTEMD_USER_UNIT={SERVICE}", "+", f"USER_UNIT={SERVICE}"]
+
+    def _version(self) -> int:
+        found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).out)
+        return int(found[1]) if found else 0
+
+    def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> Said:
+        """Run `systemctl --user`; `refused_by` is which exit codes are errors (None: all but 0)."""
+        said = self.call(["systemctl", "--user", *words])
+        told = (said.err or said.out).strip()
+        if said.code == 127:
+            raise ServiceError("systemctl is not installed: this system has no systemd")
+        if "Failed to connect to bus" in told:
+            raise ServiceError(
+                f"systemd does not answer for this user: {told}",
+                hint="log in as this user (not through su or sudo), or once: `sudo loginctl enable-linger $USER`",
+            )
+        if said.code and refused_by is None:
+            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {told}")
+        return said
+
+
+def service_unit(service: Service, *, backs_off: bool) -> str:
+    """The unit of the server (https://www.freedesktop.org/software/systemd/man/latest/systemd.service.html).
+
+    `KillMode=process`: the server alone is asked to stop; its workers write what they know and end when it tells them
+    to, or when it is gone. `mixed` would kill them at once where the server was killed (seen: a conversation of 1,260
+    tokens computed again). `ExecStopPost` waits for them, and ends those that don't leave.
+    `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the server. Wrong usage,
+    a model that is not there or not readable, and one that does not fit (exit codes 2 to 5) are the same at the next try."""
+    needs = f"Requires={SOCKET}\nAfter={SOCKET}\n" if service.addresses else ""
+    steps = "RestartSteps=6\nRestartMaxDelaySec=60\n" if backs_off else ""
+    settle = f"ExecStopPost=-{_line(service.settle)}\n" if service.settle else ""
+    variables = "".join(f"Environment={_quoted(f'{k}={v}')}\n" for k, v in sorted(service.environment.items()))
+    limit = f"MemoryMax={service.memory_max_bytes}\n" if service.memory_max_bytes is not None else ""
+    return f"""\
+[Unit]
+Description=Language models on this machine (localllm)
+{needs}StartLimitIntervalSec=600
+StartLimitBurst=20
+
+[Service]
+ExecStart={_line(service.command)}
+{settle}{variables}Restart=on-failure
+RestartSec=2
+{steps}RestartPreventExitStatus=2 3 4 5
+KillMode=process
+TimeoutStopSec=30
+OOMPolicy=continue
+TasksMax=1024
+LimitCORE=0
+SyslogIdentifier={NAME}
+{limit}NoNewPrivileges=yes
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def socket_unit(service: Service) -> str:
+    """The unit of what the server listens on: systemd binds it, and keeps it while the server restarts."""
+    listen = "".join(f"ListenStream={address.replace('%', '%%')}\n" for address in service.addresses)
+    return f"""\
+[Unit]
+Description=The address of localllm
+
+[Socket]
+{listen}SocketMode=0600
+RemoveOnStop=yes
+NoDelay=yes
+
+[Install]
+WantedBy=sockets.target
+"""
+
+
+def parse_show(text: str) -> State:
+    """State from the lines of `systemctl show`."""
+    said = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    result, status = said.get("Result", ""), _number(said.get("ExecMainStatus"))
+    words = [said.get("ActiveState", ""), f"({said['SubState']})" if said.get("SubState") else ""]
+    return State(
+        installed=said.get("LoadState") not in (None, "", "not-found"),
+        running=said.get("ActiveState") in ("active", "reloading"),
+        detail=" ".join([w for w in words if w] + ([result] if result not in ("", "success") else [])),
+        pid=_number(said.get("MainPID")) or None,
+        since=said.get("ActiveEnterTimestamp", ""),
+        restarts=_number(said.get("NRestarts")),
+        last_exit=status,
+        memory_bytes=_number(said.get("MemoryCurrent")),
+        at_login=said.get("UnitFileState") == "enabled" if said.get("UnitFileState") else None,
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdecimal() and text != _UNSET else None
+
+
+def _line(command: Sequence[str]) -> str:
+    return " ".join(_quoted(word, command=True) for word in command)
+
+
+def _quoted(word: str, *, command: bool = False) -> str:
+    """`word` as one argument of ExecStart, or as one assignment of Environment, where `$` means nothing
+    (systemd.syntax(7))."""
+    if "\n" in word or "\0" in word:
+        raise UsageError("a unit's command can't hold a line break")
+    escaped = word.replace("%", "%%")
+    escaped = escaped.replace("$", "$$") if command else escaped
+    if word and set(word) <= _PLAIN:
+        return escaped
+    body = escaped.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{body}"'

@@ -1,0 +1,122 @@
+"""Windows: a task of Task Scheduler that starts at logon. Written from Microsoft's schema; not run on Windows by us."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from localllm.service.errors import ServiceError
+from localllm.service.files import call as run_program
+from localllm.service.files import remove_all, write_all
+from localllm.service.types import NAME, Call, Said, Service, State
+
+# winerror.h: SCHED_S_TASK_RUNNING, and that it has not run yet.
+_NO_EXIT_CODE = (0x41301, 0x41303)
+# PowerShell's own words: schtasks.exe answers in the language of the system.
+_ASK_STATE = f"""\
+$t = Get-ScheduledTask -TaskName '{NAME}' -ErrorAction SilentlyContinue
+if (-not $t) {{ '{{}}'; exit 0 }}
+$i = $t | Get-ScheduledTaskInfo
+@{{ state = [string]$t.State; result = [int64]$i.LastTaskResult; since = $i.LastRunTime.ToString('o') }} | ConvertTo-Json -Compress"""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowsTasks:
+    """Task Scheduler, for the user `user` (`DOMAIN\\name`). `call` runs schtasks.exe and PowerShell."""
+
+    folder: Path
+    user: str
+    log_file: Path
+    call: Call = run_program
+    name: str = "task-scheduler"
+
+    @property
+    def definition(self) -> Path:
+        """The task's definition, from which it was made."""
+        return self.folder / "service.xml"
+
+    def files(self, service: Service) -> dict[Path, str]:
+        """The task's definition."""
+        return {self.definition: task(service, self.user)}
+
+    def install(self, service: Service) -> list[Path]:
+        """Make the task, in the place of an earlier one, and start it."""
+        changed = write_all(self.files(service), "utf-16")
+        self._ask("schtasks", "/Create", "/TN", NAME, "/XML", str(self.definition), "/F")
+        self.restart()
+        return changed
+
+    def restart(self) -> None:
+        """End the server and start it again. Its workers write what they know and end when its pipe does."""
+        self.call(["schtasks", "/End", "/TN", NAME])
+        self._ask("schtasks", "/Run", "/TN", NAME)
+
+    def uninstall(self) -> list[Path]:
+        """End the task and delete it."""
+        if self.state().installed:
+            self.call(["schtasks", "/End", "/TN", NAME])
+            self._ask("schtasks", "/Delete", "/TN", NAME, "/F")
+        return remove_all([self.definition])
+
+    def state(self) -> State:
+        """From PowerShell's ScheduledTasks."""
+        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
+        return parse_state(said.out)
+
+    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
+        """The file that the task writes to."""
+        return self.log_file
+
+    def _ask(self, *words: str) -> Said:
+        said = self.call(words)
+        if said.code:
+            shown = " ".join(words[:4])
+            raise ServiceError(f"`{shown}` failed ({said.code}): {(said.err or said.out).strip()}")
+        return said
+
+
+def task(service: Service, user: str) -> str:
+    """A task's definition (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema).
+
+    Task Scheduler sets no environment: `localllm service run` is told it by its arguments (cli/service.py)."""
+    program, *arguments = service.command
+    return f"""\
+<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.4" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <RegistrationInfo><Description>Language models on this machine (localllm)</Description></RegistrationInfo>
+  <Triggers><LogonTrigger><Enabled>true</Enabled><UserId>{escape(user)}</UserId></LogonTrigger></Triggers>
+  <Principals><Principal id="Author"><UserId>{escape(user)}</UserId><LogonType>InteractiveToken</LogonType>\
+<RunLevel>LeastPrivilege</RunLevel></Principal></Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure><Interval>PT1M</Interval><Count>255</Count></RestartOnFailure>
+  </Settings>
+  <Actions Context="Author"><Exec><Command>{escape(program)}</Command>\
+<Arguments>{escape(subprocess.list2cmdline(arguments))}</Arguments></Exec></Actions>
+</Task>
+"""
+
+
+def parse_state(text: str) -> State:
+    """State from the JSON that `_ASK_STATE` prints. Raises ServiceError for anything else."""
+    try:
+        said = json.loads(text)
+        state, code = str(said.get("state", "")), said.get("result")
+    except (ValueError, AttributeError) as e:
+        raise ServiceError(f"PowerShell's answer can't be read: {text.strip()[:200]}") from e
+    if not state:
+        return State(installed=False)
+    return State(
+        installed=True,
+        running=state == "Running",
+        detail=state,
+        since=str(said.get("since", "")),
+        last_exit=None if code in _NO_EXIT_CODE else code,
+        at_login=state != "Disabled",
+    )

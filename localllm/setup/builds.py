@@ -1,0 +1,167 @@
+"""The builds of llama.cpp on this disk, side by side, and which one runs.
+
+A build is a folder: `site/` holds the package llama_cpp, `toolkit/` libraries it needs, `build.json` what it is. That file
+is written last, after the trial: a folder without it is something unfinished, and is never run. "own" is the build that was
+installed beside localllm, which is always there. A build is run by standing before it on Python's path, in this process and
+in every child: nothing of the installation itself is changed, and going back is forgetting a name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from localllm import paths
+from localllm.errors import UsageError
+from localllm.setup.errors import BuildNotFoundError
+
+OWN = "own"
+# Holds the name that `setup --use` chose.
+_CHOICE = "in-use"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made` the day (ISO)."""
+
+    name: str
+    backend: str
+    title: str
+    version: str
+    made: str
+    devices: tuple[str, ...] = ()
+    trial: str = ""
+    library_dirs: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return folder_of(self.name)
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a build of that name, whether or not it exists. Raises UsageError for what is no name."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is not a name of a build", hint="see `localllm setup --list`")
+    return _root() / name
+
+
+def _root() -> Path:
+    """Absolute: what stands on Python's path must mean the same in another folder."""
+    return paths.builds_dir().absolute()
+
+
+def listed() -> list[Build]:
+    """Every finished build, by name; "own" is not among them."""
+    found = []
+    for file in sorted(_root().glob("*/build.json")):
+        build = _read(file)
+        if build is not None:
+            found.append(build)
+    return found
+
+
+def named(name: str) -> Build:
+    """The finished build of that name. Raises BuildNotFoundError."""
+    build = _read(folder_of(name) / "build.json")
+    if build is None:
+        there = ", ".join([OWN, *(b.name for b in listed())])
+        raise BuildNotFoundError(f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more")
+    return build
+
+
+def _read(file: Path) -> Build | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values["devices"], values["library_dirs"] = tuple(values["devices"]), tuple(values["library_dirs"])
+        build = Build(**values)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = build.name == file.parent.name and (file.parent / "site" / "llama_cpp").is_dir()
+    return build if whole else None
+
+
+def finish(build: Build) -> None:
+    """Mark the build as finished: from now on it can be used."""
+    file = build.folder / "build.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(build), indent=2) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def chosen() -> str:
+    """The name that `setup --use` chose; "own" where nobody chose or the file is damaged."""
+    try:
+        name = (_root() / _CHOICE).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return OWN
+    return name if _NAME.fullmatch(name) else OWN
+
+
+def choose(name: str) -> None:
+    """Run `name` from the next start of a model on. Raises BuildNotFoundError."""
+    if name != OWN:
+        named(name)
+    folder = paths.private_dir(_root())
+    partial = folder / f"{_CHOICE}.partial"
+    partial.write_text(name + "\n", encoding="utf-8")
+    partial.replace(folder / _CHOICE)
+
+
+def remove(name: str) -> None:
+    """Delete a build; if it was in use, "own" is. Raises BuildNotFoundError, and UsageError for "own"."""
+    if name == OWN:
+        raise UsageError("the build that came with localllm can't be removed", hint="localllm setup --list")
+    folder = folder_of(name)
+    if not folder.is_dir():
+        named(name)
+    if chosen() == name:
+        choose(OWN)
+    shutil.rmtree(folder)
+
+
+def apply(name: str, environment: MutableMapping[str, str], path: list[str] | None = None) -> None:
+    """Have processes with this environment, and this one where its `path` (sys.path) is given, run the build `name`: its
+    package and its libraries come first, and those of any other build leave. Raises BuildNotFoundError."""
+    site: list[str] = []
+    libraries: list[str] = []
+    if name != OWN:
+        build = named(name)
+        site = [str(build.folder / "site")]
+        libraries = [folder.replace("{build}", str(build.folder)) for folder in build.library_dirs]
+    _put_first(environment, "PYTHONPATH", site)
+    _put_first(environment, library_variable(), libraries)
+    if path is not None:
+        path[:] = [*site, *(entry for entry in path if not _is_of_a_build(entry))]
+
+
+def with_folder(folder: Path, library_dirs: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a build that is not finished yet: how it is tried before anything uses it."""
+    changed = dict(environment)
+    _put_first(changed, "PYTHONPATH", [str(folder / "site")])
+    _put_first(changed, library_variable(), [entry.replace("{build}", str(folder)) for entry in library_dirs])
+    return changed
+
+
+def library_variable() -> str:
+    """The environment variable that says where this system's loader looks for shared libraries."""
+    return {"darwin": "DYLD_LIBRARY_PATH", "win32": "PATH"}.get(sys.platform, "LD_LIBRARY_PATH")
+
+
+def _put_first(environment: MutableMapping[str, str], variable: str, entries: list[str]) -> None:
+    others = [e for e in environment.get(variable, "").split(os.pathsep) if e and not _is_of_a_build(e)]
+    if entries or variable in environment:
+        environment[variable] = os.pathsep.join([*entries, *others])
+    if not environment.get(variable, "x"):
+        del environment[variable]
+
+
+def _is_of_a_build(entry: str) -> bool:
+    return bool(entry) and Path(entry).is_relative_to(_root())

@@ -1,0 +1,110 @@
+"""What this machine has to build with: compilers, drivers' libraries, the installed build. Read once, never guessed."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.device.types import Device
+
+Version = tuple[int, int]
+# Cores that compile, where a device's row does not say.
+_USUAL_CORES = {"GB10": 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """`version` of the installed llama-cpp-python, which every other build must have too; `own_backends` is what that one
+    can drive. `nvcc` None = no CUDA compiler; `cuda_driver` is the newest CUDA that the driver runs, None = not known."""
+
+    system: str
+    architecture: str
+    version: str
+    n_cores: int
+    own_backends: tuple[str, ...] = ("cpu",)
+    cxx: bool = True
+    nvcc: Version | None = None
+    nvcc_path: str = ""
+    cuda_driver: Version | None = None
+    glslc: bool = False
+    vulkan_loader: bool = True
+    rocm_runtime: bool = False
+
+
+def read(own_backends: tuple[str, ...]) -> Host:
+    """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where nothing)."""
+    nvcc_path = shutil.which("nvcc") or next(filter(os.path.exists, ["/usr/local/cuda/bin/nvcc"]), "")
+    return Host(
+        system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
+        architecture=platform.machine(),
+        version=installed_version(),
+        n_cores=_n_cores(),
+        own_backends=own_backends or ("cpu",),
+        cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
+        nvcc=_nvcc_version(nvcc_path) if nvcc_path else None,
+        nvcc_path=nvcc_path,
+        cuda_driver=_cuda_driver(),
+        glslc=shutil.which("glslc") is not None,
+        vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
+        rocm_runtime=ctypes.util.find_library("amdhip64") is not None or Path("/opt/rocm/lib/libamdhip64.so").exists(),
+    )
+
+
+def assumed(device: Device, architecture: str = "") -> Host:
+    """An ordinary machine with that device: for showing what would be done on a machine that is not this one. No CUDA
+    compiler, every driver up to date, the build that `make chat` makes (Metal on a Mac, the processor's elsewhere)."""
+    mac = device.accelerator == "metal"
+    arm = mac or device.family in ("GB10", "N1X", "Jetson")
+    return Host(
+        system="macos" if mac else "windows" if device.os == "Windows" else "linux",
+        architecture=architecture or ("arm64" if mac else "aarch64" if arm else "x86_64"),
+        version=installed_version() or "0.3.36",
+        n_cores=device.n_cpu_cores or _USUAL_CORES.get(device.family, 8),
+        own_backends=("metal",) if mac else ("cpu",),
+    )
+
+
+def installed_version() -> str:
+    """Version of llama-cpp-python beside localllm; "" where there is none."""
+    try:
+        return importlib.metadata.version("llama-cpp-python")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _nvcc_version(path: str) -> Version | None:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _cuda_driver() -> Version | None:
+    """The newest CUDA that the NVIDIA driver runs, by NVML; None without one."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # pynvml has one error class for each return code, and none without the library
+        return None
+    try:
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return number // 1000, number % 1000 // 10
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

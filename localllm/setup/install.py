@@ -1,0 +1,251 @@
+"""Makes a build by its recipe, tries it, and keeps it or takes everything back.
+
+Steps are pip's, into the build's own folder, with all they print in a log that is kept. An older build of the same name
+stands aside until the new one has passed: whatever fails, or Ctrl-C, leaves what ran before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from localllm import paths
+from localllm.setup import builds, trial
+from localllm.setup.errors import SetupError
+from localllm.setup.host import Host
+from localllm.setup.recipes import FOLDER, Recipe, Step
+
+Say = Callable[[str], None]
+Run = Callable[[list[str], Mapping[str, str], Path], int]
+_TICK_S = 15.0
+
+
+def make(recipe: Recipe, host: Host, model: Path, say: Say, run: Run | None = None) -> builds.Build:
+    """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
+
+    `say` hears what happens; `run` runs a command with an environment and a log (default: subprocess). Raises SetupError,
+    having put back what was there before.
+    """
+    log = _log_path(recipe.name)
+    folder = builds.folder_of(recipe.name)
+    with _alone(), _aside(folder):
+        folder.mkdir(parents=True)
+        for number, step in enumerate(recipe.steps, 1):
+            say(f"{number} of {len(recipe.steps)}: {step.said}")
+            _take(step, folder, log, say, run or _run)
+        say("the trial: its devices, and ten tokens compared with the processor's")
+        # Held against what came with localllm, on the processor.
+        plain = trial.environment_now()
+        builds.apply(builds.OWN, plain)
+        expected = trial.reference(model, plain)
+        if isinstance(expected, str):
+            raise SetupError(f"{recipe.name} was built, but {expected}", hint="localllm doctor")
+        verdict = trial.judge(recipe.backend, expected, builds.with_folder(folder, recipe.library_dirs, plain))
+        if verdict.failure:
+            raise SetupError(
+                f"the build {recipe.name} was taken back: {verdict.failure}",
+                hint=f"what ran before still runs; all that was printed is in {log}",
+            )
+        build = builds.Build(
+            recipe.name, recipe.backend, recipe.title, host.version, datetime.date.today().isoformat(),
+            verdict.devices, verdict.said, recipe.library_dirs,
+        )  # fmt: skip
+        builds.finish(build)
+        return build
+
+
+def make_in_environment(recipe: Recipe, say: Say, run: Run | None = None) -> None:
+    """Take steps that change the installation itself (MLX), and take them back where it then does not compute."""
+    log = _log_path(recipe.name)
+    before = _mlx_there()
+    for step in recipe.steps:
+        say(step.said)
+        _take(step, Path(sys.prefix), log, say, run or _run)
+    failure = _try_mlx()
+    if not failure:
+        return
+    if not before:
+        (run or _run)([sys.executable, "-m", "pip", "uninstall", "--yes", "mlx", "mlx-lm"], dict(os.environ), log)
+    raise SetupError(
+        f"MLX was {'not changed back' if before else 'taken out again'}: {failure}",
+        hint=f"all that was printed is in {log}",
+    )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One setup at a time: two would delete each other's folders. The mark of one that was killed does not count."""
+    import psutil
+
+    mark = paths.private_dir(paths.builds_dir()) / ".making"
+    for _ in range(2):
+        try:
+            handle = os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            break
+        except FileExistsError:
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(mark.read_text(encoding="ascii"))
+                if psutil.pid_exists(pid):
+                    hint = f"wait for it, or end it; if there is none, delete {mark}"
+                    raise SetupError(f"another setup (process {pid}) is at work", hint=hint) from None
+            mark.unlink(missing_ok=True)
+    else:
+        raise SetupError("another setup has just begun", hint="wait for it")
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[None]:
+    """A free place at `folder`; what was there comes back, and what was made goes, unless the block ends well."""
+    old = folder.with_name(f".{folder.name}.before")
+    if old.exists() and not (folder / "build.json").exists():
+        # An earlier run was killed in the middle.
+        shutil.rmtree(folder, ignore_errors=True)
+        old.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    if (folder / "build.json").exists():
+        folder.replace(old)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if old.exists():
+            old.replace(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
+    if step.links:
+        link_cuda(Path(step.links.replace(FOLDER, str(folder))))
+        return
+    environment = dict(os.environ)
+    # Another build that is in use is none of pip's business.
+    builds.apply(builds.OWN, environment)
+    environment |= {name: _joined(name, value.replace(FOLDER, str(folder))) for name, value in step.environment}
+    words = [word.replace(FOLDER, str(folder)) for word in step.pip]
+    started = time.monotonic()
+    code = run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], environment, log)
+    if code:
+        raise SetupError(
+            f"{step.said}: pip ended with exit code {code}: {last_words(log)}",
+            hint=f"what ran before still runs; all that was printed is in {log}",
+        )
+    say(f"   done in {time.monotonic() - started:.0f} s")
+
+
+def _joined(name: str, value: str) -> str:
+    """CMAKE_ARGS of the user's stand before ours; a number of jobs of theirs wins."""
+    theirs = os.environ.get(name, "")
+    if name == "CMAKE_ARGS" and theirs:
+        return f"{theirs} {value}"
+    return theirs or value
+
+
+def link_cuda(toolkit: Path) -> None:
+    """The packages hold libcudart.so.13 and its like; linking asks for the names without a version, nvcc for a folder lib64,
+    and both for the driver's library, the one thing that is not in them: a link to this machine's, or to a stub."""
+    folder = toolkit / "lib"
+    if not folder.is_dir():
+        raise SetupError(f"the CUDA packages did not bring {folder}", hint="localllm setup --backend vulkan")
+    if not (toolkit / "lib64").exists():
+        (toolkit / "lib64").symlink_to("lib")
+    for file in sorted(folder.glob("lib*.so.*")):
+        plain = folder / (file.name.partition(".so.")[0] + ".so")
+        if not plain.exists():
+            plain.symlink_to(file.name)
+    stub = folder / "stubs" / "libcuda.so"
+    driver = folder / "libcuda.so"
+    if driver.exists():
+        return
+    found = next((path for path in _DRIVER_PLACES if Path(path).exists()), None)
+    if found is not None:
+        driver.symlink_to(found)
+    elif stub.exists():
+        driver.symlink_to("stubs/libcuda.so")
+    else:
+        raise SetupError(
+            "libcuda.so.1 of the NVIDIA driver was not found", hint="install the NVIDIA driver, then again"
+        )
+
+
+_DRIVER_PLACES = (
+    "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
+    "/usr/lib64/libcuda.so.1",
+    "/usr/lib/libcuda.so.1",
+    "/usr/lib/wsl/lib/libcuda.so.1",
+)
+
+
+def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
+    """Run `command` with its output appended to `log`; on a terminal a line says how long it has been."""
+    started = time.monotonic()
+    with log.open("ab") as file:
+        file.write(f"\n$ {' '.join(command)}\n".encode())
+        file.flush()
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(_TICK_S)
+                print(f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}", file=sys.stderr, flush=True)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says something."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 4000))
+            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or [""])[-1][:300]
+
+
+def _log_path(name: str) -> Path:
+    log = paths.private_dir(paths.log_dir()) / f"setup-{name}.log"
+    log.unlink(missing_ok=True)
+    return log
+
+
+def _mlx_there() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("mlx") is not None
+
+
+def _try_mlx() -> str:
+    """Whether MLX computes here, in a process of its own: one sentence where it does not."""
+    command = [sys.executable, "-m", "localllm_backends.mlx.devices"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
+    except (OSError, subprocess.SubprocessError) as e:
+        return f"its trial failed: {e}"
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"its trial ended with code {done.returncode}: {said[-1][:300] if said else 'it said nothing'}"
+    return ""

@@ -1,0 +1,144 @@
+"""Is a build fit to run? Its devices are listed and ten tokens computed in child processes, and compared with the CPU's.
+
+A token may differ where the CPU had two that were as good: what is asked of each step is how far behind its best the CPU's
+token was. Every way to fail ends in one sentence, whatever the build did: refuse to load, crash, hang, or compute nonsense.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm.device import ggml
+from localllm.device.probes import ggml as probe
+
+_PROGRAM = "localllm_backends.trial"
+# Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes wrongly is off by ten.
+_NEAR_TIE = 1.0
+# The first start on a GPU may compile its shaders: minutes on slow drivers.
+_PATIENCE_S = 600.0
+# All checks together, on a device that is emulated.
+_CHECKS_PATIENCE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`failure` is one sentence, "" where all is well. `devices` are the build's, as text; `said` what was computed."""
+
+    failure: str = ""
+    devices: tuple[str, ...] = ()
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the processor answers with the build that is installed: the tokens every other build is held against."""
+
+    model: Path
+    tokens: tuple[int, ...]
+    text: str
+
+
+def reference(model: Path, environment: Mapping[str, str]) -> Reference | str:
+    """The CPU's ten tokens, or one sentence why there are none."""
+    answers, failure = run(["llamacpp", "greedy", str(model), json.dumps({"layers": 0})], environment)
+    if failure or not answers:
+        return f"the installed build can't be compared with: {failure or 'it gave no answer'}"
+    return Reference(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+
+
+def judge(backend: str, expected: Reference, environment: Mapping[str, str]) -> Verdict:
+    """Try the build that `environment` runs. `backend`: what must be among its devices and do the work."""
+    build = probe.ask(environment)
+    if build.failure:
+        return Verdict(f"it does not start: {build.failure}")
+    devices = tuple(_said(device) for device in build.devices)
+    if backend != "cpu" and backend not in build.accelerators:
+        return Verdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
+    layers = 0 if backend == "cpu" else -1
+    order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
+    answers, failure = run(["llamacpp", "greedy", str(expected.model), order], environment)
+    if failure or not answers:
+        return Verdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
+    return compare(expected, answers[-1], devices)
+
+
+def compare(expected: Reference, answer: Mapping[str, Any], devices: tuple[str, ...] = ()) -> Verdict:
+    """Whether an answer of the trial program is the reference's, but for near ties."""
+    gaps = [float(gap) for gap in answer["gaps"]]
+    worst = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=math.inf)
+    if len(gaps) != len(expected.tokens) or worst > _NEAR_TIE:
+        said = f"it computes other tokens than the processor: {answer['text']!r} where {expected.text!r} is right"
+        return Verdict(f"{said} (off by {worst:.3g} in logits)", devices)
+    same = sum(gap == 0 for gap in gaps)
+    speed = 1 / answer["decode_s"] if answer.get("decode_s") else 0.0
+    return Verdict("", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s")
+
+
+def _said(device: ggml.GgmlDevice) -> str:
+    return f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
+
+
+def conformance(model: Path, backend: str, environment: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """The contract's checks on `model`: one answer for each that ended, and one sentence where the process did not."""
+    layers = 0 if backend == "cpu" else -1
+    order = ["llamacpp", "conformance", str(model), json.dumps({"layers": layers})]
+    answers, failure = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
+    ended = [answer for answer in answers if "outcome" in answer]
+    if failure and answers and "outcome" not in answers[-1]:
+        failure = f"while it checked that {answers[-1]['check']}: {failure}"
+    return ended, failure
+
+
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
+) -> tuple[list[dict[str, Any]], str]:
+    """The JSON lines the trial program printed, and one sentence where it failed ("" = it ended well)."""
+    # Threads that spin for each other are ruinous beside anything else that runs (engine/process_engine.py).
+    changed = {"GOMP_SPINCOUNT": "1000", **environment}
+    command = [sys.executable, "-m", _PROGRAM, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
+            stdin=subprocess.DEVNULL, env=changed,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        printed = e.stdout.decode("utf-8", "replace") if isinstance(e.stdout, bytes) else e.stdout or ""
+        return list(_answers(printed)), f"it hung ({timeout_s:.0f} s)"
+    except OSError as e:
+        return [], f"its process could not be started: {e}"
+    answers = list(_answers(done.stdout))
+    if not done.returncode:
+        return answers, ""
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return answers, f"{_ending(done.returncode)}{f': {said[-1][:300]}' if said else ''}"
+
+
+def _answers(printed: str) -> Iterator[dict[str, Any]]:
+    for line in printed.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:  # a driver that prints
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in {int(s) for s in signal.Signals} else str(-code)
+        return f"it was ended by signal {name}"
+    return f"it ended with exit code {code}"
+
+
+def environment_now() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)

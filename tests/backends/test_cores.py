@@ -1,0 +1,88 @@
+"""Threads follow the processors there are for us: a container's quota, and the fast cores of a hybrid."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from localllm_backends.llamacpp.cores import cpu_quota, usable_cores
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        # A container: its own group is the base, whatever path the host gives it.
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/../docker/abc\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4.0),
+        # A service: the tightest group above it counts.
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/localllm.service\n",
+                "sys/fs/cgroup/system.slice/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/system.slice/localllm.service/cpu.max": "max 100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/box\n2:memory:/box\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_is_that_of_the_tightest_group(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert cpu_quota(system(tmp_path, files)) == quota
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of eight physical cores, sixteen threads."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(("quota", "threads"), [("max", 8), ("250000", 3), ("200000", 2), ("20000", 1), ("3200000", 8)])
+def test_no_more_threads_than_the_quota_lets_run(tmp_path: Path, quota: str, threads: int) -> None:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
+    assert usable_cores(system(tmp_path, files)) == threads
+
+
+@pytest.mark.usefixtures("eight")
+def test_a_hybrids_slow_cores_are_left_out(tmp_path: Path) -> None:
+    """Four fast cores of two threads each, eight slow ones."""
+    siblings = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n & ~1}-{n | 1}\n" for n in range(8)}
+    assert usable_cores(system(tmp_path, {"sys/devices/cpu_core/cpus": "0-7\n", **siblings})) == 4
+
+
+@pytest.mark.usefixtures("eight")
+def test_pinned_to_slow_cores_it_uses_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10}, raising=False)
+    assert usable_cores(system(tmp_path, {"sys/devices/cpu_core/cpus": "0-7\n"})) == 3
+
+
+def test_here_there_is_at_least_one() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

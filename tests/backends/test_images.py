@@ -1,0 +1,183 @@
+"""Images through the llama.cpp backend: the logits behind them are llama.cpp's own, however the prompt was put together."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm_backends.contract import CannotRewindError, Chunk, ImagePart, ImageRun, LoadError, LoadSpec, Picture
+from localllm_backends.llamacpp import backend_type
+from models.tiny_vision import VisionModel, write_vision
+from support.pictures import needs_mtmd, pixels
+
+pytestmark = needs_mtmd()
+KINDS = ("llava", "gemma3", "qwen2vl")
+# Cells in another order are summed up in another order, in half precision.
+NEAR = 0.02
+SIZES = ((64, 64), (300, 200), (20, 500))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    """A tiny vision model of each kind."""
+    return write_vision(tmp_path_factory.mktemp("vision"), request.param)
+
+
+@pytest.fixture(scope="module")
+def backend(model: VisionModel) -> Iterator[Any]:
+    """It, loaded."""
+    loaded = backend_type.load(spec_of(model))
+    yield loaded
+    loaded.close()
+
+
+def spec_of(model: VisionModel) -> LoadSpec:
+    """How the tests load it."""
+    return LoadSpec(
+        str(model.text),
+        n_ctx=1024,
+        n_seq_max=4,
+        n_batch=256,
+        n_threads=1,
+        n_gpu_layers=0,
+        projector=str(model.projector),
+    )
+
+
+def fill(backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256) -> NDArray[np.float32]:
+    """Append `runs`, images in steps of `piece` tokens where they may be cut; the logits behind the last."""
+    rows = None
+    for run in runs:
+        if isinstance(run, list):
+            rows = backend.step([Chunk(sequence, run, 1)]).logits(0)[-1].copy()
+            continue
+        embeddings = backend.encode(run)
+        step = run.n_tokens if backend.capabilities.whole_images else piece
+        for start in range(0, run.n_tokens, step):
+            n = min(step, run.n_tokens - start)
+            backend.step([Chunk(sequence, [-1] * n, 0, image=ImagePart(run, embeddings, start))])
+    assert rows is not None
+    return rows
+
+
+def theirs(model: VisionModel, text: list[str], pictures: list[Picture]) -> NDArray[np.float32]:
+    """The logits that llama.cpp's own helper gets for the prompt, in a context of its own."""
+    import llama_cpp
+    from llama_cpp import mtmd_cpp as mtmd
+
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    weights = llama_cpp.llama_model_load_from_file(str(model.text).encode(), params)
+    shape = llama_cpp.llama_context_default_params()
+    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_threads, shape.n_threads_batch = 1024, 256, 256, 1, 1
+    context = llama_cpp.llama_init_from_model(weights, shape)
+    options = mtmd.mtmd_context_params_default()
+    options.use_gpu, options.n_threads, options.warmup = False, 1, False
+    eyes = mtmd.mtmd_init_from_file(str(model.projector).encode(), weights, options)
+    bitmaps = []
+    for picture in pictures:
+        data = ctypes.cast(ctypes.c_char_p(picture.data), ctypes.POINTER(ctypes.c_uint8))
+        bitmaps.append(mtmd.mtmd_bitmap_init(picture.width, picture.height, data))
+    prompt = mtmd.mtmd_default_marker().join(t.encode() for t in text)
+    words = mtmd.mtmd_input_text(prompt, len(prompt), True, True)
+    chunks = mtmd.mtmd_input_chunks_init()
+    array = (mtmd.mtmd_bitmap_p_ctypes * len(bitmaps))(*bitmaps)
+    assert mtmd.mtmd_tokenize(eyes, chunks, ctypes.byref(words), array, len(bitmaps)) == 0
+    past = llama_cpp.llama_pos(0)
+    assert mtmd.mtmd_helper_eval_chunks(eyes, context, chunks, 0, 0, 256, True, ctypes.byref(past)) == 0
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
+    rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
+    mtmd.mtmd_input_chunks_free(chunks)
+    mtmd.mtmd_free(eyes)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(weights)
+    return rows
+
+
+def test_the_logits_are_those_of_llama_cpp_itself(model: VisionModel, backend: Any) -> None:
+    for seed in range(20):
+        width, height = 16 + 37 * seed % 300, 16 + 61 * seed % 400
+        picture = pixels(width, height, seed)
+        sequence = backend.new_sequence()
+        ours = fill(backend, sequence, backend.read(["look: ", picture, " what is it?"], add_bos=True))
+        backend.drop(sequence)
+        assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < 2e-4
+    backend.check_integrity()
+
+
+def test_images_may_follow_each_other_and_are_read_in_pieces(model: VisionModel, backend: Any) -> None:
+    pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
+    runs = backend.read(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True)
+    expected = theirs(model, ["a ", "", " b ", " c"], pictures)
+    for piece in (256, 5):
+        sequence = backend.new_sequence()
+        assert np.abs(fill(backend, sequence, runs, piece) - expected).max() < 2e-4
+        backend.drop(sequence)
+
+
+def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any) -> None:
+    runs = backend.read(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
+    tail = backend.tokenize(" and then")
+    first = backend.new_sequence()
+    fill(backend, first, runs)
+    length = backend.length(first)
+    expected = backend.step([Chunk(first, tail, 1)]).logits(0)[-1].copy()
+    edge = length - len(runs[-1])
+    if backend.capabilities.rewind == "any":
+        forked = backend.fork(first, length)
+        assert np.abs(backend.step([Chunk(forked, tail, 1)]).logits(0)[-1] - expected).max() < NEAR
+        backend.truncate(forked, edge)
+        assert np.abs(fill(backend, forked, [[*runs[-1], *tail]]) - expected).max() < NEAR
+        backend.drop(forked)
+    state = backend.export_state(first) if backend.capabilities.states else None
+    cuts = [0, *np.cumsum([r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs]), length + len(tail)]
+    blobs = [backend.export_range(first, a, b) for a, b in itertools.pairwise(cuts)]
+    whole = backend.export_range(first, 0, length + len(tail))
+    for pieces in (list(zip(blobs, cuts, cuts[1:], strict=False)), [(whole, 0, cuts[2]), (whole, cuts[2], cuts[-1])]):
+        other = backend.new_sequence()
+        for blob, start, stop in pieces:
+            backend.import_range(other, blob, start, stop)
+        if state is not None:
+            backend.import_state(other, state, length + len(tail))
+        ours = backend.step([Chunk(other, tail, 1)]).logits(0)[-1].copy()
+        again = backend.fork(first, length + len(tail))
+        assert np.abs(ours - backend.step([Chunk(again, tail, 1)]).logits(0)[-1]).max() < NEAR
+        backend.drop(other)
+        backend.drop(again)
+    backend.drop(first)
+    backend.check_integrity()
+
+
+def test_an_image_is_never_cut_in_two_where_its_tokens_stand_at_one_place(backend: Any) -> None:
+    if backend.info.architecture != "qwen2vl":
+        pytest.skip("its tokens stand one behind the other")
+    sequence = backend.new_sequence()
+    fill(backend, sequence, backend.read(["a ", pixels(300, 200, 1), " b"]))
+    with pytest.raises(CannotRewindError, match="cut in two"):
+        backend.truncate(sequence, backend.length(sequence) - 20)
+    backend.drop(sequence)
+
+
+def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> None:
+    a, b, c = (backend.read(["", pixels(64, 64, seed)]) for seed in (1, 1, 2))
+    keys = [next(r for r in runs if isinstance(r, ImageRun)).key for runs in (a, b, c)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_what_is_no_projector_is_refused_with_the_reason(model: VisionModel, tmp_path: Path) -> None:
+    broken = tmp_path / "mmproj-broken.gguf"
+    broken.write_bytes(model.projector.read_bytes()[:5000])
+    for path, said in (
+        (broken, "can't be loaded"),
+        (model.text, "can't be loaded"),
+        (tmp_path / "none.gguf", "no file"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            backend_type.load(LoadSpec(str(model.text), n_ctx=256, projector=str(path)))

@@ -1,0 +1,153 @@
+"""Weights and KV lie where a LoadSpec says, whatever lies where says the same, and what can't be placed is refused.
+
+Where the build sees no accelerator, placing goes through the same patterns and parameters, but every place is system
+memory; where it sees one, layers and experts really lie apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from localllm_backends.contract import Backend, Chunk, LoadError, LoadSpec, Placement
+from localllm_backends.llamacpp import backend_type, placing
+from localllm_backends.llamacpp.native import start_native
+from models import sparse_gguf, tiny_gguf
+
+PROMPT = [5 + (7 * i) % 400 for i in range(70)]
+N_TOKENS = 24
+
+
+@contextmanager
+def loaded(path: Path, n_gpu_layers: int = -1, **placed: object) -> Iterator[Backend]:
+    spec = LoadSpec(
+        str(path), n_ctx=512, n_seq_max=2, n_batch=64, n_threads=1, n_gpu_layers=n_gpu_layers, placement=Placement(**placed)  # type: ignore[arg-type]
+    )  # fmt: skip
+    backend = backend_type.load(spec)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def greedy(backend: Backend, n_tokens: int = N_TOKENS) -> list[int]:
+    sequence = backend.new_sequence()
+    tokens = []
+    result = backend.step([Chunk(sequence, PROMPT[:64], outputs=0)])
+    result = backend.step([Chunk(sequence, PROMPT[64:], outputs=1)])
+    for _ in range(n_tokens):
+        tokens += result.argmax(0)
+        result = backend.step([Chunk(sequence, tokens[-1:], outputs=1)])
+    backend.drop(sequence)
+    return tokens
+
+
+PLACEMENTS = [
+    {"experts_on_host": 1},
+    {"experts_on_host": -1},
+    {"n_gpu_layers": 1},
+    {"n_gpu_layers": 2, "experts_on_host": -1},
+    {"kv_on_host": True},
+    {"weights": "read"},
+    {"weights": "mapped"},
+    {"tables": "disk"},
+    {"tensor_split": (1.0,)},
+    {"split_mode": "none", "main_gpu": 0},
+]
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_moe, tiny_gguf.write_llama, tiny_gguf.write_sliding])
+def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    with loaded(path, 0) as plain:
+        expected = greedy(plain)
+    for placed in PLACEMENTS:
+        if "split_mode" in placed and not _has_device():
+            continue  # there is nothing to be number 0 of
+        with loaded(path, **placed) as backend:  # type: ignore[arg-type]
+            assert greedy(backend) == expected, placed
+
+
+def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(smollm2: Path) -> None:
+    with loaded(smollm2, 0) as plain:
+        expected = greedy(plain, 40)
+    for placed in ({"n_gpu_layers": 15}, {"kv_on_host": True}):
+        with loaded(smollm2, **placed) as backend:  # type: ignore[arg-type]
+            assert greedy(backend, 40) == expected, placed
+
+
+def _has_device() -> bool:
+    llama = start_native()
+    return int(llama.llama_cpp._lib.ggml_backend_dev_count()) > 1
+
+
+def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
+    path = tiny_gguf.write_moe(tmp_path / "moe.gguf")
+    with loaded(path, 0, weights="read") as backend:
+        memory = backend.memory()
+    assert memory.places
+    assert all(name.startswith("CPU") for name in memory.places), memory.places
+    # All of it is named: weights (some of which may be laid out anew), KV, buffers.
+    assert sum(memory.places.values()) == pytest.approx(memory.total_bytes, rel=0.05)
+
+
+def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
+    path = tiny_gguf.write_llama(tmp_path / "model.gguf")
+    with placing.model_params(start_native(), LoadSpec(str(path), n_gpu_layers=0)) as params:
+        assert params.devices  # an empty list, where no list means every device
+    with loaded(path, 0) as backend:
+        assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
+
+
+def test_only_routed_experts_are_named_by_the_pattern() -> None:
+    first = re.compile(placing.experts_pattern(3))
+    assert first.search("blk.2.ffn_gate_exps.weight")
+    assert first.search("blk.0.ffn_down_exps.bias")
+    assert not first.search("blk.3.ffn_up_exps.weight")
+    assert not first.search("blk.12.ffn_up_exps.weight")
+    assert not first.search("blk.1.ffn_up_shexp.weight")
+    assert not first.search("blk.1.ffn_gate_inp.weight")
+    assert re.search(placing.experts_pattern(-1), "blk.61.ffn_gate_up_exps.weight")
+
+
+def test_a_split_over_more_devices_than_there_can_be_is_refused(tmp_path: Path) -> None:
+    path = tiny_gguf.write_llama(tmp_path / "model.gguf")
+    with pytest.raises(LoadError, match=r"devices at most"), loaded(path, tensor_split=(1.0,) * 100):
+        pass
+
+
+def test_a_spec_survives_the_way_to_the_worker() -> None:
+    spec = LoadSpec("x.gguf", n_gpu_layers=7, placement=Placement(experts_on_host=3, tensor_split=(0.6, 0.4)))
+    assert LoadSpec.from_json(json.loads(json.dumps(asdict(spec)))) == spec
+    assert LoadSpec.from_json({"path": "x.gguf"}) == LoadSpec("x.gguf")
+
+
+def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) -> None:
+    """llama.cpp copies them out of the mapped file and leaves its pages where they are (8B at Q4_K: 9.2 GB for 5.1)."""
+    shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
+    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf._vocabulary(writer))
+    with loaded(path, 0) as backend:
+        places = backend.memory().places
+        if "CPU_REPACK" not in places:
+            pytest.skip("this processor multiplies the format as it lies in the file: nothing is copied")
+        assert _resident_of(path) < 0.1 * path.stat().st_size
+
+
+def _resident_of(path: Path) -> int:
+    """Bytes of `path` that are mapped into this process and in memory."""
+    found, ours = 0, False
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("only Linux says what of a mapping is resident")
+    for line in smaps.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line[:1] in "0123456789abcdef" and "-" in line.split(" ")[0]:
+            ours = line.endswith(str(path.resolve()))
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found

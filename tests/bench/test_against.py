@@ -1,0 +1,225 @@
+"""`localllm bench --against`: the same load in turn, tokens counted here, and nobody's word taken for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from localllm.bench import against
+from localllm.bench.ratio import Comparison
+from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
+from localllm.bench.seen import Counter
+from localllm.bench.stream import Answer, Target
+from localllm.cli import main
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm.errors import BackendError, UsageError
+from localllm_backends.contract import LoadSpec
+from support.http_server import running_server
+
+
+@dataclass
+class Said:
+    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these fields."""
+
+    pieces: list[str] = field(default_factory=lambda: ["word "] * 12)
+    usage: dict[str, Any] | None = None
+    refuses: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+
+@contextmanager
+def scripted(said: Said) -> Iterator[str]:
+    """A server of OpenAI's API that says `said`; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._answer(200, {"data": [{"id": "first"}, {"id": "second"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            said.keys.append(self.headers["authorization"])
+            if not self.path.startswith("/v1/"):
+                self._answer(404, {})
+            elif said.refuses and said.refuses in body:
+                self._answer(400, {"error": {"message": f"unknown field {said.refuses}"}})
+            elif not body.get("stream"):
+                self._answer(200, {"choices": []})
+            else:
+                said.bodies.append(body)
+                self._stream()
+
+        def _answer(self, status: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _stream(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            for piece in said.pieces:
+                chunk = {"choices": [{"delta": {"content": piece}}]}
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                self.wfile.flush()
+            if said.usage is not None:
+                self.wfile.write(f"data: {json.dumps({'choices': [], 'usage': said.usage})}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(main.app, ["bench", *arguments])
+
+
+def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_model: Path) -> None:
+    with ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            host = Supervisor(WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=1024, n_seq_max=2)))
+            urls.append(stack.enter_context(running_server({"tiny": host})).url)
+        asked = [part for url in urls for part in ("--against", url)]
+        done = bench(*asked, "--rounds", "1", "--scenarios", "single,two", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    first, second = (server["name"] for server in found["servers"])
+    assert found["tokens_counted"].endswith(f"tokenizer of {first}")
+    assert [table["title"] for table in found["tables"]] == ["decode, one stream", "aggregate, 2 streams"]
+    for table in found["tables"]:
+        assert all(len(table["values"][name]) == 1 and table["medians"][name] > 0 for name in (first, second))
+        ratio = table["ratios"][second]
+        assert ratio["median"] == pytest.approx(table["medians"][first] / table["medians"][second])
+        assert ratio["low"] == ratio["median"] == ratio["high"]
+    assert not found["faults"]
+
+
+def test_our_own_server_joins_where_a_model_is_named(tiny_model: Path) -> None:
+    said = Said()
+    with scripted(said) as url:
+        done = bench(str(tiny_model), "--against", url, "--rounds", "1", "--scenarios", "single", "--json")
+    found = json.loads(done.stdout)
+    assert found["servers"][0]["name"] == "localllm"
+    assert found["servers"][0]["url"].startswith("http://127.0.0.1:")
+    assert found["tables"][0]["medians"]["localllm"] > 0
+    assert "tokenizer of localllm" in found["tokens_counted"]
+
+
+def test_an_empty_answer_is_a_fault_that_is_told_and_stops_nothing() -> None:
+    with scripted(Said()) as good, scripted(Said(pieces=["", ""], usage={"completion_tokens": 128})) as empty:
+        done = bench("--against", good, "--against", empty, "--rounds", "3", "--scenarios", "single,cancel", "--json")
+    assert done.exit_code != 0
+    found = json.loads(done.stdout)
+    assert all("answered nothing (it says it made 128 tokens)" in fault for fault in found["faults"])
+    assert len(found["faults"]) == 4, "each scenario is tried twice there, and then no more"
+    name = found["servers"][0]["name"]
+    assert len([v for v in found["tables"][0]["values"][name] if v is not None]) == 3
+
+
+def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
+    with scripted(Said(usage={"completion_tokens": 1000})) as url:
+        target = against.target_of(url)
+        found = against.run([target], ["single"], 1)
+    # Twelve words of five bytes can't be a thousand tokens: they can be sixty at most.
+    assert found.counter.differing == {target.name: (1000, 60)}
+    assert "it said 1000 tokens where at most 60 came" in "\n".join(found.lines())
+
+
+def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
+    answer = Answer(text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5})
+    assert Counter(None).tokens_of(Target("x", ""), answer) == 5
+    assert answer.rate(5) == 4.0
+    assert Counter(None).tokens_of(Target("x", ""), Answer(text="a b", gaps_s=[1.0])) == 2, "no word of its own"
+
+
+def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
+    said = Said(refuses="ignore_eos")
+    with scripted(said) as url:
+        done = bench("--against", url, "--rounds", "2", "--scenarios", "single", "--json")
+    assert done.exit_code == 0, done.output
+    assert len(said.bodies) == 2
+    assert all("ignore_eos" not in body for body in said.bodies)
+
+
+def test_the_model_behind_a_hash_is_asked_for_else_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_API_KEY", "secret")
+    said = Said()
+    with scripted(said) as url:
+        assert bench("--against", f"{url}/v1#second", "--rounds", "1", "--scenarios", "single").exit_code == 0
+        assert against.target_of(url.removeprefix("http://")).model == "first"
+    assert {body["model"] for body in said.bodies} == {"second"}
+    assert set(said.keys) == {"Bearer secret"}
+
+
+def test_each_server_is_started_again_by_its_own_command(tmp_path: Path) -> None:
+    note = tmp_path / "started"
+    command = f"{sys.executable} -c \"open('{note}', 'a').write('x')\""
+    with scripted(Said()) as url:
+        asked = ["--against", url, "--rounds", "2", "--scenarios", "restart", "--restart-cmd", command]
+        assert bench(*asked).exit_code == 0
+        assert note.read_text() == "xx"
+        assert "--restart-cmd" in str(bench("--against", url, "--scenarios", "restart").exception)
+        wrong = bench("--against", url, "--against", url, "--restart-cmd", command)
+    assert isinstance(wrong.exception, UsageError)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:99999999", "http://[::1"])
+def test_what_is_no_address_is_refused_in_words(url: str) -> None:
+    with pytest.raises(UsageError, match="no address"):
+        against.target_of(url)
+
+
+def test_where_nobody_answers_the_address_is_named() -> None:
+    with pytest.raises(BackendError, match="did not answer"):
+        against.target_of("http://127.0.0.1:9")
+
+
+def test_every_scenario_has_a_meaning_and_a_body() -> None:
+    assert set(DEFAULT) <= set(MEANS)
+    assert all(callable(getattr(Scenarios, f"run_{name}")) for name in MEANS)
+    with pytest.raises(UsageError, match="sinlge"):
+        against.chosen("single,sinlge")
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10) | st.none(), st.floats(0.1, 10) | st.none()), min_size=1, max_size=9))
+def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(rounds: list[tuple[float | None, float | None]]) -> None:
+    scenarios = Comparison("x", "tok/s")
+    for i, values in enumerate(rounds):
+        for name, value in zip("ab", values, strict=True):
+            if value is not None:
+                scenarios.fill(name, i)
+                scenarios.add(name, value)
+    for name in "ab":
+        scenarios.fill(name, len(rounds))
+        assert len(scenarios.values[name]) == len(rounds)
+    both = [a / b for a, b in rounds if a is not None and b is not None]
+    ratios = scenarios.ratios("a", "b")
+    assert (ratios.rounds if ratios is not None else ()) == tuple(both)
+    assert math.isnan(scenarios.paired("a", "b")) == (not both)
+    assert all(len(line) <= 120 for line in scenarios.lines("a"))

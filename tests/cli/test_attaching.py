@@ -1,0 +1,161 @@
+"""A chat finds the server that runs on this machine: by the file it keeps while it runs, and by what it says it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli import attaching, engines, running
+from localllm.cli.server_key import kept_key
+from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
+from localllm.server.http.settings import ServerSettings
+from tui.scripted_sse import ScriptedServer
+
+MODELS: list[dict[str, Any]] = [
+    {"id": "vectors", "capabilities": ["embedding"], "status": {"value": "loaded"}},
+    {"id": "idle", "capabilities": ["completion"], "status": {"value": "unloaded"}, "aliases": ["sleepy"]},
+    {"id": "busy", "capabilities": ["completion"], "status": {"value": "loaded"}},
+]
+
+
+def port(server: ScriptedServer) -> int:
+    return int(server.base_url.rpartition(":")[2].removesuffix("/v1"))
+
+
+def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
+    with ScriptedServer(models=MODELS) as server:
+        assert attaching.here("idle", None) is None
+        with running.published(ServerSettings().secured(), port(server)):
+            for asked, found in ((None, "busy"), ("Idle", "idle"), ("sleepy", "idle"), ("idle:latest", "idle")):
+                attached = attaching.here(asked, None)
+                assert attached is not None
+                assert (attached.base_url, attached.model, attached.api_key) == (server.base_url, found, None)
+            assert attaching.here("another", None) is None
+            by_file = attaching.here("/models/Idle.gguf", None, lambda: "idle")
+            assert by_file is not None
+        assert attaching.here("idle", None) is None
+        assert list(running.folder().iterdir()) == []
+
+
+def test_what_it_tells_is_private_and_holds_no_key() -> None:
+    secured = ServerSettings(host="0.0.0.0", port=1).secured()
+    with running.published(secured, 4711):
+        (file,) = running.folder().iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert secured.api_key is not None
+        assert secured.api_key not in file.read_text()
+        (told,) = running.running()
+        assert (told.base_url, told.key) == ("http://127.0.0.1:4711/v1", "kept")
+        file.chmod(0o644)  # others could have had it before
+        assert running.running() == []
+
+
+def test_what_a_dead_server_left_is_removed_and_another_of_its_number_is_not_taken_for_it() -> None:
+    with running.published(ServerSettings().secured(), 1):
+        (file,) = running.folder().iterdir()
+        told = json.loads(file.read_text())
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        left = running.folder() / "dead.json"
+        left.write_text(json.dumps(told | {"pid": child.pid}))
+        left.chmod(0o600)
+        later = running.folder() / "later.json"
+        later.write_text(json.dumps(told | {"started_s": told["started_s"] - 100}))
+        later.chmod(0o600)
+        torn = running.folder() / "torn.json"
+        torn.write_text('{"pid"')
+        torn.chmod(0o600)
+        assert [r.pid for r in running.running()] == [os.getpid()]
+        assert not left.exists()
+        assert not later.exists()
+
+
+def test_a_server_that_does_not_answer_is_passed_over() -> None:
+    with running.published(ServerSettings().secured(), 9):
+        assert attaching.here(None, None) is None
+
+
+def test_the_kept_key_goes_to_our_own_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = kept_key()
+    with ScriptedServer(models=MODELS, api_key=key) as server:
+        with pytest.raises(UsageError, match="asks for a key"):
+            attaching.at(server.base_url, "idle", None)
+        secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=key)
+        with running.published(secured, port(server)):
+            found = attaching.here("idle", None)
+            assert found is not None
+            assert found.api_key == key
+            assert attaching.at(server.base_url, "idle", None).api_key == key
+        with pytest.raises(UsageError, match="refuses the key"):
+            attaching.at(server.base_url, "idle", "wrong")
+        monkeypatch.setenv("LOCALLLM_API_KEY", key)
+        assert attaching.at(server.base_url, "idle", None).api_key == key
+
+
+def test_an_address_that_is_named_answers_or_the_reason_is_said() -> None:
+    with ScriptedServer(models=MODELS) as server:
+        bare = server.base_url.removesuffix("/v1").removeprefix("http://")
+        assert attaching.at(bare, None, None).model == "busy"
+        with pytest.raises(ModelNotFoundError, match="no model 'gpt'"):
+            attaching.at(server.base_url, "gpt", None)
+    with pytest.raises(ServerUnreachableError, match="no server answers"):
+        attaching.at(server.base_url, None, None)
+
+
+def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    models = [{"id": tiny_model.stem, "status": {"value": "loaded"}}]
+    with ScriptedServer(models=models) as server, running.published(ServerSettings().secured(), port(server)):
+        for wanted, where in (
+            (engines.Wanted(str(tiny_model)), server.base_url.removeprefix("http://").removesuffix("/v1")),
+            (engines.Wanted(str(tiny_model), own=True), ""),
+            (engines.Wanted(str(tiny_model), context=512), ""),
+        ):
+            with ExitStack() as stack:
+                engine = engines.engine_for(stack, wanted, None, at_once=True)
+                assert (engine.model, engine.where) == (tiny_model.stem, where)
+
+
+def test_flags_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        engines.checked(engines.Wanted(url="x", own=True))
+    with pytest.raises(UsageError, match="decided by the server"):
+        engines.checked(engines.Wanted(url="x", context=512))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
+def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(tiny_model: Path, tmp_path: Path) -> None:
+    path = Path("/tmp") / f"ll-{os.getpid()}.sock"
+    command = [sys.executable, "-m", "localllm"]
+    serve = subprocess.Popen(
+        [*command, "serve", str(tiny_model), "--only", "--unix", str(path), "--context", "512"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serve.stderr is not None
+        for line in serve.stderr:
+            if line.startswith("serving on"):
+                break
+        attached = attaching.here(str(tiny_model), None, lambda: tiny_model.stem)
+        assert attached is not None
+        assert attached.where == str(path.resolve())
+        asked = [*command, "chat", "hello", "-m", str(tiny_model), "--max-tokens", "3"]
+        done = subprocess.run(asked, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+        assert done.returncode == 0, done.stderr
+    finally:
+        serve.send_signal(signal.SIGTERM)
+        serve.communicate(timeout=30)
+    assert running.running() == []
+    assert list(running.folder().iterdir()) == []

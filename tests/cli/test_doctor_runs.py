@@ -1,0 +1,47 @@
+"""doctor runs what it speaks of: tokens on each backend, and the speed that each model had of late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localllm.cli import pace_history
+from localllm.cli.doctor_runs import speed_checks, token_checks
+from localllm.cli.pace_history import Start
+from localllm.device.ggml import Build
+from localllm.library import starter
+
+
+def test_a_token_is_computed_on_the_processor() -> None:
+    llamacpp, *mlx = token_checks(Build(folder=""))
+    assert (llamacpp.status, llamacpp.name) == ("ok", "llama.cpp token")
+    assert "tok/s" in llamacpp.message
+    assert all(check.status == "not checked" for check in mlx), "no MLX model lies in a test's folders"
+
+
+def test_a_model_that_can_not_be_run_is_an_error_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    monkeypatch.setattr(starter, "path", lambda: broken)
+    check = token_checks(Build(folder=""))[0]
+    assert check.status == "error"
+    assert check.fix
+    assert "computes nothing" in check.message
+    monkeypatch.setattr(starter, "path", lambda: None)
+    assert token_checks(Build(folder=""))[0].status == "not checked"
+    assert not [c for c in token_checks(None) if c.name == "llama.cpp token"]
+
+
+def test_a_start_that_was_slower_is_a_warning_until_one_is_not() -> None:
+    assert [check.status for check in speed_checks()] == ["not checked"]
+    pace_history.keep("m", Start("2026-01-01", {"0": 0.01}))
+    assert [check.status for check in speed_checks()] == ["ok"]
+    pace_history.keep("m", Start("2026-01-02", {"0": 0.02}, {}, "m is slower than it was here: 50 tok/s"))
+    (check,) = speed_checks()
+    assert check.status == "warning"
+    assert "2026-01-02: m is slower" in check.message
+    pace_history.keep("m", Start("2026-01-03", {"0": 0.01}))
+    assert [check.status for check in speed_checks()] == ["ok"]

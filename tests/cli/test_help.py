@@ -1,0 +1,27 @@
+"""What `--help` shows on a terminal of 80 columns: whole sentences."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from localllm.cli.main import app
+
+CUT = ("...", "…")
+
+
+@pytest.mark.parametrize("group", [[], ["models"]])
+def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*group, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    lines = shown.partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if line.rstrip().endswith(CUT)] == []
+    assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"), [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] {EDITOR}\n")]
+)
+def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert usage in shown

@@ -1,0 +1,30 @@
+"""`localllm licences` names everything that a plain install brings, and every model of the catalog."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from localllm.cli.main import app
+from localllm.library.catalog import load_catalog
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_every_dependency_and_every_model_is_there_with_its_terms() -> None:
+    said = json.loads(CliRunner().invoke(app, ["licences", "--models", "--json"]).stdout)
+    known = {row["name"].replace("_", "-").lower(): row["licence"] for row in said["libraries"]}
+    assert {line.partition(">=")[0] for line in PROJECT["dependencies"]} <= set(known)
+    assert known["localllm"] == "Apache-2.0"
+    assert "pytest" not in known
+    assert not [name for name, licence in known.items() if not licence]
+    assert {row["name"] for row in said["models"]} == {model.name for model in load_catalog().models}
+
+
+def test_without_models_it_is_the_libraries_alone() -> None:
+    lines = CliRunner().invoke(app, ["licences"]).stdout.splitlines()
+    assert any(line.split()[0] == "uvicorn" and "BSD" in line for line in lines)
+    assert not any("Qwen" in line for line in lines)

@@ -1,0 +1,53 @@
+"""The desk of the screen of models, at the real planner and the real disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from localllm.cli.model_desk import ModelDesk
+from localllm.errors import LocalLLMError, UsageError
+from localllm.library import store
+from localllm_tui.control.desk import Wish
+
+
+def test_plans_change_with_every_wish() -> None:
+    desk = ModelDesk()
+    usual = desk.plan(Wish(machine="M4 Max 128GB"))
+    assert "M4 Max" in usual.machine
+    first = usual.offers[0]
+    assert first.ref.endswith(f":{first.quant}")
+    assert first.total_bytes <= first.limit_bytes
+    assert desk.plan(Wish(machine="M4 Max 128GB", context=131072)).n_left_out > usual.n_left_out
+    small = desk.plan(Wish(machine="M4 Max 128GB", memory_gb=8))
+    assert all(o.total_bytes <= 8 * 2**30 for o in small.offers)
+    soon = desk.plan(Wish(machine="M4 Max 128GB", longest_wait_s=2))
+    assert soon.n_too_slow == len(usual.offers) - len(soon.offers) > 0
+    assert all(o.wait_s <= 2 for o in soon.offers)
+    assert any("KV cache" in line for line in desk.explain(Wish(machine="M4 Max 128GB"), first.ref, 80))
+    with pytest.raises(LocalLLMError):
+        desk.plan(Wish(machine="a toaster"))
+
+
+def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_model: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    shutil.copy(tiny_model, library / "mine.gguf")
+    store.adopt(library)
+    desk = ModelDesk()
+    found = {m.name: m for m in desk.on_disk()}
+    mine = found["mine"]
+    assert (mine.owner, mine.ours, mine.size_bytes) == ("a folder of yours", False, tiny_model.stat().st_size)
+    assert "GB with" in desk.fit(mine)
+    with pytest.raises(UsageError, match="lies in a folder of yours"):
+        desk.remove(mine)
+    (library / "mine.gguf").unlink()
+    with pytest.raises(LocalLLMError, match="no longer on this disk"):
+        desk.remove(mine)
+
+
+def test_what_can_not_be_pulled_is_said() -> None:
+    with pytest.raises(LocalLLMError):
+        ModelDesk(offline=True).pull("qwen3-8b:Q4_K_M", lambda _: None)

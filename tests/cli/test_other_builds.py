@@ -1,0 +1,45 @@
+"""A machine whose GPU the installed build can't use: plans are for its processor, and every list says what is missed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from device import recordings
+from localllm.cli.main import app
+from localllm.device import detect as detection
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def a_4090_under_a_build_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that is really installed here drives no GPU: the machine's readings alone are another's."""
+    monkeypatch.setattr(detection, "read", lambda **_: recordings.load("rtx_4090_two"))
+
+
+@pytest.mark.usefixtures("a_4090_under_a_build_for_the_processor")
+def test_plans_are_for_the_processor_and_say_what_a_cuda_build_would_give() -> None:
+    device = detection.detect()
+    assert device.accelerator == "cpu"
+    assert detection.hardware().accelerator == "cuda"
+    result = RUNNER.invoke(app, ["recommend"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"with a CUDA build of llama.cpp .* \d+-\d+ tok/s: `localllm setup`", result.output)
+
+
+@pytest.mark.usefixtures("a_4090_under_a_build_for_the_processor")
+def test_device_shows_the_gpu_the_builds_devices_and_the_difference() -> None:
+    result = RUNNER.invoke(app, ["device"])
+    assert "RTX 4090" in result.output
+    assert "would sit idle" in result.output
+    assert "localllm setup" in result.output
+    assert re.search(r"with a CUDA build .* tok/s", result.output)
+
+
+def test_a_named_machine_is_not_held_against_what_is_installed_here() -> None:
+    result = RUNNER.invoke(app, ["recommend", "--device", "rtx 4090"])
+    assert "localllm setup" not in result.output
+    assert "llama.cpp" not in RUNNER.invoke(app, ["device", "--device", "rtx 4090"]).output

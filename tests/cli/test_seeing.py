@@ -1,0 +1,96 @@
+"""Whether a model is loaded with the projector beside it: where it fits and can be read, and why not otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localllm.cli import launch as launching
+from localllm.cli.launch import prepare
+from localllm.errors import DoesNotFitError, UnsupportedError
+from localllm.library.catalog import read_header
+from localllm.planner.projector import projector_bytes
+from localllm.settings import Settings
+from localllm_backends.contract import LoadError, LoadSpec
+from localllm_backends.llamacpp import LlamaCppType, backend_type
+from models.tiny_mtp import write_mtp
+from models.tiny_vision import VisionModel, write_vision
+from support.pictures import needs_mtmd
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return write_vision(tmp_path_factory.mktemp("vision"), request.param)
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this build can."""
+    monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: None)
+
+
+def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, able: None) -> None:
+    launch = prepare(str(model.text), Settings({}))
+    assert launch.options.spec.projector == str(model.projector)
+    without = prepare(str(model.text), Settings({"images": "off"}))
+    assert without.options.spec.projector == ""
+    assert without.eyes.why_not == "switched off (--images off)"
+    assert launch.needs_bytes - without.needs_bytes == launch.eyes.need_bytes > model.projector.stat().st_size
+
+
+def test_it_is_left_out_where_it_does_not_fit_and_says_so(
+    model: VisionModel, able: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = prepare(str(model.text), Settings({"images": "off", "context": 2048}))
+    monkeypatch.setattr(launching, "free_for_models", lambda *_: alone.needs_bytes + 100_000)
+    launch = prepare(str(model.text), Settings({"context": 2048}))
+    assert launch.options.spec.projector == ""
+    assert "GB are left" in launch.eyes.why_not
+    with pytest.raises(DoesNotFitError, match="--images on"):
+        prepare(str(model.text), Settings({"images": "on", "context": 2048}))
+
+
+def test_a_build_without_mtmd_and_draft_heads_are_named(model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: "made without it")
+    launch = prepare(str(model.text), Settings({}))
+    assert (launch.options.spec.projector, launch.eyes.why_not) == ("", "made without it")
+    with pytest.raises(UnsupportedError, match="made without it"):
+        prepare(str(model.text), Settings({"images": "on"}))
+
+
+def test_draft_heads_switch_images_off_by_name_and_are_refused_beside_images_on(
+    able: None, tmp_path: Path, model: VisionModel
+) -> None:
+    """A model with heads and a projector beside it: each alone is fine, both are never loaded together."""
+    text = write_mtp(tmp_path / "heads.gguf")
+    projector = tmp_path / "mmproj-heads.gguf"
+    projector.write_bytes(model.projector.read_bytes())
+    launch = prepare(str(text), Settings({"draft": "mtp"}))
+    assert launch.options.spec.mtp
+    assert launch.options.spec.projector == ""
+    assert launch.eyes.why_not == "draft heads and images don't go together yet"
+    with pytest.raises(UnsupportedError, match="--images on: draft heads and images"):
+        prepare(str(text), Settings({"draft": "mtp", "images": "on"}))
+    for draft in ("auto", "off", "ngram"):
+        spec = prepare(str(text), Settings({"draft": draft})).options.spec
+        assert (spec.mtp, spec.projector) == (False, str(projector))
+    # A launch that asks for both anyway, as another program's might, is refused in the worker with what to do.
+    with pytest.raises(LoadError, match="--draft off"):
+        backend_type.load(LoadSpec(str(text), n_ctx=256, mtp=True, projector=str(projector)))
+
+
+def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:
+    assert prepare(str(tiny_model), Settings({})).eyes.why_not == ""
+    with pytest.raises(UnsupportedError, match="no image projector"):
+        prepare(str(tiny_model), Settings({"images": "on"}))
+
+
+@needs_mtmd()
+def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
+    spec = LoadSpec(str(model.text), n_ctx=256, n_seq_max=1, n_gpu_layers=0, projector=str(model.projector))
+    backend = backend_type.load(spec)
+    taken = backend.memory().projector_bytes
+    backend.close()
+    planned = projector_bytes(read_header(model.projector).metadata, model.projector.stat().st_size)
+    assert 0.97 * taken <= planned <= 1.15 * taken

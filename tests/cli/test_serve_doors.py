@@ -1,0 +1,248 @@
+"""What `localllm serve` opens: both addresses of localhost, a kept key, TLS, and the names and pages a user allows."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from localllm import paths
+from localllm.cli.main import app
+from localllm.cli.serve_doors import listening, server_settings
+from localllm.cli.server_key import kept_key
+from localllm.errors import LocalLLMError, PortInUseError, UsageError
+from localllm.server.http import sockets
+from localllm.server.http.settings import ServerSettings, TlsFiles
+from localllm.settings import Settings
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as s:
+            s.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+@needs_ipv6
+def test_localhost_is_both_of_its_addresses_on_one_port() -> None:
+    with listening(ServerSettings(host="localhost", port=0).secured()) as (socks, address):
+        names = {(s.family, s.getsockname()[0], s.getsockname()[1]) for s in socks}
+        port = socks[0].getsockname()[1]
+        assert names == {(socket.AF_INET, "127.0.0.1", port), (socket.AF_INET6, "::1", port)}
+        assert address == f"http://localhost:{port}/v1"
+
+
+def test_it_is_where_a_server_listens_that_nobody_told_where() -> None:
+    assert Settings().value("host") == "localhost"
+
+
+@needs_ipv6
+def test_a_client_of_either_address_is_answered() -> None:
+    with running_server({"tiny": ScriptedEngine()}, host="localhost") as server:
+        for name in ("127.0.0.1", "[::1]", "localhost"):
+            assert httpx.get(f"http://{name}:{server.port}/v1/models", trust_env=False).status_code == 200
+
+
+@needs_ipv6
+def test_a_program_that_holds_one_of_the_addresses_is_said() -> None:
+    """It would get what clients of `localhost` mean for us."""
+    with socket.socket(socket.AF_INET6) as other:
+        other.bind(("::1", 0))
+        other.listen()
+        with pytest.raises(PortInUseError, match="::1"):
+            sockets.bind("localhost", other.getsockname()[1])
+
+
+def test_a_machine_without_ipv6_listens_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    def without(family: int = socket.AF_INET, *args: object) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return real(family, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "socket", without)
+    socks = sockets.bind("localhost", 0)
+    assert [s.getsockname()[0] for s in socks] == ["127.0.0.1"]
+    for s in socks:
+        s.close()
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> None:
+    first = server_settings(Settings({"host": "0.0.0.0"}))
+    assert first.generated_key
+    assert first.api_key == server_settings(Settings({"host": "0.0.0.0"})).api_key
+    path = paths.data_dir() / "server-key"
+    assert path.read_text().strip() == first.api_key
+    assert path.stat().st_mode & 0o077 == 0
+    second = server_settings(Settings({"host": "0.0.0.0"}), new_key=True)
+    assert second.api_key != first.api_key
+    assert server_settings(Settings({"host": "0.0.0.0"})).api_key == second.api_key
+
+
+def test_no_key_is_kept_where_none_is_made_up() -> None:
+    assert server_settings(Settings()).api_key is None
+    assert server_settings(Settings({"host": "0.0.0.0", "api_key": "mine"})).api_key == "mine"
+    assert not (paths.data_dir() / "server-key").exists()
+    for settings in (Settings(), Settings({"host": "0.0.0.0", "api_key": "mine"})):
+        with pytest.raises(UsageError, match="--new-key"):
+            server_settings(settings, new_key=True)
+
+
+@pytest.mark.parametrize("damaged", ["", "short", "two words that are long enough", "x" * 5000, "\x00" * 32])
+def test_a_damaged_key_is_replaced_and_an_open_file_closed(damaged: str) -> None:
+    path = paths.data_dir() / "server-key"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(damaged)
+    key = kept_key()
+    assert len(key) >= 24
+    assert key != damaged
+    path.chmod(0o644)
+    assert kept_key() == key
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_takes_no_key_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(LocalLLMError, match="key can't be kept"):
+        kept_key()
+
+
+def test_the_key_is_shown_to_the_quiet_too(tiny_model: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "serve",
+        str(tiny_model),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+        "--quiet",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+    finally:
+        process.terminate()
+        rest = process.communicate(timeout=30)[1]
+    assert kept_key() in line
+    assert rest == ""
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """A certificate for localhost that this machine signed itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = TlsFiles(folder / "cert.pem", folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+               "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+               "-keyout", str(files.key), "-out", str(files.certificate)]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl here to make a certificate")
+    return files
+
+
+def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
+    with running_server({"tiny": ScriptedEngine()}, host="127.0.0.1", tls=certificate) as server:
+        trusted = ssl.create_default_context(cafile=str(certificate.certificate))
+        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trusted, trust_env=False) as client:
+            assert client.get("/v1/models").status_code == 200
+            body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+            assert "[DONE]" in client.post("/v1/chat/completions", json=body).text
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{server.port}/health", trust_env=False)
+
+
+def test_the_address_says_so_and_one_file_may_hold_both(certificate: TlsFiles, tmp_path: Path) -> None:
+    assert certificate.key is not None
+    both = tmp_path / "both.pem"
+    both.write_text(certificate.certificate.read_text() + certificate.key.read_text())
+    settings = server_settings(Settings({"host": "127.0.0.1", "port": 0, "tls_cert": str(both)}))
+    with listening(settings) as (_, address):
+        assert address.startswith("https://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "says"),
+    [
+        ("missing.pem", "key.pem", "missing.pem"),
+        ("cert.pem", "missing.pem", "missing.pem"),
+        ("cert.pem", "other.pem", "does not belong"),
+        ("cert.pem", "locked.pem", "encrypted"),
+        ("cert.pem", None, "no private key"),
+        ("noise.pem", "key.pem", "PEM"),
+        (None, "key.pem", "--tls-cert"),
+    ],
+)
+def test_files_that_can_not_be_used_say_why_before_anything_loads(
+    certificate: TlsFiles, tmp_path: Path, cert: str | None, key: str | None, says: str
+) -> None:
+    assert certificate.key is not None
+    (tmp_path / "cert.pem").write_bytes(certificate.certificate.read_bytes())
+    (tmp_path / "key.pem").write_bytes(certificate.key.read_bytes())
+    (tmp_path / "noise.pem").write_text("not a certificate")
+    other = ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    subprocess.run([*other, "-out", str(tmp_path / "other.pem")], check=True, capture_output=True)
+    locked = [*other, "-aes256", "-pass", "pass:secret", "-out", str(tmp_path / "locked.pem")]
+    subprocess.run(locked, check=True, capture_output=True)
+    flags = {"tls_cert": cert and str(tmp_path / cert), "tls_key": key and str(tmp_path / key)}
+    with pytest.raises(UsageError, match=says):
+        server_settings(Settings(flags))
+
+
+def test_a_unix_socket_has_no_tls(certificate: TlsFiles) -> None:
+    with pytest.raises(UsageError, match="Unix socket"):
+        server_settings(Settings({"unix_socket": "s.sock", "tls_cert": str(certificate.certificate)}))
+
+
+# --- names and pages -------------------------------------------------------------------------------------------------
+
+
+def test_names_and_pages_come_from_flags_environment_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"allow_host": ["nas.lan", "big.lan"], "allow_origin": ["https://chat.example"]}
+    settings = server_settings(Settings(flags))
+    assert settings.allowed_hosts == ("nas.lan", "big.lan")
+    assert settings.allowed_origins == ("https://chat.example",)
+    monkeypatch.setenv("LOCALLLM_ALLOW_HOST", "one.lan, two.lan")
+    assert server_settings(Settings()).allowed_hosts == ("one.lan", "two.lan")
+    monkeypatch.delenv("LOCALLLM_ALLOW_HOST")
+    paths.config_dir().mkdir(parents=True, exist_ok=True)
+    (paths.config_dir() / "config.toml").write_text('allow_host = ["three.lan"]\nallow_origin = "https://a.example"\n')
+    settings = server_settings(Settings())
+    assert (settings.allowed_hosts, settings.allowed_origins) == (("three.lan",), ("https://a.example",))
+
+
+def test_the_flags_are_there_and_a_wrong_one_is_said_before_anything_loads(tiny_model: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tiny_model), "--allow-origin", "*"])
+    assert isinstance(result.exception, UsageError)
+    assert "--api-key" in result.exception.hint
+    shown = CliRunner().invoke(app, ["config", "--json"])
+    assert '"allow_host"' in shown.output

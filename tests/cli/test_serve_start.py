@@ -1,0 +1,75 @@
+"""How `localllm serve` starts when what it was told to serve can't be loaded."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localllm.library import store
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
+
+
+@pytest.fixture
+def broken(tiny_model: Path, tmp_path: Path) -> Path:
+    """A model whose header is whole and whose weights are cut off; beside it an installed one that is sound."""
+    library = tmp_path / "library"
+    library.mkdir()
+    shutil.copy(tiny_model, library / "sound.gguf")
+    store.adopt(library)
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(tiny_model.read_bytes()[:-1000])
+    return path
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """`localllm serve` over a Unix socket, and a client of it."""
+    with tempfile.TemporaryDirectory(prefix="ll") as folder:
+        path = Path(folder) / "s.sock"
+        command = [sys.executable, "-m", "localllm", "serve", *arguments, "--unix", str(path), "--context", "512"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        transport = httpx.HTTPTransport(uds=str(path))
+        try:
+            with httpx.Client(transport=transport, base_url="http://localllm", timeout=60) as client:
+                yield process, client
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_what_happened_and_what_to_do_is_said_and_the_others_are_served(broken: Path, quiet: list[str]) -> None:
+    with serving(str(broken), *quiet) as (process, http):
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith("nothing is loaded"):
+                break
+        assert any(line.startswith("error: broken could not be loaded: ") for line in said), said
+        assert any(line.startswith("hint: ") for line in said), said
+        assert "sound" in said[-1]
+        health = http.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "error")
+        body = {"model": "sound", "prompt": "a", "max_tokens": 1, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_with_nothing_else_to_serve_the_command_ends(broken: Path) -> None:
+    with serving(str(broken), "--only") as (process, _):
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(30) != 0
+        assert "error: " in said
+        assert "hint: " in said

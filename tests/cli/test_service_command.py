@@ -1,0 +1,177 @@
+"""`localllm service`: the command it has a manager run, what it says, and the sockets that a manager hands over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from localllm import paths
+from localllm.cli.main import app
+from localllm.cli.service_made import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
+from localllm.errors import UsageError
+from localllm.settings import Settings
+from service import recorded
+
+
+def test_paths_hold_wherever_it_starts_and_names_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    service = service_of(["m.gguf", "qwen3-8b:Q4_K_M"], Settings({"unix_socket": "s.sock"}), "systemd", None)
+    assert service.command == (
+        sys.executable, "-m", "localllm", "serve", "--unix", str(tmp_path / "s.sock"), str(tmp_path.resolve() / "m.gguf"),
+        "qwen3-8b:Q4_K_M",
+    )  # fmt: skip
+    assert service.addresses == (str(tmp_path / "s.sock"),)
+    assert service.environment["LOCALLLM_CONFIG_DIR"] == str(paths.config_dir())
+
+
+def test_windows_is_told_the_environment_and_the_log_in_words() -> None:
+    command = service_of(["m"], Settings({}), "task-scheduler", None).command
+    assert command[1:6] == ("-m", "localllm", "service", "run", "--log")
+    assert f"LOCALLLM_CACHE_DIR={paths.cache_dir()}" in command
+
+
+def test_where_it_listens() -> None:
+    assert doors_of(Settings({})).streams[0] == "127.0.0.1:11535"
+    assert doors_of(Settings({"host": "::", "port": 80})).streams == ("[::]:80",)
+    # What a resolver says can change, and any free port is not one.
+    assert doors_of(Settings({"host": "nas.lan"})).streams == ()
+    assert doors_of(Settings({"port": 0})).streams == ()
+
+
+def test_a_dry_run_prints_every_managers_files_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name, sign in [("systemd", "ListenStream="), ("launchd", "RunAtLoad"), ("task-scheduler", "LogonTrigger")]:
+        said = CliRunner().invoke(app, ["service", "install", "qwen3-8b", "--dry-run", "--manager", name])
+        assert said.exit_code == 0, said.output
+        assert sign in said.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_here_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*words: object) -> None:
+        pytest.fail(f"asked the manager: {words}")
+
+    monkeypatch.setattr("localllm.service.systemd.Systemd.install", never)
+    said = CliRunner().invoke(app, ["service", "install", "no-such-model", "--manager", "systemd"])
+    assert "no-such-model" in str(said.exception)
+
+
+@pytest.mark.parametrize(("answer", "code", "words"), [
+    (recorded.SYSTEMD_RUNNING, 0, "running: active (running)"),
+    (recorded.SYSTEMD_FAILED, 6, "last exit code  3"),
+    (recorded.SYSTEMD_NONE, 3, "localllm service install"),
+])  # fmt: skip
+def test_the_status_says_how_it_stands(
+    answer: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\ncat <<'EOF'\n{answer}EOF\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = CliRunner().invoke(app, ["service", "status", "--manager", "systemd"])
+    assert (said.exit_code, words in said.stdout) == (code, True), said.output
+    as_json = CliRunner().invoke(app, ["service", "status", "--manager", "systemd", "--json"])
+    assert json.loads(as_json.stdout)["installed"] == (code != 3)
+
+
+def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
+    said = CliRunner().invoke(app, ["service", "status", "--manager", "upstart"])
+    assert isinstance(said.exception, UsageError)
+    with pytest.raises(UsageError, match="sets no limit"):
+        service_of([], Settings({}), "launchd", 10**9)
+
+
+def test_the_last_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "serve.log"
+    log.write_text("one\ntwo\nthree\n")
+    show_log(log, 2, False)
+    assert capsys.readouterr().out == "two\nthree\n"
+
+
+def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told by systemd's name of the run in their environment."""
+    forever = [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"]
+
+    def child(run: str) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen(
+            forever, env={**os.environ, "INVOCATION_ID": run}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert made.stdout is not None
+        made.stdout.readline()
+        return made
+
+    ours, other = child("this-run"), child("another-run")
+    try:
+        monkeypatch.setenv("INVOCATION_ID", "this-run")
+        assert wait_for_workers(longest_s=0.05) == 1
+        assert ours.wait(10) != 0
+        assert wait_for_workers(longest_s=0.05) == 0
+        assert other.poll() is None
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.communicate()
+
+
+_GIVEN = """
+import os, sys
+os.environ["LISTEN_PID"] = str(os.getpid())
+from localllm.cli.serve_doors import listening
+from localllm.errors import UsageError
+from localllm.server.http.settings import ServerSettings
+try:
+    with listening(ServerSettings(port=int(sys.argv[1])).secured()) as (socks, address):
+        print(len(socks), address, "LISTEN_FDS" in os.environ)
+except UsageError as e:
+    print(e.message)
+"""
+
+
+def given(sock: socket.socket, port: int) -> str:
+    """What a server says that is started with `sock` as its third descriptor, as systemd does it."""
+
+    def third() -> None:
+        os.dup2(sock.fileno(), 3)
+
+    done = subprocess.run(
+        [sys.executable, "-c", _GIVEN, str(port)], env={**os.environ, "LISTEN_FDS": "1"}, pass_fds=[3],
+        preexec_fn=third, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no descriptors are handed over there")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_managers_socket_is_served_and_one_that_lets_in_more_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert given(sock, port) == f"1 http://127.0.0.1:{port}/v1 False\n"
+        assert "the settings say otherwise" in given(sock, port + 1)
+    with socket.create_server(("0.0.0.0", 0)) as sock:
+        assert "no key is set" in given(sock, sock.getsockname()[1])
+    with socket.socket() as sock:
+        assert "no socket that listens" in given(sock, 1)
+
+
+def test_sockets_meant_for_another_process_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.server.http.sockets import inherited
+
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    assert inherited() == []
+    assert "LISTEN_FDS" not in os.environ
+
+
+def test_settings_of_this_terminal_alone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_KV_TYPE", "q8_0")
+    assert settings_of_this_terminal() == ["LOCALLLM_KV_TYPE"]

@@ -1,0 +1,60 @@
+"""What a command reads before it answers: a list of models must not wait for what other commands need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from localllm.cli.main import app, run
+
+# Each 5 to 60 ms of a start.
+NOT_NEEDED = (
+    "asyncio",
+    "numpy",
+    "textual",
+    "fastapi",
+    "httpx",
+    "llama_cpp",
+    "concurrent.futures",
+)
+SCRIPT = """
+import contextlib, gc, io, json, sys
+from localllm.cli.main import run
+said = io.StringIO()
+with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    run(["recommend", "--device", "RTX 4090", "--plain"])
+print(json.dumps([sorted(sys.modules), len(said.getvalue()), gc.isenabled()]))
+"""
+
+
+def test_recommend_reads_only_what_it_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    modules, written, collects = json.loads(done.stdout)
+    assert written > 500
+    assert [name for name in NOT_NEEDED if name in modules] == []
+    assert collects  # whoever calls `run` gets the collector back
+
+
+def test_a_command_asked_for_alone_is_the_command_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(["models", "list", "--help"])
+    assert left.value.code == 0
+    assert "models list" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        run(["recommend", "--nonsense"])
+    assert left.value.code == 2
+    assert len(app.registered_commands) > 5  # the whole is as it was
+
+
+def test_help_and_a_mistyped_command_know_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("recommend", "serve", "models", "worker"))
+    with pytest.raises(SystemExit) as left:
+        run(["recomend"])
+    assert left.value.code == 2
+    assert "recommend" in capsys.readouterr().err

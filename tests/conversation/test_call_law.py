@@ -1,0 +1,72 @@
+"""What a template writes for a call, its grammar accepts whole and then ends, and its reader returns the same call: every
+template that llama.cpp's sources publish (name a source tree in LOCALLLM_LLAMA_CPP_SOURCE), and for everywhere else one
+reduced template of each notation, written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conversation.call_law import obeyed, planned
+from conversation.call_shapes import PLAIN_TOOLS, SHAPES, TOOLS, TWO
+from conversation.call_templates import TEMPLATES
+from conversation.test_published_templates import _FILES, _SOURCE
+from localllm.conversation.template import ChatTemplate
+from localllm.conversation.tools import FORMATS, told_from
+
+PLAIN = set(PLAIN_TOOLS[0]["function"]["parameters"]["properties"])
+# Templates that write no calls of a history: a model's own words hold them.
+SILENT = ("LFM2-8B-A1B", "LFM2.5-Instruct", "ibm-granite-granite-3.3-2B-Instruct")
+# Formats whose templates write the first call of a turn alone, or a turn for each.
+ONE_A_TURN = ("gigachat", "llama3", "harmony")
+# Templates that write down a schema themselves and have no end for one that says more than types.
+TYPES_ALONE = ("NousResearch-Hermes-2-Pro", "NousResearch-Hermes-3")
+# What a notation has no way to say, by template or format.
+UNSAYABLE: dict[str, dict[str, str]] = {
+    "minimax_m3": dict.fromkeys(
+        ("null", "null of an alternative", "empty object", "null in an object", "nested null"),
+        "null is written as nothing, and an empty object as an empty text",
+    ),
+    "LFM2.5-8B-A1B": {"quotes": "texts stand between ' as they are, so they may hold neither that nor a backslash"},
+    "Reka-Edge": {"lines and letters": "writes letters as escapes of their codes, which llguidance's texts leave out"},
+}
+
+
+@pytest.mark.skipif(not _SOURCE, reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree")
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_published_templates(path: Path) -> None:
+    name = path.stem
+    template = ChatTemplate(path.read_text(encoding="utf-8"), bos_text="<s>", eos_text="</s>")
+    style = told_from(template.source)
+    if style is None or not template.knows_tools or name in SILENT:
+        pytest.skip("writes no calls that are read here")
+    check(name, style.name, template)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reduced_templates(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name])
+    style = told_from(template.source)
+    assert style is not None
+    assert style.name == name.partition(",")[0]
+    check(name, style.name, template)
+
+
+def test_every_format_has_a_reduced_template() -> None:
+    assert {name.partition(",")[0] for name in TEMPLATES} == {f.name for f in FORMATS}
+
+
+def check(name: str, style: str, template: ChatTemplate) -> None:
+    """The law for every shape that the template can write."""
+    unsayable = {**UNSAYABLE.get(style, {}), **UNSAYABLE.get(name, {})}
+    one = style in ONE_A_TURN
+    plain = name.startswith(TYPES_ALONE)
+    tools = PLAIN_TOOLS if plain else TOOLS
+    prompt = planned(template, tools)
+    for shape, calls in SHAPES.items():
+        if shape in unsayable or (one and shape in TWO):
+            continue
+        if plain and not {k for _, arguments in calls for k in arguments} <= PLAIN:
+            continue
+        obeyed(template, tools, calls, prompt)

@@ -1,0 +1,105 @@
+"""A word of one tool's schema that no grammar can keep is left out by name: everything else is held as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from conversation.test_lazy_calls import TOOLS, matcher
+from localllm.conversation.template import ChatTemplate
+from localllm.conversation.tools.holdable import holdable
+from localllm.conversation.tools.prompt import Choice
+from localllm.server.generation import prompting
+from localllm.server.generation.prompting import Prompt, Wishes
+
+HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+QWEN = HERMES + "{# <function= #}"
+HARD: dict[str, dict[str, Any]] = {
+    "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "contains": {"type": "array", "contains": {"type": "integer"}},
+    "not": {"not": {"type": "string"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 1}},
+    "format": {"type": "string", "format": "a-format-of-somebody"},
+    "pattern": {"type": "string", "pattern": "^(?=a)b"},
+    "$ref": {"$ref": "#/$defs/missing"},
+    "type": {"type": "any"},
+    "maximum": {"type": "integer", "minimum": -1e30, "maximum": -1e29},
+    "minimum": {"type": "integer", "minimum": "many"},
+}
+
+
+def tool(described: dict[str, Any]) -> dict[str, Any]:
+    properties = {"hard": described, "n": {"type": "integer", "maximum": 9}}
+    parameters = {"type": "object", "properties": properties, "required": ["n"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def built(template: str, tools: list[dict[str, Any]], **wishes: Any) -> Prompt:
+    asked = [{"role": "user", "content": "Hello"}]
+    return asyncio.run(prompting.build(ChatTemplate(template), asked, Wishes(tools=tools, **wishes)))
+
+
+@pytest.mark.parametrize("word", HARD)
+@pytest.mark.parametrize("template", [HERMES, QWEN])
+def test_the_word_is_named_and_the_rest_is_held(template: str, word: str) -> None:
+    prompt = built(template, [tool(HARD[word]), *TOOLS], choice=Choice("auto"))
+    assert any(name.startswith("tools.f.") for name in prompt.ignored), prompt.ignored
+    assert f"tools.f.{word}" in prompt.ignored
+    start = prompt.answer.calls["<tool_call>"]
+    if template == QWEN:
+        said = "<function=f>\n<parameter=n>\n3\n</parameter>\n"
+        wrong = "<function=f>\n<parameter=n>\n30"
+        other = "<function=get_weather>\n</function>"
+    else:
+        said, wrong = '{"name": "f", "arguments": {"n": 3}', '{"name": "f", "arguments": {"n": 30'
+        other = '{"name": "get_weather", "arguments": {"days'
+    state = matcher(start.grammar)
+    assert state.validate_tokens(list(said.encode())) == len(said)
+    assert state.validate_tokens(list(wrong.encode())) == len(wrong) - 1
+    assert state.validate_tokens(list(other.encode())) < len(other)  # the city must come
+
+
+@pytest.mark.parametrize("word", HARD)
+def test_a_call_that_is_required_is_held_as_well(word: str) -> None:
+    for tools in ([tool(HARD[word])], [tool(HARD[word]), *TOOLS]):
+        prompt = built(HERMES, tools, choice=Choice("required"))
+        assert prompt.ignored
+        assert prompt.answer.grammar is not None
+        matcher(prompt.answer.grammar)  # asserts that it can be made
+
+
+def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
+    wanted = ("json_schema", json.dumps({"type": "boolean"}))
+    prompt = built(HERMES, [tool(HARD["uniqueItems"])], choice=Choice("auto"), grammar=wanted)
+    assert prompt.ignored == ("tools.f.uniqueItems",)
+    assert prompt.answer.grammar is not None
+    matcher(prompt.answer.grammar)
+
+
+def test_what_can_be_held_is_left_alone() -> None:
+    kept, left_out = holdable(TOOLS)
+    assert (kept, left_out) == (TOOLS, ())
+    plain = tool({"oneOf": [{"type": "string"}, {"minLength": 2}], "uniqueItems": False})
+    assert holdable([plain])[1] == ()
+
+
+def test_the_model_is_shown_the_schema_as_it_was_sent() -> None:
+    assert "uniqueItems" in built(HERMES, [tool(HARD["uniqueItems"])], choice=Choice("auto")).text
+
+
+def test_one_nested_without_end_costs_the_others_nothing() -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(2000):
+        deep = {"type": "array", "items": deep}
+    kept, left_out = holdable([tool(deep), *TOOLS])
+    assert kept[1:] == TOOLS
+    assert left_out
+
+
+def test_parameters_that_mean_nothing_are_held_to_an_object() -> None:
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}
+    assert holdable([broken])[1] == ("tools.f.parameters",)

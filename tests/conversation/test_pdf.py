@@ -1,0 +1,66 @@
+"""PDFs of anybody, read in a child process within its bounds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+
+import pytest
+
+from localllm.conversation import pdf as reading
+from localllm.conversation import pdf_child
+from support.pdfs import needs_pdf, pdf
+
+pytestmark = needs_pdf()
+
+
+def test_pages_are_text_and_those_without_are_pictures_where_somebody_sees() -> None:
+    data = pdf(["first page", "", "third page"])
+    found = reading.read(data, pictures=True)
+    assert [page.text for page in found.pages] == ["first page", "", "third page"]
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(found.pages[1].picture))) as picture:
+        assert picture.format == "JPEG"
+        assert max(picture.size) == 1200  # 300 points, four times
+    blind = reading.read(data, pictures=False)
+    assert [page.picture for page in blind.pages] == ["", "", ""]
+
+
+def test_what_is_too_much_is_said() -> None:
+    assert "101 pages" in reading.read(pdf(["x"] * 101), pictures=False).problem
+    assert len(reading.read(pdf(["x"] * 100), pictures=False).pages) == 100
+    # A page of 5,000 km a side is still a picture of a page.
+    large = reading.read(pdf([""], side=14_400_000), pictures=True)
+    assert large.problem or large.pages[0].picture
+
+
+def test_pictures_and_characters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pdf_child.pages_of(pdf(["", "", "x"]), 1)["pages"]
+    assert [sorted(page) for page in found] == [["picture"], [], ["text"]]
+    monkeypatch.setattr(pdf_child, "MOST_CHARS", 15)
+    assert "15 characters" in pdf_child.pages_of(pdf(["ten letters", "ten letters"]), 0)["problem"]
+
+
+def test_one_that_takes_too_long_is_left() -> None:
+    assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, whole_s=0.01).problem
+
+
+@pytest.mark.parametrize("data", [b"%PDF-1.7", b"%PDF-1.4\n" + b"<<" * 100_000, pdf(["x"])[:200], b""])
+def test_damage_is_said(data: bytes) -> None:
+    found = reading.read(data, pictures=True)
+    assert found.problem
+    assert not found.pages
+
+
+@pytest.mark.parametrize("n", [8, pytest.param(300, marks=pytest.mark.long)])
+def test_whatever_is_changed_in_a_file_there_is_an_answer(n: int) -> None:
+    chance = random.Random(7)
+    whole = pdf(["first page", "", "third page"])
+    for _ in range(n):
+        data = bytearray(whole)
+        for _ in range(chance.randrange(1, 30)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        found = reading.read(bytes(data), pictures=True)
+        assert bool(found.problem) != bool(found.pages)

@@ -1,0 +1,194 @@
+"""The installed llama.cpp is asked for its devices in a child; what it says is held beside what the probes found."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from device import recordings
+from localllm.device import ggml, in_use
+from localllm.device.health import HealthFacts, judge
+from localllm.device.machines import identify
+from localllm.device.probes import ggml as probe
+
+VULKAN_LINE = (
+    "ggml_vulkan: 0 = Radeon 8060S Graphics (RADV GFX1151) (radv) | uma: 1 | fp16: 1 | bf16: 0 | fp4: 0 | warp size: 64 "
+    "| shared memory: 65536 | int dot: 1 | matrix cores: KHR_coopmat"
+)
+CUDA_LINE = "  Device 0: NVIDIA GeForce RTX 5090, compute capability 12.0, VMM: yes, VRAM: 32109 MiB"
+METAL_LINES = (
+    "ggml_metal_device_init: simdgroup matrix mul. = true",
+    "ggml_metal_device_init: has bfloat            = true",
+)
+
+
+def answer(name: str, backend: str, total_bytes: int, *, kind: str = "gpu", said: tuple[str, ...] = ()) -> ggml.Build:
+    return ggml.read(
+        {
+            "version": "0.3.36",
+            "folder": "/somewhere/llama_cpp",
+            "devices": [
+                {
+                    "name": name,
+                    "description": "a device",
+                    "backend": backend,
+                    "type": kind,
+                    "memory_free_bytes": total_bytes,
+                    "memory_total_bytes": total_bytes,
+                    "largest_buffer_bytes": None,
+                    "id": "",
+                    "capabilities": ["async"],
+                }
+            ],
+            "features": {backend: {}},
+            "said": list(said),
+        }
+    )
+
+
+def cpu_build() -> ggml.Build:
+    return answer("CPU", "CPU", 16 << 30, kind="cpu")
+
+
+def test_the_installed_build_names_its_processor() -> None:
+    build = probe.ask()
+    assert build.failure == ""
+    (cpu,) = [device for device in build.devices if device.type == "cpu"]
+    assert cpu.memory_total_bytes > 1 << 28
+    assert cpu.description
+    assert build.version
+    assert "CPU" in build.features
+    assert ggml.read(ggml.to_json(build)) == build
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import os; os.abort()", "signal SIGABRT"),
+        ("raise ImportError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
+        ("import threading; threading.Event().wait()", "hung"),
+        ("import os; os.write(1, b'not JSON'); os._exit(0)", "can't be read"),
+    ],
+)
+def test_a_build_that_breaks_its_process_costs_a_sentence(tmp_path: Path, program: str, told: str) -> None:
+    (tmp_path / "llama_cpp.py").write_text(program)
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    build = probe.ask({**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0)
+    assert told in build.failure
+    (found,) = ggml.differences(identify(recordings.load("cpu_only_vm")), build)
+    assert found.level == "error"
+    assert told in found.message
+
+
+def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> None:
+    """Backends that are loaded with the bindings speak before anybody can listen to their log."""
+    (tmp_path / "localllm_backends" / "llamacpp").mkdir(parents=True)
+    answered = ggml.to_json(answer("Vulkan0", "Vulkan", 1 << 30)) | {"said": []}
+    for folder in ("localllm_backends", "localllm_backends/llamacpp"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "localllm_backends" / "llamacpp" / "devices.py").write_text(
+        f"import sys\nprint({VULKAN_LINE!r}, file=sys.stderr)\nprint('a driver greets')\nprint({json.dumps(answered)!r})\n"
+    )
+    build = probe.ask({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+    assert build.failure == ""
+    assert "int dot: 1" in build.devices[0].details
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "said", "told"),
+    [
+        ("Vulkan0", "Vulkan", (VULKAN_LINE,), "matrix cores: KHR_coopmat"),
+        ("Vulkan0", "Vulkan", (VULKAN_LINE,), "int dot: 1"),
+        ("CUDA0", "CUDA", (CUDA_LINE,), "compute capability 12.0"),
+        ("MTL0", "MTL", METAL_LINES, "simdgroup matrix mul.: true"),
+        ("Vulkan1", "Vulkan", (VULKAN_LINE,), None),
+    ],
+)
+def test_capabilities_that_stand_in_the_log_are_read(
+    name: str, backend: str, said: tuple[str, ...], told: str | None
+) -> None:
+    (device,) = answer(name, backend, 1 << 30, said=said).devices
+    assert (told in device.details) if told else device.details == ()
+
+
+def test_a_gpu_that_the_build_does_not_know_is_an_error_with_the_way_out() -> None:
+    (found,) = ggml.differences(identify(recordings.load("rtx_4070_desktop")), cpu_build())
+    assert (found.level, found.fix) == ("error", "localllm setup")
+
+
+def test_a_build_that_was_compiled_for_the_gpu_and_finds_none_points_at_the_driver() -> None:
+    build = replace(cpu_build(), features={"CUDA": {"ARCHS": "890"}, "CPU": {}})
+    (found,) = ggml.differences(identify(recordings.load("rtx_4070_desktop")), build)
+    assert "driver" in found.message
+
+
+def test_agreement_is_silent_and_less_memory_is_a_warning() -> None:
+    machine = identify(recordings.load("rtx_4070_desktop"))
+    assert ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes)) == []
+    (found,) = ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes // 2))
+    assert found.level == "warning"
+    assert "usable" in found.message
+
+
+def test_two_cards_of_which_the_build_sees_one_is_a_warning() -> None:
+    machine = identify(recordings.load("rtx_4090_two"))
+    levels = {f.level for f in ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes))}
+    assert levels == {"warning"}
+
+
+def test_one_allocation_that_must_be_smaller_than_the_memory_is_told() -> None:
+    machine = identify(recordings.load("strix_halo_raised"))
+    build = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
+    small = replace(build, devices=(replace(build.devices[0], largest_buffer_bytes=4 << 30),))
+    assert any("one allocation" in f.message for f in ggml.differences(machine, small))
+
+
+def test_doctor_lists_the_devices_and_says_when_nobody_was_asked() -> None:
+    machine = identify(recordings.load("rtx_4070_desktop"))
+    asked = judge(machine, HealthFacts(llama_cpp=answer("CUDA0", "CUDA", machine.memory.total_bytes)))
+    assert [c.status for c in asked if c.name == "llama.cpp device"] == ["ok"]
+    assert [c.status for c in judge(machine, HealthFacts()) if c.name == "llama.cpp device"] == ["not checked"]
+
+
+@pytest.mark.parametrize("name", [n for n in recordings.names() if not n.startswith("mac")])
+def test_plans_with_a_build_for_the_processor_are_made_for_the_processor(name: str) -> None:
+    readings = recordings.load(name)
+    machine, processor = identify(readings), identify(in_use.without_gpus(readings))
+    used = in_use.as_used(machine, processor, cpu_build())
+    assert used.accelerator == "cpu"
+    assert used.memory.limit_bytes <= processor.memory.total_bytes
+    if machine.accelerator != "cpu":
+        assert (used.kind, used.host) == ("system", None)
+        assert any(f.fix == "localllm setup" for f in used.findings)
+
+
+def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
+    machine = identify(recordings.load("strix_halo_raised"))
+    vulkan = answer("Vulkan0", "Vulkan", machine.memory.limit_bytes, kind="igpu")
+    used = in_use.as_used(machine, machine, vulkan)
+    assert (used.accelerator, used.memory) == ("vulkan", machine.memory)
+    rocm = answer("ROCm0", "ROCm", machine.memory.limit_bytes)
+    assert in_use.as_used(machine, machine, rocm) == machine
+
+
+def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
+    machine = identify(recordings.load("rtx_4070_desktop"))
+    assert in_use.as_used(machine, machine, None) == machine
+    assert in_use.as_used(machine, machine, ggml.Build(failure="it hung")) == machine
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
+def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(kind: str, expected: str) -> None:
+    machine = identify(recordings.load("cpu_only_ddr4_one_stick"))
+    used = in_use.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
+    assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)
+    assert used.host == (machine.memory if expected == "discrete" else None)
+    assert used.bandwidth_gbps == (None if expected == "discrete" else machine.bandwidth_gbps)
+    (finding,) = [
+        f for f in ggml.differences(machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind)) if f.level == "warning"
+    ]
+    assert "did not show" in finding.message

@@ -1,0 +1,58 @@
+"""A worker over the scripted backend whose third step is odd, as the order says: it hangs, works long, or stops every
+thread of the process; or its housekeeping fails. Run as a program by test_watchdog.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from localllm.engine.child_pipe import ChildPipe, Message
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.worker import Worker
+from localllm_backends.contract import BackendFailure, Chunk
+from support.scripted_backend import ScriptedBackend
+
+
+class Odd(ScriptedBackend):
+    def __init__(self, what: str) -> None:
+        super().__init__(n_ctx=1024)
+        self.what = what
+
+    def step(self, chunks: Sequence[Chunk]) -> Any:
+        if len(self.steps) == 3:
+            self._be_odd()
+        return super().step(chunks)
+
+    def _be_odd(self) -> None:
+        match self.what:
+            case "hang":
+                ctypes.CDLL(None).pause()  # as native code does: without the lock of Python's threads
+            case "lock":
+                ctypes.PyDLL(None).pause()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "work":
+                end = time.monotonic() + 4.0
+                while time.monotonic() < end:
+                    sum(range(10_000))
+
+
+class OddWorker(Worker):
+    def _load(self, options: Message) -> Engine:
+        backend = Odd(options["what"])
+        engine = Engine(backend, EngineSettings(headroom_bytes=0))
+        if options["what"] == "untidy":
+
+            def idle() -> bool:
+                raise BackendFailure("no device")
+
+            engine.idle = idle  # type: ignore[method-assign]
+        return engine
+
+
+if __name__ == "__main__":
+    OddWorker(ChildPipe.of_this_process()).run()

@@ -1,0 +1,79 @@
+"""A draft must earn its burst: a step with drafts takes no longer than two plain ones, unless this stream is a good deal
+faster for its drafts. By a clock that only the work moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from engine.drive import GREEDY, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm_backends.contract import Chunk
+from support.requests import request_for
+from support.scripted_backend import ScriptedBackend, _Result
+
+PLAIN_S = 0.0078
+N = 400
+
+
+class Timed(ScriptedBackend):
+    """A step takes `PLAIN_S`, and `row` of that more for each further row."""
+
+    def __init__(self, row: float) -> None:
+        super().__init__(n_ctx=4096, n_batch=64)
+        self.row, self.now, self.took = row, 0.0, [0.0]
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        rows = sum(len(c.tokens) for c in chunks)
+        self.took.append(PLAIN_S * (1.0 + self.row * (rows - 1)))
+        self.now += self.took[-1]
+        return super().step(chunks)
+
+
+def stream(row: float, prediction: str, draft: str = "auto") -> tuple[list[float], float]:
+    """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its drafts."""
+    backend = Timed(row)
+    engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now)
+    settle(engine)
+    outcome = run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
+    backend.took.clear()
+    request = request_for("a", "say it", N, GREEDY, ignore_eos=True, prediction=prediction)
+    outcome = run(engine, request)
+    assert len(outcome.tokens["a"]) == N
+    steps = [s / PLAIN_S for s in backend.took[1:]]
+    return steps, (N - 1) / sum(steps)
+
+
+@pytest.fixture(scope="module")
+def answer() -> str:
+    engine = Engine(ScriptedBackend(n_ctx=4096))
+    return run(engine, request_for("x", "say it", N, GREEDY, ignore_eos=True)).text["x"]
+
+
+def half_right(text: str, right: int, wrong: int, every: int) -> str:
+    """Now and then `right` characters of `text`, with `wrong` others behind them."""
+    return "".join(text[i : i + right] + "~" * wrong for i in range(0, len(text), every))
+
+
+@given(st.floats(0.02, 0.6), st.integers(3, 40), st.integers(0, 40), st.integers(10, 90))
+@example(0.4, 20, 27, 40)  # gained 11 %, and 15 % just often enough
+@example(0.12, 12, 30, 40)
+@example(0.2, 9, 30, 30)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_an_ordinary_stream_has_no_long_pauses(answer: str, row: float, right: int, wrong: int, every: int) -> None:
+    """Whatever a further row costs, and however often the text is foreseen."""
+    steps, gain = stream(row, half_right(answer, right, wrong, every))
+    assert float(np.percentile(steps, 95)) <= 2.0 + 1e-6 or gain >= 1.15
+
+
+@pytest.mark.parametrize(("row", "wanted"), [(0.05, 11.0), (0.12, 6.2), (0.3, 2.8)])
+def test_a_copy_still_comes_in_bursts(answer: str, row: float, wanted: float) -> None:
+    """It has earned them after a few steps."""
+    steps, gain = stream(row, answer)
+    assert max(steps[:2]) <= 2.0 + 1e-6
+    assert max(steps) > 2.5
+    assert gain >= wanted

@@ -1,0 +1,144 @@
+"""A grammar is compiled beside the streams: they go on while it takes its time, and its request waits alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, prompt_tokens, run
+from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Queued, Request
+from localllm.engine.sampling import Constraint
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp import backend_type as llamacpp
+from support.requests import request_for
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "legs": {"type": "integer"}},
+    "required": ["name", "legs"],
+    "additionalProperties": False,
+}
+GRAMMAR = ("json_schema", json.dumps(SCHEMA))
+
+
+class HeldBack:
+    """A compiler that begins when it is let."""
+
+    def __init__(self, compile_: GrammarCompiler) -> None:
+        self._compile = compile_
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def __call__(self, grammar: tuple[str, str], begun: str) -> Constraint:
+        self.asked.set()
+        assert self.let.wait(60)
+        return self._compile(grammar, begun)
+
+
+@pytest.fixture
+def held_back(smollm2: Path) -> Iterator[tuple[Engine, HeldBack]]:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+    compiler = HeldBack(GrammarCompiler(backend))
+    engine = Engine(backend, EngineSettings(make_constraint=compiler))
+    yield engine, compiler
+    compiler.let.set()
+    engine.close()
+
+
+def submit(engine: Engine, outcome: Outcome, request: Request) -> None:
+    outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+
+
+def finish(engine: Engine, outcome: Outcome) -> None:
+    for _ in range(3000):
+        if not engine.has_work:
+            engine.check_integrity()
+            return
+        outcome.take(engine.step())
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_streams_go_on_while_a_grammar_is_compiled(held_back: tuple[Engine, HeldBack]) -> None:
+    engine, compiler = held_back
+    outcome = Outcome()
+    submit(engine, outcome, request_for("stream", "Once upon a time", 60, GREEDY, ignore_eos=True))
+    while not outcome.tokens.get("stream"):
+        outcome.take(engine.step())
+    submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
+    assert compiler.asked.wait(60)
+    before = len(outcome.tokens["stream"])
+    for _ in range(10):
+        outcome.take(engine.step())
+    assert len(outcome.tokens["stream"]) >= before + 10
+    assert "tied" not in outcome.tokens
+    compiler.let.set()
+    finish(engine, outcome)
+    assert outcome.finish("stream").usage.completion_tokens == 60
+    assert set(json.loads(outcome.text["tied"])) == {"name", "legs"}
+
+
+def test_others_overtake_the_one_that_waits_for_its_grammar(held_back: tuple[Engine, HeldBack]) -> None:
+    engine, compiler = held_back
+    outcome = Outcome()
+    submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
+    submit(engine, outcome, request_for("free", "Once upon a time", 10, GREEDY, ignore_eos=True))
+    while "free" not in outcome.ends:
+        outcome.take(engine.step())
+    assert "tied" not in outcome.ends
+    compiler.let.set()
+    finish(engine, outcome)
+    assert outcome.finish("tied").reason == "stop"
+
+
+def test_a_cancelled_request_stops_waiting_for_its_grammar(held_back: tuple[Engine, HeldBack]) -> None:
+    engine, compiler = held_back
+    outcome = Outcome()
+    submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
+    assert compiler.asked.wait(60)
+    outcome.take(engine.cancel("tied"))
+    assert outcome.finish("tied").reason == "cancelled"
+    assert not engine.has_work
+    compiler.let.set()
+    finish(engine, outcome)
+    assert len(outcome.ends["tied"]) == 1
+
+
+def test_it_is_queued_once_its_grammar_is_known_to_be_one(held_back: tuple[Engine, HeldBack]) -> None:
+    engine, compiler = held_back
+    compiler.let.set()
+    for key, grammar in (("good", GRAMMAR), ("bad", ("regex", "("))):
+        request = request_for(key, "x", 3, GREEDY, grammar=grammar)
+        events = engine.submit(request, prompt_tokens(engine, request))
+        while engine.has_work:
+            events += engine.step()
+        kinds = [type(event) for event in events]
+        assert kinds.count(Queued) == (1 if key == "good" else 0)
+        assert not kinds.index(Queued) if key == "good" else len(kinds) == 1, events
+
+
+def test_a_grammar_goes_on_where_the_given_beginning_ends(smollm2: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+    engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
+    begun = '{"name": "To'
+    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, begun=begun)
+    outcome = run(engine, ask)
+    assert outcome.finish("tied").reason == "stop"
+    assert not outcome.text["tied"].startswith("{")
+    value = json.loads(begun + outcome.text["tied"])
+    assert re.fullmatch("To.{0,10}", value["name"], re.DOTALL)
+    assert isinstance(value["legs"], int)
+    whole = '{"name": "Tom", "legs": 4}'
+    outcome = run(engine, request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, begun=whole))
+    assert outcome.text.get("whole", "") == ""
+    assert outcome.finish("whole").reason == "stop"
+    # Words before the form are none of it: the form begins behind them.
+    said = "Here it is: "
+    outcome = run(engine, request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, begun=said))
+    assert set(json.loads(outcome.text["behind"])) == {"name", "legs"}
+    engine.close()

@@ -1,0 +1,182 @@
+"""Tenants share an engine evenly: who has 200 long requests queued does not delay a neighbour's short chat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drive import GREEDY, Outcome, prompt_tokens, run
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.fairness import CREDIT_TOKENS, Shares
+from localllm.engine.messages import Finish, Generation, Request, Text
+from localllm_backends.contract import LoadSpec
+from support.scripted_backend import ScriptedBackend
+
+LONG = "a long text that goes on and on " * 8
+
+
+def asked(id_: str, prompt: str, tenant: str, n_tokens: int, **more: int) -> Request:
+    generation = Generation(sampling=GREEDY, max_tokens=n_tokens, tenant=tenant, ignore_eos=True, **more)
+    return Request(id_, prompt, generation)
+
+
+def crowded(engine: Engine, n: int, n_tokens: int = 400, n_steps: int = 40) -> Outcome:
+    """An engine at which `greedy` has queued `n` long requests, after some steps at them."""
+    outcome = Outcome()
+    for i in range(n):
+        request = asked(f"greedy {i}", f"{i} {LONG}", "greedy", n_tokens)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for _ in range(n_steps):
+        outcome.take(engine.step())
+    return outcome
+
+
+def steps_to_first_token(engine: Engine, outcome: Outcome, request: Request, most: int = 400) -> int:
+    outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for n in range(1, most):
+        events = engine.step()
+        outcome.take(events)
+        if any(isinstance(e, Text) and e.id == request.id for e in events):
+            return n
+    raise AssertionError("no token came")
+
+
+def drain(engine: Engine, outcome: Outcome, most: int = 100_000) -> None:
+    for _ in range(most):
+        if not engine.has_work:
+            return
+        outcome.take(engine.step())
+    raise AssertionError("the engine does not come to an end")
+
+
+def scripted(**settings_: int) -> Engine:
+    backend = ScriptedBackend(n_ctx=4096, n_seq_max=8)
+    return Engine(backend, EngineSettings(queue_limit=256, headroom_bytes=0, **settings_))
+
+
+def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
+    """All places are taken and 192 wait: the newcomer is in the next step. Alone it needs as many steps but one."""
+    prompt = "a short question?"
+    alone = steps_to_first_token(scripted(), Outcome(), asked("b", prompt, "other", 8))
+    engine = scripted()
+    outcome = crowded(engine, 200)
+    assert len(engine.jobs.running) == 8
+    assert steps_to_first_token(engine, outcome, asked("b", prompt, "other", 8)) <= alone + 1
+    engine.check_integrity()
+    for _ in range(20):
+        outcome.take(engine.step())
+    assert isinstance(outcome.finish("b"), Finish)
+
+
+def test_prompts_are_read_for_the_newcomer_first() -> None:
+    """Nobody decodes yet, all are reading long prompts."""
+    engine = scripted()
+    outcome = crowded(engine, 20, n_steps=1)
+    request = asked("b", "x" * 60, "other", 4)
+    assert steps_to_first_token(engine, outcome, request) <= 3
+
+
+def test_who_was_parked_for_another_says_the_same() -> None:
+    alone = run(scripted(), asked("greedy 7", f"7 {LONG}", "greedy", 60))
+    engine = scripted()
+    outcome = crowded(engine, 12, n_tokens=60, n_steps=20)
+    for i in range(4):
+        request = asked(f"b{i}", f"question {i}", "other", 6)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    drain(engine, outcome)
+    engine.check_integrity()
+    assert engine.metrics.parked > 0
+    assert outcome.tokens["greedy 7"] == alone.tokens["greedy 7"]
+    assert {i: len(e) for i, e in outcome.ends.items()} == dict.fromkeys(outcome.ends, 1)
+    assert len(outcome.ends) == 16
+
+
+def test_two_with_much_to_do_get_as_much() -> None:
+    engine = scripted()
+    outcome = crowded(engine, 16, n_tokens=80, n_steps=1)
+    for i in range(16):
+        request = asked(f"other {i}", f"{i} {LONG}", "other", 80)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for _ in range(160):
+        outcome.take(engine.step())
+    said = {t: sum(len(x) for i, x in outcome.tokens.items() if i.startswith(t)) for t in ("greedy", "other")}
+    assert min(said.values()) >= 0.6 * max(said.values()), said
+    assert engine.metrics.parked <= 12
+
+
+def test_a_full_queue_is_full_for_its_owner_alone() -> None:
+    engine = Engine(ScriptedBackend(n_ctx=4096), EngineSettings(queue_limit=2, headroom_bytes=0))
+    outcome = crowded(engine, 4, n_tokens=9, n_steps=0)
+    assert outcome.failure("greedy 3").code == "server_busy"
+    request = asked("b", "hi", "other", 2)
+    assert steps_to_first_token(engine, outcome, request) <= 2
+
+
+def test_batch_waits_behind_others_whoever_sent_it() -> None:
+    engine = scripted()
+    outcome = crowded(engine, 20)
+    request = asked("b", "hi", "other", 4, priority=-1)
+    outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for _ in range(20):
+        outcome.take(engine.step())
+    assert "b" not in outcome.text
+
+
+Events = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000), st.booleans()), max_size=60)
+
+
+@given(Events)
+@settings(max_examples=60, deadline=None)
+def test_nobody_saves_up_more_than_the_credit(events: list[tuple[str, int, bool]]) -> None:
+    shares = Shares()
+    here: set[str] = set()
+    for tenant, tokens, leaves in events:
+        if tenant not in here and here:
+            least = min(shares.computed[t] for t in here)
+            shares.arrive(tenant)
+            assert shares.computed[tenant] >= least - CREDIT_TOKENS
+        shares.arrive(tenant)
+        here.add(tenant)
+        shares.charge(tenant, tokens)
+        if leaves:
+            here.discard(tenant)
+            shares.remain(here)
+        assert shares.shared == (len(here) > 1)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16), st.sampled_from("abcde"))
+def test_making_way_never_turns_round(running: list[str], newcomer: str) -> None:
+    """Whoever gave a place would not get it back at once."""
+    shares = Shares()
+    for tenant in (*running, newcomer):
+        shares.arrive(tenant)
+    gives = shares.makes_way(newcomer, running)
+    if gives is not None:
+        after = [*running, newcomer]
+        after.remove(gives)
+        assert shares.makes_way(gives, after) != newcomer
+
+
+@pytest.mark.long
+def test_smollm2_serves_a_short_chat_beside_two_hundred_long_requests(smollm2: Path) -> None:
+    from localllm_backends.llamacpp import backend_type as llamacpp
+
+    def engine() -> Engine:
+        return Engine(
+            llamacpp.load(LoadSpec(path=str(smollm2), n_ctx=8192, n_seq_max=8)),
+            EngineSettings(queue_limit=256, headroom_bytes=0),
+        )
+
+    prompt = "<|im_start|>user\nName the capital of France.<|im_end|>\n<|im_start|>assistant\n"
+    lone = engine()
+    alone = steps_to_first_token(lone, Outcome(), asked("b", prompt, "other", 8))
+    lone.close()
+    busy = engine()
+    outcome = crowded(busy, 200, n_steps=60)
+    steps = steps_to_first_token(busy, outcome, asked("b", prompt, "other", 8))
+    busy.close()
+    print(f"steps to the first token: {alone} alone, {steps} beside 200 queued requests")
+    assert steps <= alone + 1

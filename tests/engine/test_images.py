@@ -1,0 +1,225 @@
+"""Images through the engine: encoded once, cached as the tokens they are, and never cut in two."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Generation, Request
+from localllm.engine.sight import ImageReader
+from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec
+from localllm_backends.llamacpp import backend_type
+from models.tiny_vision import VisionModel, write_vision
+from support.pictures import needs_mtmd, needs_pillow, png
+
+pytestmark = [needs_mtmd(), needs_pillow()]
+FILES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
+    return write_vision(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any) -> Engine:
+    shape = {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 64, "n_threads": 1, "n_gpu_layers": 0, **spec}
+    backend = backend_type.load(LoadSpec(str(model.text), projector=str(model.projector), **shape))
+    return Engine(backend, settings or EngineSettings())
+
+
+def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None) -> Outcome:
+    """Submit all, as the worker does, and step until nothing is left; `cancel`: ids, and behind how many steps."""
+    outcome = Outcome()
+    reader = ImageReader(engine.backend)  # type: ignore[arg-type]
+    for request in requests:
+        assert isinstance(request.prompt, str)
+        tokens, images = reader.read(request.prompt, request.images, add_bos=True)
+        outcome.take(engine.submit(request, tokens, images))
+    for n in range(20_000):
+        if not engine.has_work:
+            break
+        outcome.take(engine.step())
+        for request_id, after in (cancel or {}).items():
+            if n == after:
+                outcome.take(engine.cancel(request_id))
+    engine.check_integrity()
+    assert all(len(outcome.ends.get(r.id, [])) == 1 for r in requests)
+    return outcome
+
+
+def prompt(text: str, request_id: str = "r", most: int = 12) -> Request:
+    """`text`, in which A, B and C in braces are the images."""
+    images = {name: base64.b64encode(data).decode() for name, data in FILES.items()}
+    return Request(request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), images=images)
+
+
+def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
+    """The greedy tokens of the backend alone."""
+    backend: Any = engine.backend
+    tokens, images = ImageReader(backend).read(str(request.prompt), request.images, add_bos=True)
+    sequence = backend.new_sequence()
+    at = 0
+    for placed in images:
+        while placed.start > at:
+            backend.step([Chunk(sequence, tokens[at : min(placed.start, at + 64)], 0)])
+            at = min(placed.start, at + 64)
+        embeddings = backend.encode(placed.run)
+        n = placed.run.n_tokens
+        part = Chunk(sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings))
+        best = backend.step([part]).argmax(0)[-1]
+        at = placed.start + n
+    while len(tokens) - at > 64:
+        backend.step([Chunk(sequence, tokens[at : at + 64], 0)])
+        at += 64
+    made = [backend.step([Chunk(sequence, tokens[at:])]).argmax(0)[-1] if tokens[at:] else best]
+    while len(made) < most:
+        made.append(backend.step([Chunk(sequence, made[-1:])]).argmax(0)[-1])
+    backend.drop(sequence)
+    return made
+
+
+def encodes(engine: Engine) -> int:
+    return int(engine.snapshot()["image_encodes"])
+
+
+def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(model: VisionModel, tmp_path: Path) -> None:
+    settings = EngineSettings(disk_dir=str(tmp_path / "kv"), disk_free_bytes=0)
+    engine = load(model, settings)
+    first = prompt("look: {A} and {B} what do they show")
+    expected = plain(engine, first)
+    outcome = ask(engine, first)
+    assert outcome.tokens["r"] == expected
+    assert encodes(engine) == 2
+    settle(engine)
+    # The next turn: the same images, and more text.
+    second = prompt("look: {A} and {B} what do they show" + outcome.text["r"] + " go on please")
+    again = ask(engine, second)
+    usage = again.finish("r").usage
+    assert encodes(engine) == 2
+    assert usage.cached_tokens >= outcome.finish("r").usage.prompt_tokens - 8
+    assert again.tokens["r"] == plain(engine, second)
+    engine.close()
+    # After a restart its KV comes from disk.
+    engine = load(model, settings)
+    third = ask(engine, second)
+    assert third.tokens["r"] == again.tokens["r"]
+    assert encodes(engine) == 0
+    assert third.finish("r").usage.cached_tokens >= usage.prompt_tokens - 20
+    # And a line that was never read takes the images' embeddings from there.
+    ask(engine, prompt("something else entirely {B} then {A} and so"))
+    assert encodes(engine) == 0
+    engine.close()
+
+
+def test_images_in_another_order_and_edits_compute_what_follows(model: VisionModel) -> None:
+    engine = load(model)
+    ask(engine, prompt("one {A} two {B} three {C} four"))
+    settle(engine)
+    before = encodes(engine)
+    for text, shared in (
+        ("one {A} two {C} three {B} four", "one {A} two "),
+        ("one {A} two {B} thirty {C} four", "one {A} two {B} "),
+        ("won {A} two {B} three {C} four", ""),
+        ("{C} {B} {A} x", ""),
+    ):
+        outcome = ask(engine, prompt(text))
+        settle(engine)
+        usage = outcome.finish("r").usage
+        assert outcome.tokens["r"] == plain(engine, prompt(text)), text
+        reader = ImageReader(engine.backend)  # type: ignore[arg-type]
+        common = (
+            len(reader.read(str(prompt(shared or "q").prompt), prompt("").images, add_bos=False)[0]) if shared else 0
+        )
+        rewinds = engine.backend.capabilities.rewind == "any"
+        assert usage.cached_tokens >= (common - 2 if rewinds else 0), text
+        assert usage.cached_tokens <= usage.prompt_tokens - 10
+    assert encodes(engine) == before == 3
+    engine.close()
+
+
+def test_many_requests_with_and_without_images_answer_as_each_alone(model: VisionModel) -> None:
+    engine = load(model)
+    texts = ["see {A} now", "only text here and more of it", "{B} and {C} are two", "see {A} then {C} so"]
+    expected = {f"r{i}": plain(engine, prompt(t)) for i, t in enumerate(texts)}
+    outcome = ask(engine, *[prompt(t, f"r{i}") for i, t in enumerate(texts)])
+    assert outcome.tokens == expected
+    engine.close()
+
+
+def test_one_that_leaves_in_the_middle_of_an_image_leaves_no_half_of_it(model: VisionModel) -> None:
+    engine = load(model, n_batch=64)
+    expected = plain(engine, prompt("see {B} and {C} now"))
+    stream = prompt("a stream of words", "stream", most=60)
+    for after in range(1, 12):
+        outcome = ask(engine, stream, prompt("see {B} and {C} now", "x"), cancel={"x": after})
+        assert len(outcome.tokens["stream"]) == 60
+        settle(engine)
+    assert ask(engine, prompt("see {B} and {C} now")).tokens["r"] == expected
+    engine.close()
+
+
+def test_a_context_too_small_for_an_image_is_said_before_any_queue(model: VisionModel) -> None:
+    engine = load(model, n_ctx=256)
+    outcome = ask(engine, prompt("{A}{B}{C}" * 8))
+    failure = outcome.failure("r")
+    assert failure.code == "context_length_exceeded"
+    assert encodes(engine) == 0
+    # Tight, it parks and goes on.
+    texts = ["{A} see {B} x", "y {B} and {C}", "{C} z {A} w"]
+    expected = {f"r{i}": plain(engine, prompt(t)) for i, t in enumerate(texts)}
+    assert ask(engine, *[prompt(t, f"r{i}") for i, t in enumerate(texts)]).tokens == expected
+    engine.close()
+
+
+def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
+    from dataclasses import replace
+
+    engine = load(model, EngineSettings(draft="ngram"))
+    request = prompt("{A} w270 w271 w272 {A} w270 w271", most=30)
+    sampling = replace(GREEDY, repeat_penalty=1.3, repeat_last_n=-1, dry_multiplier=0.8, dry_penalty_last_n=-1)
+    outcome = ask(engine, replace(request, generation=replace(request.generation, sampling=sampling)))
+    assert len(outcome.tokens["r"]) == 30
+    assert ask(engine, request).tokens["r"] == plain(engine, request, 30)
+    assert run(engine, Request("t", "plain text", Generation(GREEDY, max_tokens=3))).finish("t")
+    engine.close()
+
+
+def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionModel) -> None:
+    engine = load(model)
+    backend: Any = engine.backend
+    right = backend.encode
+
+    def fails(run: Any) -> Any:
+        if run.picture.width == 300:
+            raise BackendFailure("no memory for it")
+        return right(run)
+
+    backend.encode = fails
+    outcome = ask(engine, prompt("see {A} now", "good"), prompt("see {B} now", "bad"), prompt("words", "text"))
+    assert (outcome.failure("bad").code, outcome.failure("bad").message) == ("invalid_request", "no memory for it")
+    assert len(outcome.tokens["good"]) == len(outcome.tokens["text"]) == 12
+    backend.encode = right
+    assert len(ask(engine, prompt("see {B} now")).tokens["r"]) == 12
+    engine.close()
+
+
+def test_a_damaged_file_of_embeddings_is_encoded_again(model: VisionModel, tmp_path: Path) -> None:
+    settings = EngineSettings(disk_dir=str(tmp_path), disk_free_bytes=0)
+    engine = load(model, settings)
+    expected = ask(engine, prompt("see {A} now")).tokens["r"]
+    engine.close()
+    (file,) = (tmp_path / "images").glob("*.image")
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    engine = load(model, settings)
+    outcome = ask(engine, prompt("other words and then {A} now"))
+    assert outcome.finish("r").reason == "length"
+    assert encodes(engine) == 1
+    assert ask(engine, prompt("see {A} now")).tokens["r"] == expected
+    engine.close()

@@ -1,0 +1,81 @@
+"""What a start's steps say of its speed: plain steps only, and none while others had the processors."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.engine.pace import ENOUGH_SPANS, Pace, of_this_process
+
+
+class Machine:
+    """A clock and other programs' work, as a test moves them on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.others_s: float | None = 0.0
+
+    def pace(self, cores: int = 2) -> Pace:
+        return Pace(lambda: self.others_s, cores, lambda: self.now_s)
+
+    def step(self, pace: Pace, depth: int, seconds: float, others: float = 0.0) -> None:
+        self.now_s += seconds
+        if self.others_s is not None:
+            self.others_s += others * seconds
+        pace.observe(depth, seconds)
+
+
+def test_steps_behind_each_other_become_spans_with_their_median() -> None:
+    machine = Machine()
+    pace = machine.pace()
+    for i in range(300):
+        machine.step(pace, i, 0.5 if i == 70 else 0.01)
+    assert len(pace.spans) >= 4
+    assert {round(span.step_s, 6) for span in pace.spans} == {0.01}, "one slow step changes no median"
+    assert pace.spans[0].depth >= 25, "the first span read the weights in"
+
+
+def test_steps_while_others_compute_do_not_count() -> None:
+    machine = Machine()
+    pace = machine.pace()
+    for i in range(200):
+        machine.step(pace, i, 0.02, others=0.5)  # half a core of two: a quarter of what this process may use
+    assert not pace.spans
+    assert pace.disturbed > 5
+    for i in range(1000):
+        machine.step(pace, i, 0.01, others=0.1)
+    assert pace.enough
+
+
+def test_a_machine_that_does_not_say_what_others_do_counts_everything() -> None:
+    machine = Machine()
+    machine.others_s = None
+    pace = machine.pace()
+    for i in range(1000):
+        machine.step(pace, i, 0.01)
+    assert len(pace.spans) == ENOUGH_SPANS
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0, 3), st.floats(0, 2)), max_size=200))
+def test_a_span_is_never_shorter_than_a_step_nor_longer_than_the_longest(
+    steps: list[tuple[float, float, float]],
+) -> None:
+    machine = Machine()
+    pace = machine.pace()
+    for depth, (seconds, pause_s, others) in enumerate(steps):
+        machine.now_s += pause_s
+        machine.step(pace, depth, seconds, others)
+    taken = [seconds for seconds, _, _ in steps]
+    for span in pace.spans:
+        assert min(taken) <= span.step_s <= max(taken)
+        assert 0 <= span.depth < len(steps)
+    assert len(pace.spans) <= ENOUGH_SPANS
+
+
+def test_others_time_on_this_machine_only_grows() -> None:
+    pace = of_this_process()
+    first = pace.others_s()
+    again = pace.others_s()
+    assert pace.cores >= 1
+    # Ticks of a hundredth of a second against a fine clock: a little may be missing.
+    assert first is None or (again is not None and again >= first - 0.2)

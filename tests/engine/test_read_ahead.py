@@ -1,0 +1,230 @@
+"""Streams go on while the disk is slow: what it holds is read beside them, and a disk that hangs costs computing, no more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.disk_tier import DiskBlock, DiskTier
+from localllm.engine.messages import Request
+from localllm.engine.read_ahead import ReadAhead
+from support.requests import request_for
+from support.scripted_backend import TURN, ScriptedBackend
+
+LONG = [TURN, *(40 + i % 97 for i in range(1999))]
+SHAPES: dict[str, Callable[[], ScriptedBackend]] = {
+    "plain": lambda: ScriptedBackend(n_ctx=8192, n_batch=64),
+    "states": lambda: ScriptedBackend(n_ctx=8192, n_batch=64, rewind="none", states=True),
+    "whole": lambda: ScriptedBackend(n_ctx=8192, n_batch=64, rewind="none", segments=False),
+}
+
+
+@dataclass
+class SlowDisk:
+    """Reads a file once it is let; notes who asked."""
+
+    let: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)
+    threads: set[str] = field(default_factory=set)
+    spoil: bool = False
+
+    def __call__(self, path: Path) -> bytes:
+        self.threads.add(threading.current_thread().name)
+        self.asked.set()
+        self.let.wait()
+        raw = path.read_bytes()
+        return raw[:-40] + bytes(40) if self.spoil else raw
+
+
+@pytest.fixture
+def disk() -> Iterator[SlowDisk]:
+    slow = SlowDisk()
+    yield slow
+    slow.let.set()
+
+
+def ask(key: str, prompt: list[int], n: int = 6) -> Request:
+    return request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True)
+
+
+def alone(prompt: list[int], n: int = 6) -> list[int]:
+    return run(Engine(SHAPES["plain"]()), ask("a", prompt, n)).tokens["a"]
+
+
+def started(folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float] = lambda: 0.0) -> Engine:
+    """An engine that finds LONG on a slow disk, with a stream under way."""
+    options = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, headroom_bytes=0)
+    first = Engine(SHAPES[shape](), options)
+    run(first, ask("earlier", LONG))
+    settle(first)
+    first.close()
+    engine = Engine(SHAPES[shape](), options)
+    tier = engine._disk
+    assert tier is not None
+    tier.read_file = disk
+    tier.reads = ReadAhead(tier.load, clock)
+    engine.submit(ask("stream", [7, 8, 9], 400), [7, 8, 9])
+    for _ in range(5):
+        engine.step()
+    return engine
+
+
+def reads_of(engine: Engine) -> ReadAhead[DiskBlock]:
+    assert engine._disk is not None
+    return engine._disk.reads
+
+
+def finish(engine: Engine, outcome: Outcome) -> None:
+    while engine.has_work:
+        outcome.take(engine.step())
+    engine.check_integrity()
+    assert reads_of(engine).wanted_bytes == 0, "what is not wanted any more is not kept"
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stream_has_every_token_while_the_disk_is_asked(tmp_path: Path, shape: str, disk: SlowDisk) -> None:
+    engine = started(tmp_path, shape, disk)
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    for _ in range(40):
+        outcome.take(engine.step())
+    assert disk.asked.wait(10)
+    assert len(outcome.tokens["stream"]) == 40
+    assert "again" not in outcome.tokens
+    disk.let.set()
+    finish(engine, outcome)
+    assert outcome.tokens["again"] == alone(prompt)
+    assert outcome.finish("again").usage.cached_tokens >= len(LONG) - 4, "a state is kept a few tokens before the end"
+    assert disk.threads == {"kv-reader"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_disk_that_hangs_is_not_waited_for_longer_than_computing_takes(
+    tmp_path: Path, shape: str, disk: SlowDisk
+) -> None:
+    now = [0.0]
+    engine = started(tmp_path, shape, disk, lambda: now[0])
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    engine.step()
+    assert disk.asked.wait(10)
+    now[0] = 1000.0
+    finish(engine, outcome)
+    assert outcome.tokens["again"] == alone(prompt)
+    assert outcome.finish("again").usage.cached_tokens == 0
+    assert engine.snapshot()["recomputed_unread_tokens"] >= len(LONG) - 4  # type: ignore[operator]
+    assert engine.snapshot()["lost_blocks"] == 0, "slow is not lost"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_damaged_is_computed(tmp_path: Path, shape: str, disk: SlowDisk) -> None:
+    disk.spoil = True
+    disk.let.set()
+    engine = started(tmp_path, shape, disk)
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    finish(engine, outcome)
+    assert outcome.tokens["again"] == alone(prompt)
+    assert outcome.finish("again").usage.cached_tokens == 0
+    snapshot = engine.snapshot()
+    assert snapshot["lost_blocks"] > 0  # type: ignore[operator]
+    assert disk.threads == {"kv-reader"}
+
+
+def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: SlowDisk) -> None:
+    engine = started(tmp_path, "plain", disk)
+    prompt = [*LONG, 5, 6]
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("again", prompt), prompt))
+    outcome.take(engine.step())
+    assert reads_of(engine).wanted_bytes > 0
+    outcome.take(engine.cancel("again"))
+    assert reads_of(engine).wanted_bytes == 0
+    engine.pool.cache.budget.shrink(10**12)
+    engine.check_integrity()
+    disk.let.set()
+    finish(engine, outcome)
+
+
+def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, disk: SlowDisk) -> None:
+    """Two requests part from a line that runs, at a point whose state is on disk only."""
+    engine = started(tmp_path, "states", disk)
+    prompt = [*LONG, 5, 6]
+    disk.let.set()
+    outcome = Outcome()
+    outcome.take(engine.submit(ask("runs", prompt, 300), prompt))
+    while "runs" not in outcome.tokens:
+        outcome.take(engine.step())
+    assert engine._disk is not None
+    engine._disk.flush()
+    engine.pool.kv.hear()
+    # Memory forgets what is on disk.
+    engine.pool.kv.budget.shrink(10**12)
+    disk.let.clear()
+    disk.asked.clear()
+    other = [*LONG[:-1], 9, 9, 9]
+    outcome.take(engine.submit(ask("parts", other), other))
+    said = len(outcome.tokens["runs"])
+    for _ in range(20):
+        outcome.take(engine.step())
+    assert disk.asked.wait(10)
+    assert len(outcome.tokens["runs"]) == said + 20
+    assert "parts" not in outcome.tokens
+    disk.let.set()
+    finish(engine, outcome)
+    assert outcome.tokens["parts"] == alone(other)
+    assert outcome.finish("parts").usage.cached_tokens > 1000
+    assert disk.threads == {"kv-reader"}
+
+
+def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
+    tier = DiskTier(tmp_path, "model", 10**9)
+    blocks = [DiskBlock(0, 8, tmp_path / str(i), tier, None, True, size_bytes=100) for i in range(9)]
+    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(disk(block.path)), ahead_bytes=250)
+    assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
+    assert reads.want(blocks[4], due=True), "what is needed next is always read"
+    assert reads.wanted_bytes == 300
+    disk.let.set()
+    reads.close()
+
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["want", "due", "release", "wait"]), st.integers(0, 4)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS)
+def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_right(
+    operations: list[tuple[str, int]],
+) -> None:
+    tier = DiskTier(Path("nowhere"), "model", 10**9)
+    blocks = [DiskBlock(0, 8, Path(str(i)), tier, None, True, size_bytes=100 + i) for i in range(5)]
+    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(str(block.path).encode()), ahead_bytes=220)
+    users = [0] * 5
+    for what, i in operations:
+        block = blocks[i]
+        if what in ("want", "due"):
+            users[i] += reads.want(block, due=what == "due")
+            assert what == "want" or users[i]
+        elif what == "release" and users[i]:
+            reads.release(block)
+            users[i] -= 1
+        while what == "wait" and users[i] and not reads.ready(block):
+            reads.wait(1.0)
+        if reads.ready(block):
+            assert users[i]
+            assert bytes(reads.get(block) or b"") == str(i).encode()
+        assert reads.wanted_bytes == sum(b.size_bytes for b, n in zip(blocks, users, strict=True) if n)
+    reads.close()
+    assert reads.wanted_bytes == 0

@@ -1,0 +1,194 @@
+"""A worker that hangs is replaced with a clear error; one that works, however long, is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.drive import GREEDY
+from localllm.engine.client import WorkerClient, WorkerOptions
+from localllm.engine.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
+from localllm.engine.messages import Event, Failure, Finish
+from localllm.engine.pipe import JsonProcess
+from localllm.engine.supervisor import Supervisor
+from localllm.engine.watchdog import Pulse, Watchdog, effort_of
+from localllm.errors import WorkerDiedError
+from localllm_backends.contract import LoadSpec
+from models.tiny_bert import write_bert
+from support.requests import request_for
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the odd worker stops itself by POSIX's means")
+
+
+class Clock:
+    """Goes as told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def verdicts(looks: list[tuple[Pulse, float]], every_s: float = 15.0, patience_s: float = 300.0) -> str:
+    """The first verdict that is one, of looks with a pause between them, or the empty one."""
+    clock = Clock()
+    dog = Watchdog(patience_s, clock)
+    for pulse, effort in looks:
+        clock.now += every_s
+        if said := dog.verdict(pulse, effort):
+            return said
+    return ""
+
+
+def still(n: int, *, steps: int = 0, longest_s: float = 0.0, effort_s: float = 0.0) -> list[tuple[Pulse, float]]:
+    """`n` looks at one call that never ends; each time `effort_s` more was done."""
+    return [(Pulse(15.0 * (i + 1), steps, longest_s), 50.0 + effort_s * i) for i in range(n)]
+
+
+def test_a_call_in_which_nothing_moves_is_condemned_after_our_patience() -> None:
+    assert verdicts(still(19)) == ""
+    assert "without any work" in verdicts(still(25))
+
+
+def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
+    """They ask for it 200 times a second; a silent process that reads or computes shows more."""
+
+    def silent(effort_s: float) -> list[tuple[Pulse, float]]:
+        return [(replace(pulse, silent=True), effort) for pulse, effort in still(60, effort_s=effort_s)]
+
+    assert "without any work" in verdicts(silent(0.3))
+    assert verdicts(silent(1.5)) == ""
+
+
+@pytest.mark.parametrize("effort_s", [0.05, 1.0, 15.0])
+def test_a_first_step_may_take_as_long_as_it_works(effort_s: float) -> None:
+    """Hours, also on a machine so crowded that it gets a three-hundredth of a core."""
+    assert verdicts(still(1000, effort_s=effort_s)) == ""
+
+
+def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
+    """Pages are read, and no processor time is used that is worth mentioning."""
+    file = tmp_path / "pages"
+    file.write_bytes(os.urandom(8_000_000))
+    before = effort_of(os.getpid())
+    counters = psutil.Process().io_counters().read_bytes if hasattr(psutil.Process, "io_counters") else 0
+    os.sync()
+    fd = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    while os.read(fd, 1_000_000):
+        pass
+    os.close(fd)
+    if psutil.Process().io_counters().read_bytes == counters:
+        pytest.skip("this file system does not count what is read")
+    assert effort_of(os.getpid()) - before > 4
+
+
+def test_one_that_spins_is_condemned_when_it_takes_a_hundred_times_as_long_as_any_step_did() -> None:
+    spinning = still(60, steps=500, longest_s=2.0, effort_s=15.0)
+    assert "none before it more than 2.0 s" in verdicts(spinning)
+    assert verdicts(spinning[:39]) == ""
+    slow = still(200, steps=500, longest_s=40.0, effort_s=15.0)
+    assert verdicts(slow) == ""
+
+
+def test_a_machine_that_slept_condemns_nobody() -> None:
+    assert verdicts([(Pulse(7200.0 * (i + 1)), 50.0) for i in range(4)], every_s=7200.0) == ""
+
+
+def test_many_short_calls_are_no_long_one() -> None:
+    assert verdicts([(Pulse(0.01, i, 0.02), 50.0) for i in range(100)]) == ""
+
+
+@dataclass(frozen=True)
+class OddOptions:
+    """Starts the worker of odd_worker.py."""
+
+    what: str
+    hang_s: float = 1.5
+
+    def check_memory(self, available: object = None) -> None:
+        """There is enough."""
+
+    async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
+        command = (sys.executable, "-m", "engine.odd_worker")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process, ready = await JsonProcess.start(command, {"what": self.what}, loads="odd", environment=environment)
+        return WorkerClient(process, ready)
+
+
+def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:
+    """One request to an odd worker, then one more: (the first one's end, the two workers' process ids)."""
+
+    async def main() -> tuple[Event, int, int]:
+        supervisor = Supervisor(OddOptions(what, hang_s))
+        try:
+            async with asyncio.timeout(120):
+                engine = await supervisor.engine()
+                request = request_for("a", "hello", max_tokens=10, sampling=GREEDY, ignore_eos=True)
+                *_, end = [event async for event in engine.submit(request)]
+                again = await supervisor.engine()
+                assert await again.tokenize("abc")
+                return end, engine.pid, again.pid
+        finally:
+            await supervisor.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["hang", "lock", "stop"])
+def test_a_worker_that_hangs_ends_its_requests_with_the_reason_and_is_replaced(what: str) -> None:
+    end, first, second = story(what)
+    assert isinstance(end, Failure)
+    assert end.code == "worker_died"
+    assert "hung" in end.message
+    assert first != second
+    assert not psutil.pid_exists(first)
+
+
+def test_a_step_that_works_for_longer_is_waited_for() -> None:
+    end, first, second = story("work")
+    assert isinstance(end, Finish)
+    assert first == second
+
+
+def test_nobody_is_watched_who_does_not_want_it() -> None:
+    end, first, second = story("work", hang_s=0)
+    assert isinstance(end, Finish)
+    assert first == second
+
+
+def test_housekeeping_that_fails_costs_nothing() -> None:
+    end, first, second = story("untidy")
+    assert isinstance(end, Finish)
+    assert first == second
+
+
+def test_an_embedding_worker_is_watched_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        host: Supervisor[EmbeddingEngine] = Supervisor(
+            EmbeddingOptions(str(write_bert(tmp_path / "bert.gguf")), hang_s=1.5)
+        )
+        try:
+            async with asyncio.timeout(60):
+                engine = await host.engine()
+                assert isinstance(engine, Embeds)
+                psutil.Process(engine.pid).suspend()
+                with pytest.raises(WorkerDiedError, match="hung"):
+                    await engine.embed(["hello"])
+                assert (await host.engine()).pid != engine.pid
+        finally:
+            await host.close()
+
+    asyncio.run(main())
+
+
+def test_the_models_options_carry_the_setting() -> None:
+    assert WorkerOptions(LoadSpec("x")).hang_s == EmbeddingOptions("x").hang_s == 300.0

@@ -1,0 +1,250 @@
+"""A day's writing is bounded, across restarts and programs; what is not written stays in memory and loses nobody an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.drive import GREEDY, run, settle
+from localllm.engine import disk_tier
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.disk_tier import DiskTier
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from localllm.engine.write_budget import WriteBudget
+from support.requests import request_for
+from support.scripted_backend import ScriptedBackend
+
+LONG = 400
+SHORT = 100
+BLOCK_BYTES = 1000
+PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
+
+
+def opened(directory: Path, *, daily_bytes: int, day: str = "2026-05-01") -> tuple[DiskTier, PrefixCache]:
+    cache = PrefixCache(whole=False, capacity_bytes=10**6)
+    tier = DiskTier(directory / "model", "model", 10**9, daily_bytes=daily_bytes)
+    tier.budget.day = lambda: day
+    tier.open(cache)
+    return tier, cache
+
+
+def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
+    tokens = as_tokens(line)
+    block = tier.make_block(tokens, bytes(BLOCK_BYTES), 0)
+    assert cache.insert(tokens, block)
+    tier.keep(block, tokens)
+
+
+def heard(tier: DiskTier, cache: PrefixCache) -> int:
+    """Files there are, once all that is queued is done and the engine knows."""
+    tier.flush()
+    tier.news([cache])
+    cache.check_integrity()
+    return len(list(tier.directory.glob("*.kv")))
+
+
+def line_of(first: int, n: int) -> list[int]:
+    return [first, *range(1000, 1000 + n - 1)]
+
+
+def test_what_is_written_is_counted_across_restarts_and_programs(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=10**9)
+    store(tier, cache, line_of(1, LONG))
+    store(tier, cache, line_of(2, LONG))
+    heard(tier, cache)
+    tier.close()
+    on_disk = sum(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
+    again, _ = opened(tmp_path, daily_bytes=10**9)
+    assert again.budget.written_bytes() == on_disk > 2 * BLOCK_BYTES
+    other = WriteBudget(tmp_path, 10**9, lambda: "2026-05-01")
+    (tmp_path / "other").mkdir()
+    other.count(tmp_path / "other", 77)
+    assert again.budget.written_bytes() == on_disk + 77
+    assert other.written_bytes() == on_disk + 77
+    again.close()
+
+
+def test_the_engine_says_what_was_written_without_reading_files(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=10**9)
+    store(tier, cache, line_of(1, LONG))
+    heard(tier, cache)
+    on_disk = sum(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("open", "glob", "stat"):
+            patched.delattr(Path, name)
+        said = tier.snapshot()
+    assert said["disk_written_today_bytes"] == on_disk > 0
+    assert not said["disk_budget_used_up"]
+    tier.close()
+
+
+def test_a_days_bytes_are_not_exceeded_by_more_than_what_was_begun(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=5000)
+    for n in range(10):
+        store(tier, cache, line_of(n, LONG))
+    n_files = heard(tier, cache)
+    assert 0 < n_files < 10
+    one = max(f.stat().st_size for f in tmp_path.glob("*/*.kv"))
+    assert 5000 <= tier.budget.written_bytes() < 5000 + one
+    assert tier.snapshot()["disk_budget_used_up"] == 1
+    assert tier.snapshot()["disk_held_back_blocks"] == 10 - n_files
+    tier.close()
+
+    restarted, cache = opened(tmp_path, daily_bytes=5000)
+    store(restarted, cache, line_of(50, LONG))
+    assert heard(restarted, cache) == n_files, "the same day goes on after a restart"
+    block = cache.peek(line_of(50, LONG)).parts[0].block
+    assert not block.pending
+    assert block.read() == bytes(BLOCK_BYTES), "it is in memory"
+    restarted.close()
+
+
+def test_the_next_day_writes_again_what_is_used_again(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=1)
+    tier.budget.count(tier.directory, 1)
+    store(tier, cache, line_of(1, LONG))
+    store(tier, cache, line_of(2, LONG))
+    cache.match(line_of(1, LONG))
+    assert heard(tier, cache) == 0
+    cache.match(line_of(1, LONG))
+    assert heard(tier, cache) == 0
+    tier.budget.day = lambda: "2026-05-02"
+    cache.match(line_of(1, LONG))
+    assert heard(tier, cache) == 1
+    assert [f.name for f in tier.directory.glob("written-*")] == ["written-2026-05-02"], "old counts go"
+    tier.close()
+
+
+def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=2000)
+    store(tier, cache, line_of(1, LONG))
+    assert heard(tier, cache) == 1
+    tier.capacity_bytes = 3000
+    store(tier, cache, line_of(2, LONG))
+    assert heard(tier, cache) == 1
+    assert cache.covered(line_of(1, LONG)) == LONG
+    tier.close()
+
+
+def test_a_short_prompt_is_written_while_most_of_the_day_is_left(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=10**6)
+    store(tier, cache, line_of(1, SHORT))
+    assert heard(tier, cache) == 1
+    tier.close()
+
+
+def test_past_half_a_day_a_short_prompt_is_written_once_it_is_used_again(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=10**6)
+    tier.budget.count(tier.directory, 500_000)
+    store(tier, cache, line_of(1, SHORT))
+    store(tier, cache, line_of(2, SHORT))
+    store(tier, cache, line_of(3, LONG))
+    assert heard(tier, cache) == 1, "the long one"
+    assert tier.snapshot()["disk_budget_used_up"] == 0
+    cache.match([*line_of(1, SHORT), 7])
+    assert heard(tier, cache) == 2
+    assert tier.snapshot()["disk_held_back_blocks"] == 1
+    tier.close()
+    _, cache = opened(tmp_path, daily_bytes=10**6)
+    assert (cache.covered(line_of(1, SHORT)), cache.covered(line_of(2, SHORT))) == (SHORT, 0)
+
+
+def test_what_is_held_back_can_be_evicted_and_is_then_forgotten(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=1)
+    tier.budget.count(tier.directory, 1)
+    store(tier, cache, line_of(1, LONG))
+    heard(tier, cache)
+    assert cache.budget.shrink(10**6) == BLOCK_BYTES
+    assert tier.snapshot()["disk_held_back_blocks"] == 0
+    store(tier, cache, line_of(2, LONG))
+    cache.budget.shrink(10**6)
+    heard(tier, cache)
+    assert tier.snapshot()["disk_held_back_blocks"] == 0, "also where it was evicted before that was known"
+    tier.close()
+
+
+def test_what_is_evicted_while_the_writer_decides_is_forgotten_too(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=1)
+    tier.budget.count(tier.directory, 1)
+    evicted: list[int] = []
+
+    def day() -> str:
+        """Asked for by the writer, with the block in its hands."""
+        evicted.append(cache.budget.shrink(10**6))
+        return "2026-05-01"
+
+    tier.budget.day = day
+    store(tier, cache, line_of(1, LONG))
+    heard(tier, cache)
+    assert BLOCK_BYTES in evicted
+    assert tier.snapshot()["disk_held_back_blocks"] == 0
+    tier.close()
+
+
+def test_no_limit_holds_nothing_back(tmp_path: Path) -> None:
+    for limit_bytes in (0, -1):
+        tier, cache = opened(tmp_path / str(limit_bytes), daily_bytes=limit_bytes)
+        tier.budget.count(tier.directory, 10**15)
+        store(tier, cache, line_of(1, SHORT))
+        assert heard(tier, cache) == 1
+        tier.close()
+
+
+def test_damage_to_the_count_is_no_more_than_a_wrong_count(tmp_path: Path) -> None:
+    tier, cache = opened(tmp_path, daily_bytes=10**9)
+    (tier.directory / "written-2026-05-01").write_bytes(b"\xff\xfe12\n-5\n40\n99999")
+    assert tier.budget.written_bytes() == 40
+    store(tier, cache, line_of(1, LONG))
+    assert heard(tier, cache) == 1
+    tier.close()
+
+
+def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        disk_tier.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 * 10**9, "total": 10**12, "used": 0})
+    )
+    kept = {}
+    for free_bytes in (2 * 10**9, 6 * 10**9):
+        tier = DiskTier(tmp_path / str(free_bytes) / "model", "model", 10**9, free_bytes)
+        cache = PrefixCache(whole=False, capacity_bytes=10**6)
+        tier.open(cache)
+        store(tier, cache, line_of(1, LONG))
+        kept[free_bytes] = heard(tier, cache)
+        tier.close()
+    assert kept == {2 * 10**9: 1, 6 * 10**9: 0}
+
+
+@pytest.mark.parametrize("daily_bytes", [0, 1])
+def test_an_engine_reuses_from_memory_what_it_may_not_write(tmp_path: Path, daily_bytes: int) -> None:
+    def engine() -> Engine:
+        settings = EngineSettings(
+            disk_dir=str(tmp_path), disk_bytes=10**9, disk_daily_bytes=daily_bytes, headroom_bytes=0
+        )
+        return Engine(ScriptedBackend(n_ctx=2048, n_batch=64), settings)
+
+    def ask(engine: Engine, key: str, prompt: list[int]) -> int:
+        outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
+        settle(engine)
+        assert engine._disk is not None
+        engine._disk.flush()
+        settle(engine)
+        return outcome.finish(key).usage.cached_tokens
+
+    first = engine()
+    assert first._disk is not None
+    first._disk.budget.count(first._disk.directory, 1)
+    ask(first, "a", PROMPT)
+    ask(first, "beside", [259, *range(20, 90)])
+    assert ask(first, "again", [*PROMPT, 61]) >= len(PROMPT)
+    snapshot = first.snapshot()
+    assert snapshot["disk_budget_used_up"] == daily_bytes
+    assert bool(snapshot["disk_held_back_blocks"]) == bool(daily_bytes)
+    assert snapshot["disk_daily_limit_bytes"] == daily_bytes
+    first.close()
+    assert bool(ask(engine(), "b", PROMPT)) == (daily_bytes == 0)
+
+
+def test_without_a_disk_the_same_is_reported() -> None:
+    without = Engine(ScriptedBackend(), EngineSettings()).snapshot()
+    assert {key: without[key] for key in disk_tier.NO_DISK} == disk_tier.NO_DISK

@@ -1,0 +1,66 @@
+"""The library behind the server's door for clients: a hub, HTTP, the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from library.hub import Hub, sha256
+from library.test_pull import REPO, files
+from localllm.cli.model_store import LibraryStore
+from localllm.library import store
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+def http():
+    with (
+        running_server({"tiny": ScriptedEngine()}, store=LibraryStore()) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_a_model_comes_and_goes(hub: Hub, cache: Path, http: httpx.Client) -> None:
+    content = hub.add(REPO, files("Q4_K_M")).files["Tiny-1B-Q4_K_M.gguf"]
+    lines = [json.loads(line) for line in http.post("/api/pull", json={"model": f"{REPO}:Q4_K_M"}).text.splitlines()]
+    assert lines[0] == {"status": "pulling manifest"}
+    assert lines[-1] == {"status": "success"}
+    assert {line["digest"] for line in lines if "digest" in line} == {f"sha256:{sha256(content)}"}
+    (local,) = [m for m in store.scan() if m.origin == "hf-cache"]
+    assert local.path.read_bytes() == content
+    assert http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 200
+    assert not [m for m in store.scan() if m.origin == "hf-cache"]
+    assert http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 404
+
+
+def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Path) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"GGUF")
+    for ref in (str(file), "../mine.gguf", "~/mine.gguf", "file:///etc/passwd", "https://evil.example/a/b"):
+        for reply in (
+            http.post("/api/pull", json={"model": ref, "stream": False}),
+            http.request("DELETE", "/api/delete", json={"model": ref}),
+        ):
+            assert reply.status_code == 400, ref
+            assert "error" in reply.json()
+    assert file.exists()
+
+
+def test_another_applications_model_stays(hub: Hub, http: httpx.Client, smollm2: Path) -> None:
+    reply = http.request("DELETE", "/api/delete", json={"model": "smollm2-135m"})
+    assert reply.status_code == 400
+    assert "belongs to" in reply.json()["error"]
+    assert smollm2.exists()
+
+
+def test_an_unknown_model_says_so(hub: Hub, http: httpx.Client) -> None:
+    whole = http.post("/api/pull", json={"model": "nobody/nothing", "stream": False})
+    assert whole.status_code in (404, 502)
+    assert "nobody/nothing" in whole.json()["error"]
+    streamed = http.post("/api/pull", json={"model": "nobody/nothing"})
+    assert json.loads(streamed.text.splitlines()[-1]) == whole.json()

@@ -1,0 +1,109 @@
+"""What drafting is predicted to bring, held against what was published; that it counts for the purpose; that what is
+planned for it is what the engine loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localllm.cli.launch import prepare
+from localllm.device.named import resolve
+from localllm.engine import backends
+from localllm.planner import drafting
+from localllm.planner.plan import Overrides, plan_for, typical
+from localllm.planner.recommend import recommend
+from localllm.planner.types import Plan, Workload
+from localllm.settings import Settings
+from localllm_catalog import catalog
+from models import tiny_gguf
+
+MODELS = {m.id: m for m in catalog.load().models}
+# Decode with the model's own heads ÷ without: ggml-org/llama.cpp#22673, github.com/sudoingX/qwen38-mtp (pull requests 31,
+# 33, 42, 43, 62), of the RTX 4090 as the makers' 44.8 to 104 tok/s.
+PUBLISHED = [
+    ("RTX 4090", "qwen3.6-27b", 104 / 44.8),
+    ("RTX 5090", "qwen3.8-27b", 171.7 / 76.3),
+    ("RTX 3090", "qwen3.8-27b", 52.8 / 31.9),
+    ("RTX 5080", "qwen3.8-27b", 101.3 / 53.4),
+    ("A10G 24GB", "qwen3.6-27b", 45 / 25),
+    ("Strix Halo 128GB", "qwen3.6-27b", 16.8 / 7.0),
+    ("RTX 5090", "qwen3.6-35b-a3b", 1.10),
+    ("Tesla P40", "qwen3.6-35b-a3b", 1.35),
+]
+
+
+def planned(machine: str, model: str, purpose: str = "chat", draft: str = "") -> Plan:
+    files = [v for v in MODELS[model].variants if v.format == "gguf"]
+    workload = Workload(purpose)  # type: ignore[arg-type]
+    return plan_for(resolve(machine), MODELS[model], typical(files), workload, overrides=Overrides(draft=draft))
+
+
+@pytest.mark.parametrize(("machine", "model", "published"), PUBLISHED)
+def test_published_gains_of_a_models_own_heads_are_in_the_range(machine: str, model: str, published: float) -> None:
+    gain = drafting.heads_gain(resolve(machine), planned(machine, model))
+    assert gain is not None
+    assert gain.low <= published <= gain.high
+    assert "published" in gain.basis
+
+
+def test_only_a_model_with_heads_on_an_engine_that_runs_them_is_told_so() -> None:
+    device = resolve("M4 Max 128GB")
+    assert drafting.heads_gain(device, planned("M4 Max 128GB", "qwen3-8b")) is None
+    files = next(v for v in MODELS["qwen3.6-27b"].variants if v.format == "mlx")
+    assert drafting.heads_gain(device, plan_for(device, MODELS["qwen3.6-27b"], files, Workload())) is None
+    said = recommend(device, [MODELS["qwen3.6-27b"]], Workload(), limit=1).plans[0]
+    if said.backend == "llamacpp":
+        assert any(r.startswith("with --draft mtp (its own heads") for r in said.reasons)
+
+
+def test_heads_that_are_loaded_count_in_the_rank_and_are_explained() -> None:
+    plain, drafted = planned("RTX 4090", "qwen3.6-27b"), planned("RTX 4090", "qwen3.6-27b", draft="mtp")
+    assert plain.drafting is None
+    assert drafted.drafting is not None
+    assert drafted.drafting.value > 1.5
+    assert drafted.score > plain.score
+
+
+def test_edits_count_for_an_agent_and_not_for_a_chat() -> None:
+    for purpose, counts in (("coding", True), ("chat", False)):
+        plan = planned("M4 Max 128GB", "llama-3.3-70b-instruct", purpose)
+        assert (plan.drafting is not None) is counts
+    coding = planned("M4 Max 128GB", "llama-3.3-70b-instruct", "coding")
+    off = planned("M4 Max 128GB", "llama-3.3-70b-instruct", "coding", draft="off")
+    assert coding.drafting is not None
+    assert coding.drafting.low == 1.0 < coding.drafting.value < coding.drafting.high
+    assert "assumed" in coding.drafting.basis
+    assert off.drafting is None
+    assert coding.score > off.score
+
+
+def test_lookups_asked_for_by_name_are_planned_for_a_recurrent_model_and_loaded(tmp_path: Path) -> None:
+    path = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
+    plans = {draft: prepare(str(path), Settings({"draft": draft, "context": 512})) for draft in ("auto", "ngram")}
+    auto, named = plans["auto"].plan, plans["ngram"].plan
+    assert auto is not None
+    assert named is not None
+    assert (auto.settings.n_rewind, named.settings.n_rewind) == (0, 3)
+    assert named.memory.recurrent_bytes == 4 * auto.memory.recurrent_bytes
+    assert plans["ngram"].options.spec.n_rewind == 3
+    backend = backends.for_path(str(path)).load(plans["ngram"].options.spec)
+    try:
+        assert backend.capabilities.rewind_tokens == 3
+    finally:
+        backend.close()
+
+
+def test_an_edit_of_a_recurrent_model_is_predicted_with_the_snapshots_it_needs() -> None:
+    device, auto = resolve("M4 Max 128GB"), planned("M4 Max 128GB", "qwen3.8-27b")
+    assert drafting.edit_gain(device, auto) is None
+    sentence = drafting.edit_sentence(device, auto)
+    assert sentence is not None
+    assert sentence.startswith("with --draft ngram (which keeps snapshots")
+    named = planned("M4 Max 128GB", "qwen3.8-27b", draft="ngram")
+    gain = drafting.edit_gain(device, named)
+    assert gain is not None
+    assert 1.1 < gain <= 4
+    off = replace(auto, settings=replace(auto.settings, drafter=replace(auto.settings.drafter, name="off")))
+    assert drafting.edit_sentence(device, off) is None

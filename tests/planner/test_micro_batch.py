@@ -1,0 +1,80 @@
+"""The micro-batch is a part of the plan: larger where that pays and there is room, loaded so, explained, predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm.cli.launch import load_spec
+from localllm.device.named import resolve
+from localllm.planner import memory, speed
+from localllm.planner.explain import explain
+from localllm.planner.plan import plan_for, typical
+from localllm.planner.speed import Measured
+from localllm.planner.types import Plan, RunSettings, Workload
+from localllm_catalog import catalog
+
+MODELS = {m.id: m for m in catalog.load().models}
+
+
+def planned(machine: str, model: str, workload: Workload | None = None) -> Plan:
+    files = [v for v in MODELS[model].variants if v.format == "gguf"]
+    return plan_for(resolve(machine), MODELS[model], typical(files), workload or Workload())
+
+
+def test_a_mixture_on_a_wide_machine_is_read_in_large_steps() -> None:
+    """GB10 publishes 2,444 prompt tokens/s of gpt-oss-120b in micro-batches of 2,048, where 512 are half as fast."""
+    plan = planned("DGX Spark", "gpt-oss-120b")
+    assert plan.settings.n_batch == 2048
+    assert plan.prefill_tok_s.low <= 2444 <= plan.prefill_tok_s.high
+    small = RunSettings(plan.settings.n_ctx)
+    in_512 = speed.prefill(resolve("DGX Spark"), plan.model, plan.variant, small)
+    assert plan.prefill_tok_s.value > 1.6 * in_512.value
+
+
+def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
+    plan, device = planned("RTX 4090", "qwen3-30b-a3b"), resolve("RTX 4090")
+    assert plan.settings.n_batch == 2048
+    assert plan.memory == memory.need(plan.model, plan.variant, plan.settings, device)
+    assert load_spec("x.gguf", plan.settings).n_batch == 2048
+    assert any("micro-batch 2,048" in line for line in explain(plan, device))
+
+
+@pytest.mark.parametrize("machine", ["RTX 3060 12GB", "M2 16GB"])
+def test_where_a_doubling_brings_little_it_is_not_taken(machine: str) -> None:
+    assert planned(machine, "qwen3-8b").settings.n_batch == 512
+
+
+def test_a_processor_keeps_its_steps() -> None:
+    assert planned("Intel Xeon 128GB", "qwen3-30b-a3b").settings.n_batch == 512
+
+
+def test_larger_steps_never_cost_the_fit() -> None:
+    for machine in ("RTX 4070 Ti SUPER", "Radeon RX 7900 XTX", "RTX 5090"):
+        device = resolve(machine)
+        for model in ("gpt-oss-20b", "qwen3-30b-a3b", "gemma-3-27b-it", "qwen3.5-27b"):
+            plan = planned(machine, model, Workload("coding"))
+            if plan.fits == "yes":
+                assert plan.memory.total_bytes <= 0.93 * device.memory.limit_bytes
+            elif plan.fits != "split":
+                assert plan.settings.n_batch == 512
+
+
+def test_experts_make_room_for_larger_steps_beside_system_memory() -> None:
+    """Every step copies what lies in system memory over the bus: few large steps are several times as fast."""
+    plan = planned("RTX 4090 + 64GB RAM", "gpt-oss-120b")
+    assert plan.fits == "split"
+    assert plan.settings.n_batch == 2048
+    small = speed.prefill(
+        resolve("RTX 4090 + 64GB RAM"), plan.model, plan.variant, RunSettings(16384, placement=plan.settings.placement)
+    )
+    assert plan.prefill_tok_s.value > 2.5 * small.value
+
+
+def test_a_prompt_measured_in_small_steps_is_held_against_small_steps() -> None:
+    device, plan = resolve("DGX Spark"), planned("DGX Spark", "gpt-oss-120b")
+    small, large = RunSettings(16384, n_batch=512), RunSettings(16384, n_batch=2048)
+    said = speed.prefill(device, plan.model, plan.variant, small).value
+    run = Measured(plan.model, plan.variant, "llamacpp", 50.0, prefill_tok_s=said, prompt_tokens=2048, n_batch=512)
+    assert speed.prefill(device, plan.model, plan.variant, small, measured=[run]).value == pytest.approx(said)
+    predicted = speed.prefill(device, plan.model, plan.variant, large).value
+    assert speed.prefill(device, plan.model, plan.variant, large, measured=[run]).value == pytest.approx(predicted)

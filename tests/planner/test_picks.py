@@ -1,0 +1,167 @@
+"""What is shown of all that fits, and what is said of it: evidence, listed files, nothing that another pick matches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.planner import quality
+from localllm.planner.picks import line_of
+from localllm.planner.recommend import recommend, variants_of
+from localllm.planner.types import Plan, Recommendation, Workload
+from localllm_catalog import catalog
+from localllm_catalog.types import ESTIMATED, Purpose
+from planner import golden_picks
+
+BY_ID = catalog.load().by_id
+MODELS = catalog.load().models
+ASKED = [(m, w) for m in golden_picks.MACHINES for w in golden_picks.WORKLOADS]
+
+
+def answers(machine: str, what: str) -> Recommendation:
+    return recommend(resolve(machine), MODELS, golden_picks.WORKLOADS[what])
+
+
+def test_golden_picks() -> None:
+    """Reviewed in every diff: the first three on 14 machines for 3 workloads. `python tests/planner/golden_picks.py` prints it anew."""
+    assert golden_picks.table() == golden_picks.FILE.read_text(encoding="utf-8")
+
+
+def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
+    """(one's, other's) of everything a row shows, as figures of which more is better."""
+    return [
+        (one.quality, other.quality),
+        (one.decode_tok_s.value, other.decode_tok_s.value),
+        (-(one.ttft_cached_s or one.ttft_s).value, -(other.ttft_cached_s or other.ttft_s).value),
+        (-one.memory.total_bytes, -other.memory.total_bytes),
+        (one.settings.n_ctx, other.settings.n_ctx),
+        (one.is_rated, other.is_rated),
+        (not one.variant.is_estimate, not other.variant.is_estimate),
+    ]
+
+
+@pytest.mark.parametrize(("machine", "what"), ASKED)
+def test_no_pick_is_matched_by_another_and_every_reason_says_something(machine: str, what: str) -> None:
+    plans = answers(machine, what).plans
+    assert plans
+    for plan in plans:
+        assert "next in rank" not in plan.why
+        assert "another maker" not in plan.why
+        assert "no better than" not in plan.why
+        for other in plans:
+            both = no_worse(other, plan)
+            assert not (all(a >= b for a, b in both) and any(a > b for a, b in both)), (other.model.id, plan.model.id)
+    lines = [line_of(p.model.family) for p in plans]
+    assert all(lines.count(line) <= 2 for line in lines)
+    sizes = [
+        (line, round(p.model.params_total / 1e9), round(p.model.params_active / 1e9))
+        for line, p in zip(lines, plans, strict=True)
+    ]
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize(("machine", "what"), ASKED)
+def test_nothing_constructed_is_first_where_a_listed_file_is_near(machine: str, what: str) -> None:
+    answer = answers(machine, what)
+    first = answer.plans[0]
+    if first.variant.is_estimate:
+        raw = first.score / 0.97 if first.score > 0 else first.score / 1.03
+        listed = [p for p in answer.plans if not p.variant.is_estimate]
+        of_model = variants_of(resolve(machine), first.model, golden_picks.WORKLOADS[what])
+        listed += [p for p in of_model if p.fits != "no" and not p.variant.is_estimate]
+        assert all(p.score < 0.97 * raw + 1e-3 for p in listed)
+
+
+@pytest.mark.parametrize("machine", ["M2 16GB", "Jetson Orin Nano 8GB"])
+def test_what_nobody_has_rated_is_not_first_where_a_rated_one_is_near(machine: str) -> None:
+    plans = answers(machine, "coding").plans
+    rated = [p for p in plans if p.is_rated]
+    assert plans[0].is_rated or max(p.score for p in rated) < plans[0].score - 2.0
+
+
+def test_a_constructed_file_gives_way_to_a_listed_one_of_the_same_size() -> None:
+    model = BY_ID["qwen3-8b"]
+    listed = next(v for v in model.variants if v.quant == "Q4_K_M")
+    constructed = replace(listed, quant="Q4_K_L", file_bytes=int(listed.file_bytes * 0.99), source=ESTIMATED)
+    assert constructed.is_estimate
+    assert not listed.is_estimate
+    both = replace(model, variants=(constructed, listed))
+    assert recommend(resolve("RTX 4090"), [both], Workload()).plans[0].variant == listed
+
+
+def test_versions_of_a_family_are_one_line() -> None:
+    assert {line_of(f) for f in ("qwen3", "qwen3.5", "qwen3.6", "qwen3.8")} == {"qwen"}
+    assert line_of("qwen2.5-coder") == line_of("qwen3-coder") == "qwen-coder"
+    assert line_of("gemma-3") == line_of("gemma-4") == "gemma"
+
+
+def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
+    unrated = 0
+    for machine in ("RTX 4090", "M4 Max 128GB", "RTX 3060 12GB"):
+        for plan in answers(machine, "chat").plans:
+            rated = any(quality.rate(replace(plan.model, quality=(q,))).is_evidence for q in plan.model.quality)
+            assert ("unrated" in plan.why) == (not rated), plan.model.id
+            if not rated:
+                unrated += 1
+                assert "best quality" not in plan.why
+    assert unrated
+
+
+@pytest.mark.parametrize(("purpose", "better"), [("chat", "gemma-4-26b-a4b-it"), ("coding", "qwen3.6-35b-a3b")])
+def test_coding_is_judged_by_evidence_about_coding(purpose: Purpose, better: str) -> None:
+    """SWE-bench Verified: 17.4 % of the one, 73.4 % of the other."""
+    pair = ("gemma-4-26b-a4b-it", "qwen3.6-35b-a3b")
+    ratings = {m: quality.rate(BY_ID[m], purpose) for m in pair}
+    assert max(pair, key=lambda m: ratings[m].points) == better
+    if purpose == "coding":
+        assert all("SWE-bench" in r.basis for r in ratings.values())
+
+
+def test_scores_of_different_versions_of_a_benchmark_are_not_compared() -> None:
+    model = BY_ID["qwen3.8-27b"]
+    without = replace(model, quality=tuple(q for q in model.quality if q.benchmark != "Terminal-Bench 2.1"))
+    assert quality.rate(model, "coding") == quality.rate(without, "coding")
+
+
+def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one() -> None:
+    """Gemma 4's index was copied in June, Qwen3.8's in September: one name, two scales."""
+    gemma = BY_ID["gemma-4-26b-a4b-it"]
+    index = next(q for q in gemma.quality if "Intelligence Index" in q.benchmark)
+    assert "older version" in quality.rate(gemma).basis
+    alone, newer = replace(gemma, quality=(index,)), replace(index, date="2026-09-14", score=20.0)
+    assert quality.rate(alone).spread > 2 * quality.rate(replace(gemma, quality=(newer,))).spread
+    assert quality.rate(replace(gemma, quality=(index, newer))) == quality.rate(replace(gemma, quality=(newer,)))
+
+
+@pytest.mark.parametrize(("machine", "what"), ASKED)
+def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(machine: str, what: str) -> None:
+    """Two bits of a 27B before five of a 9B is not what anybody who uses both would run."""
+    plans = answers(machine, what).plans
+    poor = [quality.format_cost(p.model, p.variant) > 3.0 for p in plans]
+    assert poor == sorted(poor)
+    assert not poor[0]
+
+
+def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> None:
+    """Llama-3-8B: 6.2316 at 16 bits, 9.7516 at Q2_K (ln 0.448); 6.2316 + 1.6321 at Q3_K_S. The curve says 0.26 and 0.14."""
+    model = BY_ID["llama-3.1-8b-instruct"]
+    like = model.variants[0]
+    lost = {q: quality.format_cost(model, replace(like, quant=q)) / 20 for q in ("Q2_K", "Q3_K_S", "Q4_K_M")}
+    assert lost["Q2_K"] == pytest.approx(0.4478, abs=1e-3)
+    assert lost["Q3_K_S"] == pytest.approx(0.2326, abs=1e-3)
+    assert lost["Q4_K_M"] == pytest.approx(0.0311)
+
+
+def test_what_fits_only_tightly_is_not_first_where_a_plan_with_room_is_near() -> None:
+    for machine in golden_picks.MACHINES:
+        plans = answers(machine, "chat").plans
+        first, surer = plans[0], [p for p in plans if p.fits == "yes" and p.is_rated and not p.variant.is_estimate]
+        assert first.fits != "tight" or all(p.score < max(q.score for q in plans) - 2.0 for p in surer), machine
+
+
+def test_speed_beyond_what_feels_good_does_not_outrank_quality() -> None:
+    """On a 12 GB card a 9B that answers at 44 tokens/s goes before a 4B that does at 66, which the index places lower."""
+    plans = answers("RTX 3060 12GB", "chat").plans
+    assert plans[0].model.id == "qwen3.5-9b"

@@ -1,0 +1,286 @@
+"""Models divided between cards and system memory: exact bytes of each place, as few experts off the card as must, and
+speeds held against runs that were published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.device.named import resolve
+from localllm.device.types import Device, Figure
+from localllm.planner import explain, memory, places, placing, speed
+from localllm.planner.placing import Wish
+from localllm.planner.plan import Overrides, max_context, plan_for
+from localllm.planner.serialise import plan_to_json
+from localllm.planner.speed import Measured
+from localllm.planner.types import Placement, RunSettings, Workload
+from localllm_catalog import catalog, from_gguf, gguf
+from localllm_catalog.types import Model, Variant
+from models import tiny_gguf
+
+CATALOG = catalog.load()
+MIXTURE, DENSE = "gpt-oss-120b", "llama-3.3-70b-instruct"
+
+
+def model(name: str) -> Model:
+    found = CATALOG.get(name)
+    assert found is not None
+    return found
+
+
+def variant(m: Model, quant: str = "") -> Variant:
+    return next(v for v in m.variants if v.format == "gguf" and quant in ("", v.quant))
+
+
+# --- where it goes --------------------------------------------------------------------------------------------------
+
+
+def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
+    device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
+    plan = plan_for(device, m, variant(m), Workload())
+    placed = plan.settings.placement
+    assert plan.fits == "split"
+    assert (placed.gpu_layers, placed.kv_on_host) == (-1, False)
+    assert 0 < placed.experts_on_host < len(m.layers)
+    assert plan.memory.kv_bytes == memory.kv_bytes(m, plan.settings)
+    # Whole layers instead would be far slower: attention would be read from system memory too.
+    layers = placing.best_split(device, m, variant(m), plan.settings.placed(experts_on_host=0), Wish(experts_on_host=0))
+    assert layers is not None
+    assert 0 < layers.n_gpu_layers < len(m.layers)
+    assert plan.decode_tok_s.value > 1.3 * speed.decode(device, m, variant(m), layers).value
+
+
+def test_a_dense_model_leaves_whole_layers_behind() -> None:
+    device, m = resolve("RTX 4090 + 64GB RAM"), model(DENSE)
+    plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
+    placed = plan.settings.placement
+    assert plan.fits == "split"
+    assert 0 < placed.gpu_layers <= len(m.layers)
+    assert placed.experts_on_host == 0
+    assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant(m, "Q4_K_M").file_bytes
+
+
+def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
+    device, m = resolve("rtx 3060 12GB + 16GB RAM"), model(DENSE)
+    plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
+    assert plan.fits == "no"
+    from localllm.planner import why
+
+    said = why.does_not_fit(plan, device)
+    assert "12.8 GB and 16.3 GB of system memory usable" in said
+
+
+@pytest.mark.parametrize("name", ["RTX 3090 x2 + 64GB RAM", "RTX 3090 + RTX 3060 12GB + 64GB RAM", "4x RTX 3090"])
+def test_no_card_of_several_is_given_more_than_it_has(name: str) -> None:
+    device = resolve(name)
+    for m in (model(MIXTURE), model(DENSE), model("qwen3-8b")):
+        plan = plan_for(device, m, variant(m), Workload())
+        if plan.fits == "no":
+            continue
+        need = plan.memory
+        assert len(need.cards_bytes) == device.n_gpus
+        assert need.fits_every_card
+        assert sum(need.cards_bytes) == pytest.approx(need.total_bytes, abs=device.n_gpus)
+        counts = plan.settings.placement.tensor_split
+        n_device = len(m.layers) + 1 - plan.settings.placement.first_gpu_layer(len(m.layers))
+        assert sum(counts) == n_device
+
+
+def test_unequal_cards_get_unequal_shares() -> None:
+    device, m = resolve("RTX 3090 + RTX 3060 12GB"), model(DENSE)
+    plan = plan_for(device, m, variant(m, "Q2_K"), Workload())
+    large, small = plan.memory.cards_bytes
+    assert plan.fits in ("yes", "tight")
+    assert large / small == pytest.approx(24 / 12, rel=0.1)
+
+
+def test_what_somebody_insists_on_is_done() -> None:
+    device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
+    v = variant(m)
+    for wish in (Wish(experts_on_host=30), Wish(experts_on_host=-1), Wish(gpu_layers=10), Wish(gpu_layers=0)):
+        placed = plan_for(device, m, v, Workload(), overrides=Overrides(wish=wish)).settings.placement
+        assert wish.experts_on_host in (None, placed.experts_on_host)
+        assert wish.gpu_layers in (None, placed.gpu_layers)
+    all_there = plan_for(device, m, v, Workload(), overrides=Overrides(wish=Wish(gpu_layers=-1, experts_on_host=0)))
+    assert all_there.fits == "no"
+
+
+def test_a_longer_context_takes_the_experts_place() -> None:
+    device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
+    short, long = (plan_for(device, m, variant(m), Workload(context=c)) for c in (8192, 131072))
+    kept = [p.settings.placement.host_expert_layers(len(m.layers)) for p in (short, long)]
+    assert kept[0] < kept[1]
+    assert max_context(device, short) >= short.settings.n_ctx
+
+
+def test_headroom_is_left_and_the_host_is_counted() -> None:
+    plain = resolve("RTX 4090 + 64GB RAM")
+    from localllm.device.named import with_memory
+
+    left = with_memory(plain, vram_headroom_gb=4)
+    assert left.memory.limit_bytes == plain.memory.limit_bytes - 4_000_000_000
+    m = model(MIXTURE)
+    kept = [plan_for(d, m, variant(m), Workload()).settings.placement.experts_on_host for d in (plain, left)]
+    assert kept[0] < kept[1]
+
+
+def test_the_plan_says_what_lies_where() -> None:
+    device, m = resolve("RTX 4090 + 64GB RAM"), model(MIXTURE)
+    plan = plan_for(device, m, variant(m), Workload())
+    kept = plan.settings.placement.experts_on_host
+    text = "\n".join(explain.explain(plan, device, columns=200))
+    assert f"routed experts of the first {kept} layers are in system memory" in text
+    assert "51 GB/s (assumed: two channels of DDR4-3200)" in text
+    assert plan_to_json(plan)["placement"] == {
+        "gpu_layers": -1, "experts_on_host": kept, "tensor_split": [], "kv_on_host": False, "tables": "auto",
+    }  # fmt: skip
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([MIXTURE, DENSE, "qwen3-8b", "glm-4.7-flash", "gemma-3-27b-it"]),
+    st.integers(-1, 90),
+    st.integers(-1, 90),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: int, kv_on_host: bool) -> None:
+    m = model(name)
+    v = variant(m)
+    run = RunSettings(8192, placement=Placement(gpu_layers, experts, kv_on_host=kv_on_host))
+    book = memory.layer_ledger(m, v, run)
+    placed = run.placement
+    on_device, host = book.device_layers(placed), book.host_weights_bytes(placed)
+    assert sum(on_device) == book.device_bytes(placed)
+    host_kv, host_state = book.host_kv_bytes(placed)
+    kv = sum(memory.layer_kv_bytes(m, run))
+    # The output of a tied model is a second copy of one of the tables.
+    copied = book.output_bytes - book.own_output_bytes if placed.first_gpu_layer(len(m.layers)) <= len(m.layers) else 0
+    total = memory.weights_bytes(v) + kv + sum(memory.layer_state_bytes(m, run)) + copied
+    assert sum(on_device) + host + host_kv + host_state == total
+    assert kv == pytest.approx(memory.kv_bytes(m, run), abs=len(m.layers))
+    share = places.shares(m, v, placed)
+    assert all(-1e-9 <= x <= 1 + 1e-9 for x in (share.dense, share.experts, share.kv, share.layers))
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=120), st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
+)
+@settings(max_examples=100, deadline=None)
+def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(layers: list[int], limits: list[int]) -> None:
+    counts, held = places.over_cards(layers, limits)
+    assert sum(counts) == len(layers)
+    assert sum(held) == sum(layers)
+    if len(layers) > len(limits):
+        assert places.as_split(layers, counts, len(limits)) == held
+
+
+@given(st.integers(1, 80), st.integers(0, 81))
+def test_more_on_the_host_is_never_more_on_the_card(low: int, gpu_layers: int) -> None:
+    m = model(DENSE)
+    book = memory.layer_ledger(m, variant(m), RunSettings(4096))
+    fewer, more = (Placement(gpu_layers=n) for n in (min(low, gpu_layers), max(low, gpu_layers)))
+    assert book.device_bytes(fewer) <= book.device_bytes(more)
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_moe, tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
+def test_a_files_header_says_what_every_layer_weighs(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    header = gguf.read(write(tmp_path / "model.gguf"))
+    m = from_gguf.model_from_gguf(header)
+    found = places.parts(m, m.variants[0])
+    of_layer = [
+        [t.n_bytes for t in header.tensors if t.name.startswith(f"blk.{i}.")] for i in range(len(m.layers))
+    ]  # fmt: skip
+    assert [dense + experts for dense, experts in found.layers] == [sum(sizes) for sizes in of_layer]
+    assert found.input_bytes == next(t.n_bytes for t in header.tensors if t.name == "token_embd.weight")
+    stored = found.input_bytes + found.own_output_bytes + found.dense_bytes + found.expert_bytes
+    assert stored == m.variants[0].weights_bytes
+    assert found.output_bytes - found.own_output_bytes == (found.input_bytes if m.tied_embeddings else 0)
+    assert (found.expert_bytes > 0) == (m.experts is not None)
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------
+
+_I9 = "RTX 2080 + 64GB RAM"  # with an i9-10900X, whose four channels of DDR4-3200 make 102 GB/s
+_LLMFIT = "https://github.com/AlexsJones/llmfit/pull/"
+# (machine, GB/s of its memory, model, what was set, tok/s, source)
+PUBLISHED = [
+    (_I9, 102.4, "qwen3-30b-a3b", Placement(experts_on_host=36), 36.7, _LLMFIT + "755"),
+    (_I9, 102.4, "gemma-3-12b-it", Placement(gpu_layers=44), 26.1, _LLMFIT + "774"),
+    (_I9, 102.4, "qwen3-14b", Placement(gpu_layers=32), 16.9, _LLMFIT + "774"),
+    (_I9, 102.4, "phi-4", Placement(gpu_layers=32), 16.7, _LLMFIT + "774"),
+    ("RX 6900 XT + 64GB DDR5-5600", 0, MIXTURE, Placement(experts_on_host=28), 19.0,
+     "https://www.reddit.com/r/LocalLLaMA/comments/1ofxt6s"),
+    ("RTX 4090 + 96GB DDR5-5600", 0, MIXTURE, Placement(experts_on_host=36), 25.6,
+     "https://github.com/ggml-org/llama.cpp/pull/15157, by a user; the card is not said, 8 GB of it are used"),
+]  # fmt: skip
+
+
+def machine(name: str, gbps: float) -> Device:
+    device = resolve(name)
+    return replace(device, host_bandwidth_gbps=Figure(gbps, "given")) if gbps else device
+
+
+@pytest.mark.parametrize(("name", "gbps", "model_id", "placed", "tok_s", "source"), PUBLISHED)
+def test_published_runs_are_inside_the_stated_range(
+    name: str, gbps: float, model_id: str, placed: Placement, tok_s: float, source: str
+) -> None:
+    m = model(model_id)
+    v = variant(m, "MXFP4" if model_id == MIXTURE else "Q4_K_M")
+    found = speed.decode(machine(name, gbps), m, v, RunSettings(4096, placement=placed))
+    assert found.low <= tok_s <= found.high, (found, source)
+
+
+def test_every_expert_that_leaves_costs_speed_and_the_time_is_that_of_its_bytes() -> None:
+    device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
+    rates = [
+        speed.decode(device, m, variant(m), RunSettings(4096, placement=Placement(experts_on_host=k))).value
+        for k in (0, 9, 18, 36)
+    ]
+    assert rates == sorted(rates, reverse=True)
+    # Twice as many layers, twice as much time more.
+    extra = [1 / r - 1 / rates[0] for r in rates[1:]]
+    assert extra[1] / extra[0] == pytest.approx(2, rel=0.05)
+    assert extra[2] / extra[1] == pytest.approx(2, rel=0.05)
+    assert math.isfinite(rates[-1])
+
+
+def test_faster_memory_is_worth_its_rate() -> None:
+    m = model(MIXTURE)
+    slow, fast = (resolve(f"RTX 4090 + 128GB DDR5-{rate}") for rate in (4800, 6400))
+    placed = RunSettings(4096, placement=Placement(experts_on_host=36))
+    rates = [speed.decode(d, m, variant(m), placed).value for d in (slow, fast)]
+    assert 1.1 < rates[1] / rates[0] < 6400 / 4800
+
+
+def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
+    """A run that is as fast as predicted for where it lay leaves other predictions where they were."""
+    device, m, other = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE), model("qwen3-8b")
+    v, placed = variant(m), Placement(experts_on_host=30)
+    as_run = RunSettings(4096, placement=placed)
+    decoded = speed.decode(device, m, v, as_run).value
+    prefilled = speed.prefill(device, m, v, as_run).value
+    ran = Measured(m, v, "llamacpp", decoded, prefill_tok_s=prefilled, prompt_tokens=2048, placement=placed)
+    for said in (speed.decode, speed.prefill):
+        before, after = (said(device, other, variant(other), measured=known).value for known in ((), (ran,)))  # type: ignore[operator]
+        assert after == pytest.approx(before, rel=0.02)
+    again = speed.decode(device, m, v, as_run, measured=(ran,))
+    assert again.value == pytest.approx(decoded, rel=0.02)
+
+
+def test_cards_that_work_at_once_hold_more_copies_of_a_steps_inputs() -> None:
+    """llama.cpp with two devices, 6 layers as wide as Qwen3-30B-A3B's, 16,384 cells, steps of 512: 164.4 MiB of scratch on
+    a card where one device alone has 104, and 60 MiB more on the host; with experts placed apart no more."""
+    m = model("qwen3-30b-a3b")
+    run = RunSettings(16384, n_batch=512)
+    assert memory.pipeline_bytes(m, run, 2) / 2**20 == pytest.approx(60, abs=0.5)
+    assert memory.pipeline_bytes(m, run, 1) == 0
+    assert memory.pipeline_bytes(m, run.placed(experts_on_host=3), 2) == 0

@@ -1,0 +1,188 @@
+"""Bodies: packed ones are unpacked within the limit, deep ones are refused without holding the server up."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import tracemalloc
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localllm.server.http.errors import BodyTooLargeError
+from localllm.server.http.json_body import BadJsonError, parse, read_json
+from localllm.server.http.json_depth import containers, nests_deeper
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.unpacking import unpack
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+LIMIT = 200_000
+
+
+@pytest.fixture(scope="module")
+def http():
+    with (
+        running_server({"tiny": ScriptedEngine()}, max_body_bytes=LIMIT) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as client,
+    ):
+        yield client
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+def post(http: httpx.Client, body: bytes, encoding: str) -> httpx.Response:
+    return http.post(CHAT, content=body, headers={"content-type": "application/json", "content-encoding": encoding})
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [
+        ("gzip", gzip.compress),
+        ("GZIP", gzip.compress),
+        ("x-gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", raw_deflate),
+        ("identity", bytes),
+        ("gzip", lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:])),
+    ],
+)
+def test_a_packed_body_is_read(http: httpx.Client, encoding: str, pack: Any) -> None:
+    r = post(http, pack(json.dumps(HI).encode()), encoding)
+    assert r.status_code == 200, r.text
+    assert r.json()["choices"][0]["message"]["content"] == "Hello world!"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
+def test_a_body_that_unpacks_to_too_much_is_refused(http: httpx.Client, pack: Any) -> None:
+    encoding = "gzip" if pack is gzip.compress else "deflate"
+    bomb = pack(b'{"x": "' + b"a" * 50_000_000 + b'"}')
+    assert len(bomb) < LIMIT
+    r = post(http, bomb, encoding)
+    assert r.status_code == 413
+    assert str(LIMIT) in r.json()["error"]["message"]
+
+
+def test_a_bomb_is_never_unpacked_beyond_the_limit() -> None:
+    bomb = gzip.compress(b"a" * 100_000_000)
+    tracemalloc.start()
+    with pytest.raises(BodyTooLargeError):
+        unpack(bomb, "gzip", LIMIT)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "status"),
+    [
+        (b"not packed at all", "gzip", 400),
+        (gzip.compress(json.dumps(HI).encode(), mtime=0)[:-12], "gzip", 400),
+        (zlib.compress(json.dumps(HI).encode())[:-6], "deflate", 400),
+        (gzip.compress(json.dumps(HI).encode(), mtime=0) + b"more", "gzip", 400),
+        (b"", "gzip", 400),
+        (json.dumps(HI).encode(), "br", 415),
+        (json.dumps(HI).encode(), "gzip, gzip", 415),
+    ],
+)
+def test_what_can_not_be_unpacked_says_why(http: httpx.Client, body: bytes, encoding: str, status: int) -> None:
+    r = post(http, body, encoding)
+    assert r.status_code == status
+    error = r.json()["error"]
+    assert encoding.partition(",")[0] in error["message"] + error.get("hint", "")
+
+
+class _Sent:
+    """A request whose body is here already."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self.headers: dict[str, str] = {}
+        self.scope: dict[str, Any] = {}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+
+def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
+    """Refused for its depth, which is only seen at its end; meanwhile the loop turns."""
+    body = b'{"x":[' + b"{}," * 490_000 + b"[" * 200
+
+    async def story() -> int:
+        turns, done = 0, asyncio.Event()
+
+        async def count() -> None:
+            nonlocal turns
+            while not done.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        before = turns
+        with pytest.raises(BadJsonError, match="nests deeper"):
+            await read_json(_Sent(body), ServerSettings())  # type: ignore[arg-type]
+        during = turns - before
+        done.set()
+        await counting
+        return during
+
+    assert asyncio.run(story()) > 10
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('[]{}"\\,:a\n/\u00e9'), max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('[{"\\', max_size=3), inner, max_size=3),
+    max_leaves=40,
+)
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max((_depth(v) for v in value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max((_depth(v) for v in value), default=0)
+    return 0
+
+
+def _containers(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, dict | list) + sum(_containers(v) for v in inner)
+
+
+@given(VALUES, st.booleans(), st.integers(1, 9))
+def test_depth_and_size_are_those_of_the_value_whatever_its_strings_hold(
+    value: Any, plain: bool, slice_bytes: int
+) -> None:
+    body = json.dumps(value, ensure_ascii=plain).encode()
+    depth = _depth(value)
+    assert not nests_deeper(body, depth, slice_bytes)
+    assert containers(body, slice_bytes) == _containers(value)
+    assert depth == 0 or nests_deeper(body, depth - 1, slice_bytes)
+
+
+def test_the_limit_is_exact() -> None:
+    for depth, fine in ((96, True), (97, False)):
+        body = b'{"x":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b',"y":"' + b"[" * 300 + b'"}'
+        if fine:
+            parse(body)
+        else:
+            with pytest.raises(BadJsonError, match="96 levels"):
+                parse(body)
+
+
+def test_a_body_of_too_many_parts_is_refused_and_brackets_in_a_text_are_none() -> None:
+    with pytest.raises(BadJsonError, match="500,000 lists and objects"):
+        parse(b'{"x":[' + b"{}," * 500_000 + b"{}]}")
+    assert parse(b'{"x":"' + b"{}," * 500_001 + b'"}')["x"].startswith("{},")

@@ -1,0 +1,169 @@
+"""Other people's Python clients finish their loop: a tool is called, its result goes back, an answer comes.
+
+The model is scripted and writes one notation of calls; what counts here is that each library reads what the server
+sends, and that the server reads what the library sends back: the history of its own making, numbers as numbers, and
+more tokens wished for than the window has. The same libraries, agents and real templates: benchmarks/clients.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from localllm.engine.messages import Request
+from localllm.server.models.router import ServedModel
+from support.http_server import Running, running_server
+from support.scripted_engine import ScriptedEngine
+
+QUESTION = "How many birds are on the pond?"
+LARGE = 1_234_567
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 9_007_199_254_740_991},
+    },
+    "required": ["place", "limit"],
+    "additionalProperties": False,
+}
+RESULT = "41 geese"
+ANSWER = "There are 41 geese."
+CALL = '<tool_call>\n{"name": "count", "arguments": {"place": "the pond", "limit": 1234567}}\n</tool_call>'
+# More than the window has left: agents ask for it whatever the window.
+TOO_MANY = 32_000
+
+
+def script(request: Request) -> list[str]:
+    """Call the tool, and answer once its result is in the prompt with the call as it was made."""
+    prompt = request.prompt if isinstance(request.prompt, str) else bytes(t for t in request.prompt if t < 256).decode()
+    if RESULT not in prompt:
+        return [CALL]
+    assert str(LARGE) in prompt.partition(RESULT)[0], "the call is not in the history"
+    return [ANSWER]
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    engine = ScriptedEngine(script)
+    with running_server([ServedModel("tiny", engine, info=engine.info)]) as running:
+        yield running
+
+
+def count(name: str, arguments: dict[str, Any]) -> str:
+    """The tool."""
+    assert (name, arguments) == ("count", {"place": "the pond", "limit": LARGE})
+    return RESULT
+
+
+def package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pytest.fail(f"the client {name!r} is not installed: run `make test`, which installs it")
+
+
+def openai_client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def openai_chat(server: Running, stream: bool) -> str:
+    tools: Any = [{"type": "function", "function": {"name": "count", "parameters": PARAMETERS}}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with openai_client(server) as client:
+        while True:
+            ask: Any = {"model": "tiny", "messages": messages, "tools": tools, "max_completion_tokens": TOO_MANY}
+            if stream:
+                with client.chat.completions.stream(**ask) as answer:
+                    message = answer.get_final_completion().choices[0].message
+            else:
+                message = client.chat.completions.create(**ask).choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return str(message.content)
+            for call in message.tool_calls:
+                said = count(call.function.name, json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+
+
+def openai_responses(server: Running, stream: bool) -> str:
+    tools: Any = [{"type": "function", "name": "count", "parameters": PARAMETERS, "strict": True}]
+    asked: list[Any] = [{"role": "user", "content": QUESTION}]
+    before: str | None = None
+    with openai_client(server) as client:
+        while True:
+            ask: Any = {"model": "tiny", "input": asked, "tools": tools, "max_output_tokens": TOO_MANY}
+            ask |= {"previous_response_id": before} if before else {}
+            if stream:
+                with client.responses.stream(**ask) as events:
+                    answer = events.get_final_response()
+            else:
+                answer = client.responses.create(**ask)
+            calls = [i for i in answer.output if i.type == "function_call"]
+            if not calls:
+                return str(answer.output_text)
+            before = answer.id
+            results = [(c.call_id, count(c.name, json.loads(c.arguments))) for c in calls]
+            asked = [{"type": "function_call_output", "call_id": i, "output": r} for i, r in results]
+
+
+def anthropic_messages(server: Running, stream: bool) -> str:
+    client = package("anthropic").Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=30)
+    tools = [{"name": "count", "description": "Count birds.", "input_schema": PARAMETERS}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with client:
+        while True:
+            ask = {"model": "tiny", "max_tokens": TOO_MANY, "messages": messages, "tools": tools}
+            if stream:
+                with client.messages.stream(**ask) as events:
+                    answer = events.get_final_message()
+            else:
+                answer = client.messages.create(**ask)
+            messages.append({"role": "assistant", "content": answer.content})
+            calls = [b for b in answer.content if b.type == "tool_use"]
+            if not calls:
+                return "".join(b.text for b in answer.content)
+            results = [{"type": "tool_result", "tool_use_id": c.id, "content": count(c.name, c.input)} for c in calls]
+            messages.append({"role": "user", "content": results})
+
+
+def ollama_chat(server: Running, stream: bool) -> str:
+    tools = [{"type": "function", "function": {"name": "count", "description": "Count.", "parameters": PARAMETERS}}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with package("ollama").Client(host=server.url) as client:
+        while True:
+            ask = {"model": "tiny", "messages": messages, "tools": tools, "options": {"num_predict": TOO_MANY}}
+            parts = list(client.chat(**ask, stream=True)) if stream else [client.chat(**ask)]
+            text = "".join(p.message.content or "" for p in parts)
+            calls = [c for p in parts for c in p.message.tool_calls or ()]
+            messages.append({"role": "assistant", "content": text, "tool_calls": calls})
+            if not calls:
+                return text
+            for call in calls:
+                said = count(call.function.name, dict(call.function.arguments))
+                messages.append({"role": "tool", "tool_name": call.function.name, "content": said})
+
+
+Loop = Callable[[Running, bool], str]
+LOOPS: list[Loop] = [openai_chat, openai_responses, anthropic_messages, ollama_chat]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_client_finishes_its_loop(server: Running, loop: Loop, stream: bool) -> None:
+    assert loop(server, stream) == ANSWER
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(server: Running, stream: bool) -> None:
+    """LiteLLM, pi, Continue and Cline shorten the conversation where they find OpenAI's own words."""
+    messages: Any = [{"role": "user", "content": "x" * 5_000}]
+    words = r"This model's maximum context length is 4096 tokens\. However, your messages resulted in 5\d\d\d tokens"
+    with openai_client(server) as client, pytest.raises(openai.APIError, match=words) as told:
+        # Refused before the stream begins.
+        client.chat.completions.create(model="tiny", messages=messages, stream=stream)
+    assert told.value.code == "context_length_exceeded"

@@ -1,0 +1,326 @@
+"""Images at addresses: fetched from hosts that were named and from nobody else, whatever door the address comes in by."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.cli.serve_doors import server_settings
+from localllm.errors import UsageError
+from localllm.server.generation import fetching
+from localllm.server.http.names import image_host
+from localllm.settings import Settings
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+FILE = b"\xff\xd8\xff\xe0 the bytes of an image, which nobody decodes here"
+CHAT, RESP, ANTH = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@dataclass
+class Web:
+    """A host of images on loopback, https alone: `asked` lists the paths. `long` lets go whoever waits at /slow."""
+
+    port: int
+    certificate: Path
+    asked: list[str] = field(default_factory=list)
+    long: threading.Event = field(default_factory=threading.Event)
+
+    def url(self, path: str, host: str = "localhost") -> str:
+        return f"https://{host}:{self.port}{path}"
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
+    folder = tmp_path_factory.mktemp("web")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+               "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,DNS:images.example,IP:127.0.0.1",
+               "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl here to make a certificate")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.asked.append(self.path)
+            where = {"/inside": "/a.jpg", "/outside": found.url("/a.jpg", "127.0.0.1"), "/round": "/round"}.get(
+                self.path
+            )
+            if where is not None:
+                self.send_response(302)
+                self.send_header("location", where)
+                self.send_header("content-length", "0")
+                self.end_headers()
+                return
+            if self.path == "/slow":
+                found.long.wait()
+            self.send_response(404 if self.path == "/gone" else 200)
+            self.end_headers()
+            try:
+                self.wfile.write(bytes(fetching.MOST_BYTES + 1) if self.path == "/large" else FILE)
+            except OSError:  # whoever asked has left
+                pass
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    found = Web(server.server_address[1], certificate)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    found.long.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def trusted(web: Web, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The host's certificate is one of those that are trusted here."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(web.certificate))
+    fetching._certificates.cache_clear()
+    web.asked.clear()
+    yield
+    fetching._certificates.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(sees=True)
+
+
+@pytest.fixture
+def http(web: Web, engine: ScriptedEngine) -> Iterator[httpx.Client]:
+    hosts = (("localhost", web.port), ("images.example", web.port))
+    with (
+        running_server({"tiny": engine}, image_hosts=hosts) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def closed(engine: ScriptedEngine) -> Iterator[httpx.Client]:
+    with (
+        running_server({"tiny": engine}) as running,
+        httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
+    ):
+        yield client
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 5}
+
+
+def chat(url: str) -> dict[str, Any]:
+    return user({"type": "image_url", "image_url": {"url": url}})
+
+
+def doors(url: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every way to name an address of an image."""
+    item = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    ollama = {"messages": [{"role": "user", "content": "x", "images": [url]}], "stream": False}
+    return {
+        "chat": (CHAT, chat(url)),
+        "a stream": (CHAT, {**chat(url), "stream": True}),
+        "responses": (RESP, item),
+        "counted items": (RESP + "/input_tokens", item),
+        "messages": (ANTH, user(block)),
+        "counted messages": (ANTH + "/count_tokens", user(block)),
+        "ollama's chat": ("/api/chat", ollama),
+        "ollama's generate": ("/api/generate", {"prompt": "x", "images": [url], "stream": False}),
+    }
+
+
+DOORS = list(doors(""))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_image_of_a_host_that_was_named_is_fetched(
+    door: str, http: httpx.Client, web: Web, engine: ScriptedEngine
+) -> None:
+    path, body = doors(web.url("/a.jpg"))[door]
+    reply = http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    assert web.asked == ["/a.jpg"]
+    if "count" not in door:
+        assert list(engine.requests[-1].images.values()) == [base64.b64encode(FILE).decode()]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_any_other_host_is_refused_with_the_reason(
+    door: str, http: httpx.Client, closed: httpx.Client, web: Web, engine: ScriptedEngine
+) -> None:
+    asked = len(engine.requests)
+    # The same host under a name, on a port or by a scheme that nobody allowed, and a user's name in front of another.
+    others = (
+        web.url("/a.jpg", "127.0.0.1"), "https://localhost/a.jpg", web.url("/a.jpg", "x@localhost"),
+        web.url("/a.jpg", "localhost.example"), f"https://localhost:{web.port}@127.0.0.1/", "file:///etc/passwd",
+    )  # fmt: skip
+    for client, url in ((closed, web.url("/a.jpg")), *((http, url) for url in others)):
+        path, body = doors(url)[door]
+        reply = client.post(path, json=body)
+        assert reply.status_code == 400, url
+        assert "not fetched from addresses" in reply.text
+    assert web.asked == []
+    assert len(engine.requests) == asked
+
+
+def test_llama_cpp_s_form_has_no_addresses(http: httpx.Client, web: Web) -> None:
+    body = {"prompt": {"prompt_string": "<__media__>", "multimodal_data": [web.url("/a.jpg")]}}
+    reply = http.post("/completion", json=body)
+    assert reply.status_code == 400
+    assert "not fetched from addresses" in reply.text
+    assert web.asked == []
+
+
+def test_a_later_turn_asks_for_nothing_again_and_has_the_same_image(
+    http: httpx.Client, web: Web, engine: ScriptedEngine
+) -> None:
+    first = chat(web.url("/b.jpg"))
+    assert http.post(CHAT, json=first).status_code == 200
+    before = engine.requests[-1]
+    later = {
+        "messages": [*first["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
+    }
+    assert http.post(CHAT, json=later).status_code == 200
+    assert engine.requests[-1].images == before.images
+    assert web.asked == ["/b.jpg"]
+
+
+def test_an_image_in_a_tool_s_result_is_fetched_and_one_that_can_t_be_is_a_note(
+    http: httpx.Client, web: Web, engine: ScriptedEngine
+) -> None:
+    for path, ignored in (("/c.jpg", None), ("/gone", "messages.images")):
+        block = {"type": "image", "source": {"type": "url", "url": web.url(path)}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "here"}, block]}
+        reply = http.post(ANTH, json=user(result))
+        assert reply.status_code == 200, reply.text
+        assert reply.headers.get("x-localllm-ignored") == ignored
+        assert bool(engine.requests[-1].images) == (ignored is None)
+    assert "answers with 404" in str(engine.requests[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/gone", "answers with 404"),
+        ("/outside", "another one that was not named"),
+        ("/round", "sends on and on"),
+        ("/large", "more than 20000000 bytes"),
+    ],
+)
+def test_what_does_not_come_says_why(http: httpx.Client, web: Web, path: str, said: str) -> None:
+    reply = http.post(CHAT, json=chat(web.url(path)))
+    assert reply.status_code == 400
+    assert said in reply.json()["error"]["message"]
+    assert "/a.jpg" not in web.asked
+
+
+def test_a_host_may_send_on_to_itself(http: httpx.Client, web: Web) -> None:
+    assert http.post(CHAT, json=chat(web.url("/inside"))).status_code == 200
+    assert web.asked == ["/inside", "/a.jpg"]
+
+
+def test_the_way_is_https_and_its_certificate_counts(
+    http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = http.post(CHAT, json=chat(f"http://localhost:{web.port}/a.jpg"))
+    assert "https alone" in reply.json()["error"]["message"]
+    monkeypatch.delenv("SSL_CERT_FILE")
+    fetching._certificates.cache_clear()
+    reply = http.post(CHAT, json=chat(web.url("/d.jpg")))
+    assert reply.status_code == 400
+    assert "can't be reached" in reply.json()["error"]["message"]
+    assert web.asked == []
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("127.0.0.1", "loopback"),
+        ("10.0.0.7", "private"),
+        ("169.254.169.254", "link-local"),
+        ("::ffff:127.0.0.1", "loopback"),
+    ],
+)
+def test_a_name_that_leads_inside_is_refused(
+    http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch, address: str, kind: str
+) -> None:
+    """Also where one of its addresses is outside: the connection could be to either."""
+    real = socket.getaddrinfo
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    def lookup(host: Any, port: Any, *args: Any, **more: Any) -> Any:
+        if host != "images.example":
+            return real(host, port, *args, **more)
+        outside = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", port))
+        return [outside, (family, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    reply = http.post(CHAT, json=chat(web.url("/a.jpg", "images.example")))
+    assert reply.status_code == 400
+    assert f"leads to a {kind} address" in reply.json()["error"]["message"]
+    assert web.asked == []
+
+
+def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> None:
+    with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
+        running.app.state.server.images.whole_s = 0.2
+        reply = httpx.post(running.url + CHAT, json=chat(web.url("/slow", "127.0.0.1")), trust_env=False, timeout=60)
+    assert reply.status_code == 400
+    assert "within" in reply.json()["error"]["message"]
+
+
+def test_what_one_request_may_fetch_is_bounded(http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "MOST_IMAGES", 2)
+    monkeypatch.setattr(fetching._Budget, "__init__", lambda self: self.__dict__.update(images=2, n_bytes=10**6))
+    parts = [{"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg")}} for i in range(3)]
+    reply = http.post(CHAT, json=user(*parts))
+    assert reply.status_code == 400
+    assert "2 images" in reply.json()["error"]["message"]
+    assert len(web.asked) == 2
+
+
+def test_a_model_that_does_not_see_fetches_nothing(web: Web) -> None:
+    with running_server({"tiny": ScriptedEngine()}, image_hosts=(("localhost", web.port),)) as running:
+        reply = httpx.post(running.url + CHAT, json=chat(web.url("/a.jpg")), trust_env=False)
+    assert reply.status_code == 400
+    assert "text only" in reply.json()["error"]["message"]
+    assert web.asked == []
+
+
+def test_hosts_are_named_in_full_by_flag_or_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert image_host("Images.Example") == ("images.example", 443)
+    assert image_host("10.0.0.7:8443") == ("10.0.0.7", 8443)
+    assert image_host("[::1]:8443") == ("::1", 8443)
+    assert image_host("[::1]") == ("::1", 443)
+    for wrong in ("*", "*.example", "https://images.example", "images.example/x", "a b", "", "a:0", "a:x", "a:99999"):
+        with pytest.raises(UsageError, match="--allow-image-hosts"):
+            image_host(wrong)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("LOCALLLM_ALLOW_IMAGE_HOSTS", "a.example, b.example:8443")
+    assert server_settings(Settings()).image_hosts == (("a.example", 443), ("b.example", 8443))
+    assert server_settings(Settings({"allow_image_hosts": ["c.example"]})).image_hosts == (("c.example", 443),)
+    assert server_settings(Settings({"allow_image_hosts": ["c.example"], "offline": True})).image_hosts == ()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert server_settings(Settings()).image_hosts == ()

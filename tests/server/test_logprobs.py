@@ -1,0 +1,124 @@
+"""Log-probabilities are those of the answer's tokens, whatever stands before, between and behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm_backends.contract import LoadSpec
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call>{% endif %}"
+    "{% if enable_thinking %}<think>\n{% else %}{# </think> #}{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tools, none called": ("Well, <b>no</b> call.", {"tools": [TOOL]}),
+    "text and a call": ("Let me see.\n" + CALL, {"tools": [TOOL]}),
+    "reasoning": (
+        "The answer, so far.</think>\n\nThe answer is 4.",
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ),
+    "reasoning that opens itself": ("<think>\nAn A.\n</think>\n\nA B.", {}),
+    "reasoning, text and a call": (
+        "Hm. Let.</think>\nLet me  see.\n" + CALL,
+        {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_they_spell_the_answer(name: str, size: int) -> None:
+    script, more = CASES[name]
+    pieces = [script[i : i + size] for i in range(0, len(script), size)]
+    engine = ScriptedEngine(pieces, chat_template=TEMPLATE)
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 2, **more}
+    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        stream = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    said = choice["message"]["content"]
+    entries = choice["logprobs"]["content"]
+    assert "".join(e["token"] for e in entries) == said
+    assert all(len(e["top_logprobs"]) == 2 for e in entries)
+    chunks = [json.loads(line[6:])["choices"] for line in stream.splitlines() if line.startswith("data: {")]
+    streamed = [c["logprobs"]["content"] for choices in chunks for c in choices if c["logprobs"]]
+    assert [e for part in streamed for e in part] == entries
+
+
+def test_responses_have_them_on_request() -> None:
+    with (
+        running_server({"m": ScriptedEngine(["Hel", "lo."])}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
+        asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        part = http.post("/v1/responses", json=asked).json()["output"][0]["content"][0]
+        assert "".join(e["token"] for e in part["logprobs"]) == part["text"] == "Hello."
+        assert len(part["logprobs"][0]["top_logprobs"]) == 1
+        stream = http.post("/v1/responses", json={**asked, "stream": True}).text
+        deltas = [json.loads(line[6:]) for line in stream.splitlines() if '"response.output_text.delta"' in line]
+        said = [e for d in deltas if "delta" in d for e in d["logprobs"]]
+        assert said == part["logprobs"]
+        plain = http.post("/v1/responses", json={"input": "hi"}).json()["output"][0]["content"][0]
+        assert plain["logprobs"] == []
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_offsets_go_on_from_chunk_to_chunk(n: int) -> None:
+    with (
+        running_server({"m": ScriptedEngine(["ab", "cde", "f"])}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
+        body = {"prompt": "x", "logprobs": 0, "n": n}
+        whole = [c["logprobs"]["text_offset"] for c in http.post("/v1/completions", json=body).json()["choices"]]
+        stream = http.post("/v1/completions", json={**body, "stream": True}).text
+    assert whole == [[0, 1, 2, 3, 4, 5]] * n
+    found: list[list[int]] = [[] for _ in range(n)]
+    for line in stream.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else []:
+            found[choice["index"]] += (choice["logprobs"] or {}).get("text_offset", [])
+    assert found == whole
+
+
+def test_a_fill_in_ends_with_a_choice_and_its_usage() -> None:
+    engine = ScriptedEngine(["x"], fim_tokens={"pre": 200, "suf": 201, "mid": 202})
+    with running_server({"m": engine}) as server:
+        body = {"prompt": "a", "suffix": "b", "stream": True, "n": 2}
+        text = httpx.post(server.url + "/v1/fim/completions", json=body, trust_env=False).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert all(chunk["choices"] for chunk in chunks)
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]] == ["stop", "stop"]
+    assert ["usage" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["usage"]["completion_tokens"] == 2
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.fixture(scope="module")
+def http(smollm2: Path) -> Iterator[httpx.Client]:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=1024, n_seq_max=1)))
+    with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+
+
+def test_a_real_models_tokens_spell_its_answer(http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    asked = [{"role": "user", "content": "Repeat after me: Zürich, naïve, 😀, 東京."}]
+    body = {"messages": asked, "tools": [tool], "temperature": 0, "max_tokens": 40, "logprobs": True}
+    choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    said, entries = choice["message"]["content"], choice["logprobs"]["content"]
+    assert len(entries) > len(said) / 10
+    spelled = "".join(e["token"] for e in entries if "\ufffd" not in e["token"])
+    left = iter(said)
+    assert all(char in left for char in spelled), (said, spelled)
+    assert len(spelled) > 0.7 * len(said)

@@ -1,0 +1,396 @@
+"""Several of ours behind one address: a conversation stays where its cache is, and no request is lost with a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm.server.elsewhere.boxes import Box, Chain, Pool, Ring, chain_of
+from localllm.server.elsewhere.openings import kind_of
+from localllm.server.elsewhere.pool_app import PoolFront, create_pool_app
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.http.sockets import bind
+from localllm.server.models.router import ServedModel
+from localllm_backends.contract import LoadSpec
+from support.http_server import Running, running_server
+from support.scripted_engine import Gate, ScriptedEngine
+
+SYSTEM = {"role": "system", "content": "You answer briefly. " * 12}
+
+
+class Front:
+    def __init__(self, url: str, front: PoolFront) -> None:
+        self.url, self.front = url, front
+        self.http = httpx.Client(base_url=url, trust_env=False, timeout=900)
+
+    def ask(self, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
+        body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12, **more}
+        return self.http.post("/v1/chat/completions", json=body)
+
+
+@contextmanager
+def pooled(*urls: str, **limits: Any) -> Iterator[Front]:
+    """A front of the servers at `urls`, in a thread of its own."""
+    pool = Pool([Box(str(i), url) for i, url in enumerate(urls)])
+    (sock,) = bind("127.0.0.1", 0)
+    own = ServerSettings(port=sock.getsockname()[1], **limits)
+    app, front = create_pool_app(pool, own)
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        watching = asyncio.create_task(front.run())
+        try:
+            await serve_on(app, [sock], own, quiet=True)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    task = loop.create_task(serve())
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    served = Front(f"http://127.0.0.1:{own.port}", front)
+    try:
+        yield served
+    finally:
+        served.http.close()
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def begun(stack: ExitStack, model: ServedModel) -> Running:
+    """A server that has answered once: one after the other, since the framework builds its routes with the first request
+    under a filter of warnings that threads share."""
+    running = stack.enter_context(running_server([model]))
+    httpx.get(running.url + "/health", trust_env=False)  # behind all other routes
+    return running
+
+
+@contextmanager
+def scripted(n: int) -> Iterator[tuple[Front, list[ScriptedEngine], list[Running]]]:
+    engines = [ScriptedEngine() for _ in range(n)]
+    with ExitStack() as stack:
+        running = [begun(stack, ServedModel("tiny", e)) for e in engines]
+        yield stack.enter_context(pooled(*(r.url for r in running))), engines, running
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_stays_where_it_began() -> None:
+    with scripted(3) as (front, engines, _):
+        where: dict[int, set[str]] = {}
+        talks = {i: [SYSTEM, user(f"question {i}")] for i in range(12)}
+        for _ in range(3):
+            for i, talk in talks.items():
+                answer = front.ask(talk)
+                assert answer.status_code == 200
+                where.setdefault(i, set()).add(answer.headers["x-localllm-ran-on"])
+                talk += [answer.json()["choices"][0]["message"], user("go on")]
+        assert all(len(names) == 1 for names in where.values())
+        assert all(engine.requests for engine in engines), "every server has its share"
+        assert front.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_a_drained_server_gets_nothing_new_and_ends_what_it_has() -> None:
+    with scripted(2) as (front, engines, _):
+        gate = Gate()
+        for engine in engines:
+            engine.script = ("begun", gate, "ended")
+        body = {"model": "tiny", "messages": [user("hi")], "stream": True}
+        with front.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert any("begun" in line for line in lines)
+            at = answer.headers["x-localllm-ran-on"]
+            assert front.http.post("/pool/drain", json={"box": at}).json()["draining"]
+            gate.open()
+            assert {front.ask([user("hi")]).headers["x-localllm-ran-on"] for _ in range(3)}.isdisjoint({at})
+            assert any("ended" in line for line in lines)
+        front.http.post("/pool/resume", json={"box": at})
+        states = {b["name"]: b["draining"] for b in front.http.get("/pool").json()["boxes"]}
+        assert states[at] is False
+        assert front.http.post("/pool/drain", json={"box": "nowhere"}).status_code == 400
+
+
+def test_one_that_is_gone_is_passed_over_and_comes_back() -> None:
+    with scripted(2) as (front, _, running):
+        at = front.ask([user("hi")]).headers["x-localllm-ran-on"]
+        gone = running[int(at)]
+        gone.stop()
+        until(lambda: not reachable(gone.url))
+        answers = [front.ask([user("hi")]) for _ in range(3)]
+        assert [a.status_code for a in answers] == [200] * 3
+        assert {a.headers["x-localllm-ran-on"] for a in answers} != {at}
+
+
+def reachable(url: str) -> bool:
+    try:
+        httpx.get(url + "/health", trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_server_that_stops_before_the_first_token_costs_nobody_an_answer(stream: bool) -> None:
+    with scripted(2) as (front, engines, running):
+        gates = [Gate(), Gate()]
+        for engine, gate in zip(engines, gates, strict=True):
+            engine.script = (gate, "the answer")
+        said: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: said.append(front.ask([user("hi")], stream=stream)))
+        thread.start()
+        until(lambda: any(e.running for e in engines))
+        at = 0 if engines[0].running else 1
+        gates[1 - at].open()
+        running[at].stop()
+        thread.join(timeout=30)
+        assert said[0].status_code == 200
+        assert "the answer" in said[0].text
+        assert "error" not in said[0].text
+
+
+@pytest.mark.long
+def test_behind_the_first_token_nothing_is_said_twice() -> None:
+    with scripted(2) as (front, engines, running):
+        gate = Gate()
+        for engine in engines:
+            engine.script = ("begun", gate, "ended")
+        body = {"model": "tiny", "messages": [user("hi")], "stream": True}
+        with front.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert any("begun" in line for line in lines)
+            running[int(answer.headers["x-localllm-ran-on"])].stop()
+            rest = "\n".join(lines)
+        assert "begun" not in rest
+        assert "error" in rest
+
+
+def test_without_any_server_it_says_so() -> None:
+    with pooled("http://127.0.0.1:9") as front:
+        answer = front.ask([user("hi")])
+        assert answer.status_code in (502, 503)
+        assert front.http.get("/health").status_code == 503
+
+
+def test_the_front_has_the_same_gate() -> None:
+    with pooled("http://127.0.0.1:9", api_key="k") as front:
+        assert front.http.get("/pool").status_code == 401
+        assert front.http.get("/pool", headers={"host": "evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("frame", "kind"),
+    [
+        (": loading", "comment"),
+        ('data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}', "opening"),
+        ('data: {"choices":[{"index":0,"delta":{"content":"a"}}]}', "token"),
+        ('data: {"choices":[{"index":0,"delta":{"reasoning_content":"a"}}]}', "token"),
+        ('data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}', "token"),
+        ('data: {"choices":[{"index":0,"text":"a"}]}', "token"),
+        ('event: message_start\ndata: {"type":"message_start","message":{}}', "opening"),
+        ('event: content_block_start\ndata: {"type":"content_block_start","content_block":{"type":"text","text":""}}', "opening"),
+        ('data: {"type":"response.created"}', "opening"),
+        ('data: {"type":"response.output_text.delta","delta":"a"}', "token"),
+        ('data: {"error":{"code":"server_busy","message":"stopping"}}', "retry"),
+        ('data: {"error":{"code":"invalid_request","message":"no"}}', "token"),
+        ('{"message":{"content":"a"},"done":false}', "token"),
+        ("data: [DONE]", "token"),
+        ("no json", "token"),
+    ],
+)  # fmt: skip
+def test_what_comes_before_the_first_token_is_known(frame: str, kind: str) -> None:
+    assert kind_of(frame.encode()) == kind
+
+
+Names = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=2, max_size=8, unique=True)
+
+
+@given(Names, st.integers(0, 7))
+@settings(max_examples=30, deadline=None)
+def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: int) -> None:
+    gone = names[at % len(names)]
+    keys = [str(i).encode() * 8 for i in range(100)]
+    before, after = Ring(names), Ring([n for n in names if n != gone])
+    for key in keys:
+        first = before.order(key)
+        assert sorted(first) == sorted(names)
+        if first[0] != gone:
+            assert after.order(key)[0] == first[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=80))
+@settings(max_examples=60, deadline=None)
+def test_new_conversations_are_spread_and_known_ones_kept(asked: list[tuple[int, bool]]) -> None:
+    pool = Pool([Box(n, n) for n in "abc"])
+    for talk, ends in asked:
+        chain = chain_of({"messages": [SYSTEM, user(f"talk {talk}")]})
+        known = pool.trails.find(chain.hashes[-1])
+        box = pool.pick(chain)
+        assert box is not None
+        least = min(b.active for b in pool.boxes)
+        if known is None:
+            assert box.active <= 1.25 * (sum(b.active for b in pool.boxes) + 1) / 3 + 1
+        elif pool.boxes["abc".index(known)].active <= least + 8:
+            assert box.name == known
+        pool.trails.leave(chain.hashes, box.name)
+        box.active += 1
+        if ends:
+            box.active -= 1
+
+
+def test_chains_of_every_dialect() -> None:
+    turns = [SYSTEM, user("a")]
+    more = [*turns, {"role": "assistant", "content": "b"}, user("c")]
+    short, long = chain_of({"messages": turns}), chain_of({"messages": more})
+    assert long.hashes[: len(short.hashes)] == short.hashes
+    assert short.start == 1
+    assert chain_of({"messages": [SYSTEM, user("x")]}).hashes[0] == short.hashes[0]
+    assert chain_of({"input": turns}).start == 1
+    one, two = chain_of({"prompt": "x" * 1500}), chain_of({"prompt": "x" * 1500 + "y" * 600})
+    assert two.hashes[:2] == one.hashes[:2]
+    assert chain_of({"prompt": list(range(300))}).hashes
+    assert chain_of({"model": "m", "input": ["embed", "these"]}) == Chain()
+    assert chain_of({}) == Chain()
+
+
+def conversations(ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int) -> float:
+    """Tokens taken from caches in `n` conversations of `turns` turns, by turns and in a mixed order."""
+    order = random.Random(7)
+    talks = [[SYSTEM, user(f"Tell me about number {i}, please. " + "It matters. " * (i % 5))] for i in range(n)]
+    cached = 0
+    for _ in range(turns):
+        for talk in order.sample(talks, n):
+            said = ask(talk)
+            assert "usage" in said, said
+            cached += said["usage"]["prompt_tokens_details"]["cached_tokens"]
+            talk += [said["choices"][0]["message"], user("And what then?")]
+    return cached
+
+
+def real(path: Path, n_ctx: int = 4096) -> ServedModel:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=n_ctx, n_seq_max=4)))
+    return ServedModel("tiny", host, n_ctx=n_ctx)
+
+
+def reuse(path: Path, n: int, turns: int, servers: int) -> float:
+    with ExitStack() as stack:
+        running = [begun(stack, real(path)) for _ in range(servers)]
+        front = stack.enter_context(pooled(*(r.url for r in running)))
+        return conversations(lambda talk: front.ask(talk).json(), n, turns)
+
+
+def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
+    """Two servers with a real engine: what a turn's prompt repeats comes from the cache, wherever it lies."""
+    with ExitStack() as stack:
+        running = [begun(stack, real(tiny_model)) for _ in range(2)]
+        front = stack.enter_context(pooled(*(r.url for r in running)))
+        talks = [[user(f"Tell me about number {i}, please.")] for i in range(4)]
+        before = [0] * 4
+        for turn in range(3):
+            for i, talk in enumerate(talks):
+                said = front.ask(talk, max_tokens=6).json()
+                cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert not turn or cached >= 0.9 * before[i]
+                before[i] = said["usage"]["prompt_tokens"]
+                talk += [said["choices"][0]["message"], user("And what then?")]
+        assert all(box.served for box in front.front.pool.boxes)
+
+
+@contextmanager
+def process(path: Path, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`localllm serve` as users run it, so that it can be killed."""
+    own = {f"LOCALLLM_{n}_DIR": str(folder / n.lower()) for n in ("CONFIG", "DATA", "CACHE", "LOG")}
+    command = [sys.executable, "-m", "localllm", "serve", str(path), "--only", "--port", str(port), "--quiet"]
+    with subprocess.Popen([*command, "--alias", "tiny"], env={**os.environ, **own}) as served:
+        try:
+            yield served
+        finally:
+            served.terminate()
+
+
+def ports(n: int) -> list[int]:
+    socks = [bind("127.0.0.1", 0)[0] for _ in range(n)]
+    found = [s.getsockname()[1] for s in socks]
+    for s in socks:
+        s.close()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_forty_conversations_on_three_servers(smollm2: Path) -> None:
+    """Reuse against one server."""
+    one = reuse(smollm2, 40, 5, 1)
+    three = reuse(smollm2, 40, 5, 3)
+    print(json.dumps({"one": one, "three": three, "share": three / one}))
+    assert three >= 0.95 * one
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_request_is_lost_when_one_is_drained_and_one_killed(smollm2: Path, tmp_path: Path) -> None:
+    """Twelve requests are in the middle of their prompts when a server gets SIGKILL, and again when one is drained."""
+    with ExitStack() as stack:
+        at = ports(3)
+        served = [stack.enter_context(process(smollm2, p, tmp_path / str(p))) for p in at]
+        front = stack.enter_context(pooled(*(f"http://127.0.0.1:{p}" for p in at)))
+        for p in at:
+            until(lambda p=p: reachable(f"http://127.0.0.1:{p}"), 120)
+        until(lambda: all(b.up for b in front.front.pool.boxes), 120)
+        for end in ("drain", "kill"):
+            talks = [[user(f"{end} {i} " + "some words of a long text " * 100)] for i in range(12)]
+            said: list[httpx.Response] = []
+
+            def ask(talk: list[dict[str, Any]], stream: bool, said: list[httpx.Response] = said) -> None:
+                said.append(front.ask(talk, stream=stream))
+
+            threads = [threading.Thread(target=ask, args=(talk, i % 2 == 0)) for i, talk in enumerate(talks)]
+            for thread in threads:
+                thread.start()
+            until(lambda: sum(b.active for b in front.front.pool.boxes) == 12, 60)
+            victim = max((b for b in front.front.pool.boxes if b.takes), key=lambda b: b.active)
+            if end == "drain":
+                front.http.post("/pool/drain", json={"box": victim.name})
+            else:
+                assert victim.active
+                served[int(victim.name)].kill()
+            for thread in threads:
+                thread.join(timeout=420)
+            assert [a.status_code for a in said] == [200] * 12
+            assert not any('"error"' in a.text for a in said)
+            print(end, "retried so far:", front.front.retried)
+        assert front.front.retried > 0

@@ -1,0 +1,131 @@
+"""A service manager's SIGTERM goes to the whole process group: streams get their end, the worker writes what it knows,
+and what comes after the restart finds it. Whoever is left without a parent leaves too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from localllm.server.http import run
+from support.http_server import running_server
+from support.scripted_engine import Gate, ScriptedEngine
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups and signals of POSIX")
+
+PROMPT = " ".join(f"Item {i} of the inventory is a lamp with {i * 7} lenses." for i in range(40))
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """`localllm serve` in a process group of its own, and a client of it."""
+    command = [sys.executable, "-m", "localllm", "serve", str(model), "--port", "0", "--context", "2048"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        said = ""
+        for said in process.stderr:
+            if said.startswith("serving on"):
+                break
+        url = said.split()[2].removesuffix("/v1")
+        with httpx.Client(base_url=url, trust_env=False, timeout=120) as client:
+            yield process, client
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+def ask(n: int) -> dict[str, object]:
+    return {"prompt": PROMPT, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+
+
+def frames(reply: httpx.Response) -> Iterator[dict[str, object]]:
+    for line in reply.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def cached_of(client: httpx.Client) -> tuple[int, int]:
+    """(tokens found in the cache, tokens of the prompt)"""
+    usage = client.post("/v1/completions", json={**ask(4), "stream": False}).json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(smollm2: Path) -> None:
+    with serving(smollm2) as (process, client):
+        with client.stream("POST", "/v1/completions", json=ask(6)) as reply:
+            told = frames(reply)
+            next(told)
+            os.killpg(process.pid, signal.SIGTERM)
+            rest = list(told)
+        assert not [f for f in rest if "error" in f]
+        assert [c["finish_reason"] for f in rest for c in f["choices"] if c["finish_reason"]] == ["length"]
+        assert process.wait(timeout=60) == 0
+    with serving(smollm2) as (_, client):
+        cached, prompt = cached_of(client)
+    assert cached >= prompt - 32, (cached, prompt)
+
+
+def test_a_stream_that_is_not_waited_for_says_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_GRACE_S", 1)
+    never = Gate()
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server({"tiny": ScriptedEngine(script=["Hello", never])}))
+        client = stack.enter_context(httpx.Client(base_url=server.url, trust_env=False, timeout=30))
+        reply = stack.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
+        lines = reply.iter_lines()
+        assert any("Hello" in line for line in lines)
+        server.stop()
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert "the server is stopping" in rest[0]
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_terminating_the_group_after_an_answer_keeps_what_was_computed(smollm2: Path) -> None:
+    with serving(smollm2) as (process, client):
+        assert client.post("/v1/completions", json={**ask(8), "stream": False}).status_code == 200
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    with serving(smollm2) as (_, client):
+        cached, prompt = cached_of(client)
+    assert cached >= prompt - 32, (cached, prompt)
+
+
+def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(smollm2: Path) -> None:
+    with serving(smollm2) as (process, client):
+        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
+        with client.stream("POST", "/v1/completions", json=ask(1000)) as reply:
+            next(frames(reply))
+            worker.send_signal(signal.SIGTERM)  # alone it changes nothing
+            process.kill()
+        gone, _ = psutil.wait_procs([worker], timeout=60)
+        assert gone
+    with serving(smollm2) as (_, client):
+        cached, prompt = cached_of(client)
+    assert cached >= prompt - 32, (cached, prompt)
+
+
+def test_a_worker_that_hangs_does_not_outlive_its_server(smollm2: Path) -> None:
+    """Stopped, as one that waits for something that never comes; it goes on when it can be spoken to again."""
+    with serving(smollm2) as (process, _):
+        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
+        worker.suspend()
+        started = time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert time.monotonic() - started < 45
+        gone, _ = psutil.wait_procs([worker], timeout=10)
+        assert gone

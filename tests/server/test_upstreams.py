@@ -1,0 +1,235 @@
+"""A model that runs in another server: one of ours behind one of ours. What is handed on comes back as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.server.elsewhere.upstreams import PATHS, Upstream, Upstreams
+from localllm.server.models.router import ModelRouter, ServedModel
+from server.rows import Row, check
+from server.rows_openai import OPENAI
+from server.rows_others import OTHERS
+from support.http_server import Running, running_server
+from support.scripted_engine import BOS, Gate, ScriptedEngine
+
+ROWS = [row for row in (*OPENAI, *OTHERS) if row.path in PATHS]
+EVERY = ("openai", "responses", "anthropic", "ollama")
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(fim_tokens={"pre": 200, "suf": 201, "mid": 202}, bos_token=BOS)
+
+
+@pytest.fixture(scope="module")
+def behind(engine: ScriptedEngine) -> Iterator[Running]:
+    with running_server([ServedModel("tiny", engine, aliases=("small",))], api_key="theirs") as running:
+        yield running
+
+
+def front(behind: Running, *local: ServedModel, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "models": {"tiny": "tiny", "small": "small", "renamed": "tiny"},
+        "key": "theirs",
+        **changes,
+    }
+    upstream = Upstream("lab", behind.url + "/v1", **values)
+    return running_server(ModelRouter(list(local), elsewhere=Upstreams([upstream])))
+
+
+@pytest.fixture(scope="module")
+def both(behind: Running) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+    auth = {"authorization": "Bearer theirs"}
+    with (
+        front(behind, ServedModel("local", ScriptedEngine()), speaks=EVERY) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as through,
+        httpx.Client(base_url=behind.url, trust_env=False, headers=auth) as direct,
+    ):
+        yield direct, through
+
+
+def alike(text: str) -> str:
+    """An answer without what differs each time: ids, times, and how long it took."""
+    text = re.sub(r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item)[-_])[0-9A-Za-z_-]+"', r'"\1"', text)
+    text = re.sub(r'("[a-z]+_at"): ?("[^"]*"|[0-9.]+)', r"\1:0", text)
+    return re.sub(
+        r'("(?:created|[a-z_]*_ms|[a-z_]*per_second|[a-z_]*_s|[a-z_]*_duration)"): ?[0-9.e+-]+', r"\1:0", text
+    )
+
+
+# Every row in the long run, each sixth always.
+ALL = [
+    pytest.param(r, marks=[pytest.mark.long] if i % 6 else [], id=f"{r.path}: {r.name}"[:90])
+    for i, r in enumerate(ROWS)
+]
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_the_tables_rows_are_answered_alike(
+    row: Row, both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
+) -> None:
+    """Each row of the endpoint's own table, directly and through the upstream: the same status, body and notes, and what
+    the row says of the answer and of what reached the engine is so."""
+    body = {"model": "tiny", **row.body} if isinstance(row.body, dict) else row.body
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answers = []
+    for client in both:
+        engine.script = row.script
+        engine.requests.clear()
+        answers.append(client.post(row.path, content=data, headers={"content-type": "application/json"}))
+    direct, through = answers
+    elsewhere = not isinstance(body, dict) or body["model"] in ("tiny", "small")
+    if elsewhere:
+        check(row, through, engine.requests[-1] if engine.requests else None)
+    assert through.status_code == direct.status_code, through.text
+    if isinstance(body, dict) and body["model"] in ("tiny", "small"):
+        assert alike(through.text) == alike(direct.text)
+        for name in ("content-type", "x-localllm-ignored", "x-localllm-cache"):
+            assert through.headers.get(name) == direct.headers.get(name)
+        assert through.headers["x-localllm-ran-on"] == "lab"
+
+
+def test_a_stream_comes_as_it_is(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+    engine.script = ("Hello", " world", "!")
+    said = [client.post("/v1/chat/completions", json={**CHAT, "stream": True}) for client in both]
+    assert said[1].headers["content-type"] == said[0].headers["content-type"]
+    assert alike(said[1].text) == alike(said[0].text)
+    assert said[1].text.rstrip().endswith("data: [DONE]")
+
+
+def test_pieces_are_not_kept_back(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+    gate = Gate()
+    engine.script = ("first", gate, "second")
+    with both[1].stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        lines = (line for line in answer.iter_lines() if "content" in line)
+        assert any("first" in line for line in lines)
+        gate.open()
+        assert any("second" in line for line in lines)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_who_leaves_ends_it_there(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+    gate, before = Gate(), len(engine.cancelled)
+    engine.script = ("first", gate, "second")
+    with both[1].stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        assert any("first" in line for line in answer.iter_lines())
+    until(lambda: len(engine.cancelled) == before + 1)
+    gate.open()
+
+
+def test_the_list_says_where_each_runs(both: tuple[httpx.Client, httpx.Client]) -> None:
+    models = {m["id"]: m for m in both[1].get("/v1/models").json()["data"]}
+    assert models["local"]["runs_on"] == "this server"
+    assert {models[name]["runs_on"] for name in ("tiny", "small", "renamed")} == {"lab"}
+    assert models["renamed"]["context_length"] == 4096
+    assert both[1].get("/v1/models/renamed").json()["runs_on"] == "lab"
+    assert "127.0.0.1" not in both[1].get("/v1/models").text
+
+
+def test_another_name_there(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+    engine.script = ("fine",)
+    answer = both[1].post("/v1/chat/completions", json={**CHAT, "model": "renamed"})
+    assert answer.json()["choices"][0]["message"]["content"] == "fine"
+
+
+def test_other_dialects_are_refused_by_name_or_handed_on(behind: Running, engine: ScriptedEngine) -> None:
+    body = {"model": "tiny", "max_tokens": 9, "messages": CHAT["messages"]}
+    engine.script = ("fine",)
+    with front(behind) as running:
+        answer = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
+        assert answer.status_code == 400
+        assert "lab" in answer.text
+        assert "/v1/messages" in answer.text
+    with front(behind, speaks=("openai", "anthropic")) as running:
+        answer = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
+        assert answer.json()["content"][0]["text"] == "fine"
+
+
+def test_local_first_and_a_spill_only_where_it_is_said(behind: Running, engine: ScriptedEngine) -> None:
+    engine.script = ("from the lab",)
+    body = {**CHAT, "stream": True}
+    for spill, places in ((False, [None, None]), (True, [None, "lab"])):
+        gate = Gate()
+        local = ServedModel("tiny", ScriptedEngine(script=("here", gate), n_seq_max=1))
+        with front(behind, local, spill=spill) as running, httpx.Client(base_url=running.url, trust_env=False) as http:
+            with http.stream("POST", "/v1/chat/completions", json=body) as first:
+                lines = first.iter_lines()  # kept: one that is let go closes the answer
+                assert any("here" in line for line in lines)
+                with http.stream("POST", "/v1/chat/completions", json=body) as second:
+                    assert [a.headers.get("x-localllm-ran-on") for a in (first, second)] == places
+            gate.open()
+
+
+def test_one_that_is_not_there() -> None:
+    gone = Upstream("gone", "http://127.0.0.1:9/v1", models={"tiny": "tiny"}, key="secret")
+    with running_server(ModelRouter([], elsewhere=Upstreams([gone]))) as running:
+        answer = httpx.post(running.url + "/v1/chat/completions", json=CHAT, trust_env=False)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == "upstream_failed"
+        assert "gone" in answer.text
+        assert "127.0.0.1" not in answer.text
+        assert "secret" not in answer.text
+
+
+def breaking_off(said: bytes) -> tuple[socket.socket, threading.Thread]:
+    """A server that begins to answer one request with a stream that says `said`, and is gone."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with listening, listening.accept()[0] as line:
+            line.recv(65536)
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            line.sendall(head + (b"%x\r\n%b\r\n" % (len(said), said) if said else b""))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return listening, thread
+
+
+def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
+    listening, thread = breaking_off(b'data: {"first": 1}\n\n')
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    upstream = Upstream("brittle", url, models={"tiny": "tiny"})
+    with running_server(ModelRouter([], elsewhere=Upstreams([upstream]))) as running:
+        answer = httpx.post(running.url + "/v1/chat/completions", json={**CHAT, "stream": True}, trust_env=False)
+    frames = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert frames[0] == {"first": 1}
+    assert frames[1]["error"]["code"] == "upstream_failed"
+    thread.join()
+
+
+def test_what_it_lists_is_offered(behind: Running, engine: ScriptedEngine) -> None:
+    engine.script = ("listed",)
+    with front(behind, models={}) as running, httpx.Client(base_url=running.url, trust_env=False) as http:
+        assert http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"] == "listed"
+        assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
+        missing = http.post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
+        assert missing.status_code == 404
+
+
+def test_an_ollama_client_finds_what_is_reached_in_its_dialect(both: tuple[httpx.Client, httpx.Client]) -> None:
+    listed = {m["name"]: m for m in both[1].get("/api/tags").json()["models"]}
+    assert set(listed) == {"local", "tiny", "small", "renamed"}
+    assert listed["renamed"]["remote_host"] == "lab"
+    assert "completion" in both[1].post("/api/show", json={"model": "renamed"}).json()["capabilities"]
+
+
+def test_and_none_that_is_not(behind: Running) -> None:
+    with front(behind) as running:
+        assert httpx.get(running.url + "/api/tags", trust_env=False).json() == {"models": []}

@@ -1,0 +1,260 @@
+"""A build is made beside the others, tried, and kept or taken back: on the real engine, whole or doctored."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from localllm import paths
+from localllm.cli import engine_build
+from localllm.errors import UsageError
+from localllm.setup import builds, install, trial
+from localllm.setup.errors import BuildNotFoundError, SetupError
+from localllm.setup.host import Host
+from localllm.setup.recipes import Recipe, Step
+
+HOST = Host("linux", "x86_64", "0.3.36", 2)
+CPU = Recipe("cpu", "cpu", "a build", "a test", (Step("the package", ("install", "--target", "{build}/site")),))
+Doctor = Callable[[Path], None]
+
+
+def whole(_: Path) -> None:
+    """The installed build as it is."""
+
+
+def symbol_missing(package: Path) -> None:
+    """A libllama of another release: what the bindings look for is not in it."""
+    (package / "lib" / "libllama.so").unlink()
+    (package / "lib" / "libllama.so").symlink_to((package / "lib" / "libggml-base.so").resolve())
+
+
+def device_lost(package: Path) -> None:
+    """What CUDA does where the GPU fell off the bus: the process aborts in the middle of a step."""
+    _append(package, "import os\ndef llama_decode(*_):\n    os.abort()\n")
+
+
+def wrong_tokens(package: Path) -> None:
+    """A kernel that reads the wrong row: it runs, and computes nonsense."""
+    _append(
+        package,
+        "from llama_cpp.llama_cpp import llama_decode as _decode\n"
+        "def llama_decode(context, batch):\n"
+        "    for i in range(batch.n_tokens):\n"
+        "        batch.token[i] = (batch.token[i] + 77) % 500\n"
+        "    return _decode(context, batch)\n",
+    )
+
+
+def _append(package: Path, text: str) -> None:
+    file = package / "__init__.py"
+    file.write_text(file.read_text() + "\n" + text)
+
+
+def installer(doctor: Doctor, code: int = 0) -> install.Run:
+    """In pip's place: puts the installed package, doctored, where pip was told to."""
+
+    def run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
+        target = Path(command[command.index("--target") + 1])
+        log.write_text("collecting\nerror: nothing to be had\n")
+        if code:
+            (target / "half").mkdir(parents=True)
+            return code
+        spec = find_spec("llama_cpp")
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).parent
+        shutil.copytree(source, target / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__"))
+        (target / "llama_cpp" / "lib").mkdir()
+        for library in (source / "lib").iterdir():
+            (target / "llama_cpp" / "lib" / library.name).symlink_to(library)
+        doctor(target / "llama_cpp")
+        return 0
+
+    return run
+
+
+def finished() -> builds.Build:
+    """A build that was made some time ago, as far as the books know."""
+    build = builds.Build("cpu", "cpu", "an older one", "0.3.36", "2026-01-01")
+    (build.folder / "site" / "llama_cpp").mkdir(parents=True)
+    builds.finish(build)
+    return build
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def make(doctor: Doctor, model: Path, recipe: Recipe = CPU, code: int = 0) -> builds.Build:
+    return install.make(recipe, HOST, model, silent, installer(doctor, code))
+
+
+def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model: Path) -> None:
+    build = make(whole, tiny_model)
+    assert builds.listed() == [build]
+    assert builds.chosen() == builds.OWN
+    builds.choose("cpu")
+    assert "10 of 10 tokens" in build.trial
+    done = subprocess.run(
+        [sys.executable, "-m", "localllm", "device", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["llama_cpp"]["folder"] == str(build.folder / "site" / "llama_cpp")
+    listed = subprocess.run(
+        [sys.executable, "-m", "localllm", "setup", "--list"], capture_output=True, text=True, check=True
+    )
+    assert "* cpu" in listed.stdout
+
+
+@pytest.mark.parametrize(
+    ("doctor", "said"),
+    [(symbol_missing, "does not start"), (device_lost, "SIGABRT"), (wrong_tokens, "other tokens")],
+)
+def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
+    doctor: Doctor, said: str, tiny_model: Path
+) -> None:
+    before = finished()
+    builds.choose("cpu")
+    with pytest.raises(SetupError) as caught:
+        make(doctor, tiny_model)
+    assert said in caught.value.message
+    assert "log" in caught.value.hint
+    assert builds.listed() == [before]
+    assert builds.chosen() == "cpu"
+    assert sorted(p.name for p in paths.builds_dir().iterdir()) == ["cpu", "in-use"]
+
+
+def test_a_build_without_the_device_it_was_made_for_is_taken_back(tiny_model: Path) -> None:
+    recipe = Recipe("cuda-120", "cuda", "a build", "a test", CPU.steps)
+    with pytest.raises(SetupError, match="sees no cuda device"):
+        make(whole, tiny_model, recipe)
+    assert builds.listed() == []
+    assert not builds.folder_of("cuda-120").exists()
+
+
+def test_a_step_that_fails_says_why_and_leaves_nothing(tiny_model: Path) -> None:
+    with pytest.raises(SetupError, match="error: nothing to be had"):
+        make(whole, tiny_model, code=1)
+    assert not builds.folder_of("cpu").exists()
+
+
+def test_two_setups_do_not_meet_and_a_mark_that_was_left_behind_does_not_count(tiny_model: Path) -> None:
+    mark = paths.private_dir(paths.builds_dir()) / ".making"
+    mark.write_text(str(os.getpid()))
+    with pytest.raises(SetupError, match="at work"):
+        make(whole, tiny_model, code=1)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for left in (str(gone.pid), "", "x"):
+        mark.write_text(left)
+        with pytest.raises(SetupError, match="nothing to be had"):
+            make(whole, tiny_model, code=1)
+        assert not mark.exists()
+
+
+def test_what_was_killed_in_the_middle_is_put_back(tiny_model: Path) -> None:
+    folder = builds.folder_of("cpu")
+    kept = folder.with_name(".cpu.before")
+    (kept / "site" / "llama_cpp").mkdir(parents=True)
+    before = builds.Build("cpu", "cpu", "an older one", "0.3.36", "2026-01-01")
+    (kept / "build.json").write_text(json.dumps({**{f: getattr(before, f) for f in before.__slots__}}))
+    (folder / "site").mkdir(parents=True)
+    assert builds.listed() == []
+    with pytest.raises(SetupError):
+        make(whole, tiny_model, code=1)
+    assert builds.listed() == [before]
+
+
+def test_removing_the_build_in_use_goes_back_to_the_one_that_came_along() -> None:
+    finished()
+    builds.choose("cpu")
+    builds.remove("cpu")
+    assert (builds.chosen(), builds.listed()) == (builds.OWN, [])
+    with pytest.raises(BuildNotFoundError):
+        builds.remove("cpu")
+    with pytest.raises(UsageError):
+        builds.remove(builds.OWN)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "", "A B", "/tmp/x", ".hidden"])
+def test_a_name_is_a_name_and_never_a_path(name: str) -> None:
+    with pytest.raises(UsageError):
+        builds.choose(name)
+
+
+def test_a_damaged_choice_or_description_is_as_none() -> None:
+    folder = builds.folder_of("cpu")
+    folder.mkdir(parents=True)
+    (folder / "build.json").write_text("{")
+    (paths.builds_dir() / "in-use").write_bytes(b"\xff../..")
+    assert (builds.listed(), builds.chosen()) == ([], builds.OWN)
+
+
+def test_one_run_can_have_another_build_and_a_name_that_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCALLLM_BUILD", "nowhere")
+    with pytest.raises(BuildNotFoundError):
+        engine_build.activate("serve")
+    engine_build.activate("setup")
+
+
+def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(builds.folder_of("gone") / "site"))
+    paths.builds_dir().mkdir(parents=True)
+    (paths.builds_dir() / "in-use").write_text("gone\n")
+    engine_build.activate("serve")
+    assert "gone" in capsys.readouterr().err
+    assert "PYTHONPATH" not in builds.os.environ
+
+
+def test_a_build_stands_first_on_the_path_and_leaves_it_again() -> None:
+    build = finished()
+    environment, path = {"PYTHONPATH": "/mine"}, ["/a", "/b"]
+    builds.apply("cpu", environment, path)
+    builds.apply("cpu", environment, path)
+    site = str(build.folder / "site")
+    assert (environment["PYTHONPATH"], path) == (f"{site}:/mine", [site, "/a", "/b"])
+    builds.apply(builds.OWN, environment, path)
+    assert (environment["PYTHONPATH"], path) == ("/mine", ["/a", "/b"])
+
+
+def test_a_builds_own_libraries_are_found_while_it_runs() -> None:
+    build = replace(finished(), library_dirs=("{build}/toolkit/nvidia/cu13/lib",))
+    builds.finish(build)
+    environment = {builds.library_variable(): "/theirs"}
+    builds.apply("cpu", environment)
+    assert environment[builds.library_variable()] == f"{build.folder}/toolkit/nvidia/cu13/lib:/theirs"
+    builds.apply(builds.OWN, environment)
+    assert environment[builds.library_variable()] == "/theirs"
+
+
+def test_near_ties_pass_and_nonsense_does_not() -> None:
+    expected = trial.Reference(Path("m"), (1, 2, 3), "abc")
+    close = {"gaps": [0.0, 0.3, 0.0], "text": "abd", "decode_s": 0.01}
+    assert trial.compare(expected, close).failure == ""
+    for gaps in ([0.0, 9.0, 0.0], [0.0, float("nan"), 0.0], [0.0], [0.0, 1e30, 0.0]):
+        assert trial.compare(expected, {**close, "gaps": gaps}).failure
+
+
+def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -> None:
+    lib = tmp_path / "lib"
+    (lib / "stubs").mkdir(parents=True)
+    for name in ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13.0.1", "stubs/libcuda.so"):
+        (lib / name).write_text("")
+    install.link_cuda(tmp_path)
+    install.link_cuda(tmp_path)
+    for name in ("libcudart.so", "libcublas.so", "libcublasLt.so", "libcuda.so"):
+        assert (tmp_path / "lib64" / name).exists(), name
+    with pytest.raises(SetupError):
+        install.link_cuda(tmp_path / "nothing")

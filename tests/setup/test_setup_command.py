@@ -1,0 +1,48 @@
+"""The command `setup`: what is wrong is said with the way out, and a machine without a GPU is left as it is."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from localllm.cli.main import app
+from localllm.errors import LocalLLMError
+from localllm.setup import builds
+
+RUNNER = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"),
+    [
+        (["--use", "nowhere"], 3),
+        (["--use", "../../etc"], 2),
+        (["--remove", "nowhere"], 3),
+        (["--remove", "own"], 2),
+        (["--backend", "abacus"], 2),
+        (["--device", "rtx 5090"], 2),
+        (["--list", "--dry-run"], 2),
+        (["--dry-run", "--device", "no such machine"], 3),
+        (["--dry-run", "--device", "M4 Max 128GB", "--backend", "cuda"], 6),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_changed(arguments: list[str], exit_code: int) -> None:
+    result = RUNNER.invoke(app, ["setup", *arguments])
+    assert isinstance(result.exception, LocalLLMError)
+    assert result.exception.exit_code == exit_code
+    assert result.exception.hint
+    assert builds.listed() == []
+
+
+def test_a_named_machine_is_told_what_would_be_done_there() -> None:
+    result = RUNNER.invoke(app, ["setup", "--dry-run", "--device", "rtx 5090"])
+    assert result.exit_code == 0
+    assert "120a-real" in result.output
+    assert builds.listed() == []
+
+
+def test_here_nothing_is_built_and_the_list_shows_what_runs() -> None:
+    """This machine's own llama.cpp drives what it has."""
+    assert RUNNER.invoke(app, ["setup", "--use", "own"]).exit_code == 0
+    listed = RUNNER.invoke(app, ["setup", "--list"]).output
+    assert listed.startswith("* own")

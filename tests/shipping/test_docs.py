@@ -1,0 +1,173 @@
+"""What the README and the docs tell people to type is understood by the program, and every command is in them.
+
+Lines of code blocks that begin with `localllm` go through the real parser, with their options and values; those that only read
+and answer at once are run. (The site and its links: `make docs`.)"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from localllm.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").rglob("*.md")])
+PROGRAM = re.compile(r"^(\$ )?(\.venv/bin/)?localllm$")
+# Behind a command: a remark after a sign, or set apart by a wide gap.
+REMARK = re.compile(r"\s+(#|→).*$|\s{2,}[^-\s].*$")
+# Not to be typed as it stands: alternatives, what may be left out, what goes on.
+NOTATION = re.compile(r"[\[\]…]|\w\|\w|\.\.\.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command that a page shows, without the program's own name. `literal`: it can be typed as it stands."""
+
+    page: str
+    number: int
+    words: tuple[str, ...]
+    literal: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.number} localllm {' '.join(self.words)}"
+
+
+def shown(text: str) -> Iterator[tuple[str, ...]]:
+    """The `localllm …` commands within a line of a shell."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|;&<>")
+    lexer.commenters = ""
+    lexer.whitespace_split = True
+    try:
+        words = [*lexer]
+    except ValueError:
+        return
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word and set(word) <= set("|;&<>"):
+            if command and PROGRAM.match(command[0]):
+                yield tuple(command[1:])
+            command = []
+        else:
+            command.append(word)
+
+
+def lines() -> Iterator[Line]:
+    """Every command in a code block, and those in running text that begin with the program's name."""
+    for page in PAGES:
+        name, inside = str(page.relative_to(ROOT)), False
+        for number, text in enumerate(page.read_text("utf-8").splitlines(), 1):
+            if text.lstrip().startswith("```"):
+                inside = not inside
+                continue
+            block = inside or text.startswith("    localllm ")
+            found = (
+                [REMARK.sub("", text.strip().removeprefix("$ "))] if block else re.findall(r"`(localllm [^`]+)`", text)
+            )
+            for code in found:
+                # Alternatives are words of one command here, not a pipe.
+                whole = re.sub(r"(?<=\S)\|(?=\S)", "¦", code)
+                for words in shown(whole):
+                    restored = tuple(word.replace("¦", "|") for word in words)
+                    yield Line(name, number, restored, block and not NOTATION.search(" ".join(restored)))
+
+
+LINES = [*lines()]
+GROUP: Any = get_command(app)
+
+
+def command_of(words: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """The command that `words` name, and what is left of them."""
+    command, rest = GROUP, words
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command, rest = command.commands[rest[0]], rest[1:]
+    return command, rest
+
+
+def options_of(command: Any) -> set[str]:
+    context = command.make_context("localllm", [], resilient_parsing=True)
+    return {name for p in command.get_params(context) for name in (*p.opts, *p.secondary_opts)}
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(LINES) > 150
+    assert {line.page for line in LINES} > {"README.md", "docs/guide/start.md", "docs/chat.md"}
+
+
+def test_commands_and_options_that_are_shown_exist() -> None:
+    wrong = []
+    for line in LINES:
+        command, rest = command_of(line.words)
+        first_is_name = re.fullmatch(r"[a-z-]+", rest[0]) if rest else None
+        if command is GROUP and first_is_name and not rest[0].startswith("-"):
+            wrong.append(f"{line}: no such command")
+        known = options_of(command)
+        given = [word.partition("=")[0].strip("[]") for word in rest if re.match(r"\[?--?[a-zA-Z]", word)]
+        wrong += [f"{line}: no option {option}" for option in given if option not in known and option != "-1"]
+    assert wrong == []
+
+
+def test_what_can_be_typed_as_it_stands_is_parsed() -> None:
+    wrong = []
+    for line in LINES:
+        command, rest = command_of(line.words)
+        if not line.literal or command is GROUP or {"-h", "--help"} & {*rest}:
+            continue
+        try:
+            command.make_context("localllm", [*rest])
+        except Exception as e:
+            wrong.append(f"{line}: {getattr(e, 'format_message', lambda e=e: repr(e))()}")
+    assert wrong == []
+
+
+def test_every_command_is_in_the_docs() -> None:
+    def leaves(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        below = {name: sub for name, sub in getattr(command, "commands", {}).items() if not sub.hidden}
+        for name, sub in below.items():
+            yield from leaves(sub, (*words, name))
+        if not below:
+            yield words
+
+    told = {line.words[:n] for line in LINES for n in (1, 2)}
+    # `localllm connect`, `chat`, `setup` and the like, named in running text.
+    assert [words for words in leaves(GROUP, ()) if words not in told] == []
+
+
+READS_ONLY = ("recommend", "licences", "config", "cache", "catalog", "models", "ls")
+NEEDS = re.compile(
+    r"FILE|\.gguf|--plot|--check|--write|--import|clear|set|unset|edit|rm|prune|adopt|update|verify|MODEL|NAME|CLIENT|info"
+)
+QUICK = [
+    line for line in {line.words: line for line in LINES}.values()
+    if line.literal and line.words and line.words[0] in READS_ONLY and not NEEDS.search(" ".join(line.words))
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is found out of this machine is found out once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def of_this_machine(line: Line) -> bool:
+    return line.words[0] == "recommend" and not {"--device", "--compare", "--at"} & {*line.words}
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(x, marks=[pytest.mark.long] if of_this_machine(x) else []) for x in QUICK], ids=str
+)
+def test_those_that_only_read_answer(line: Line, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(cache))
+    done = CliRunner().invoke(app, [*line.words])
+    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+    assert done.output.strip()
+    assert [*tmp_path.iterdir()] == [], "reading writes nothing where one stands"

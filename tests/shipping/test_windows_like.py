@@ -1,0 +1,108 @@
+"""What the program does where POSIX's names are missing, as on Windows: simulated (windows_like/sitecustomize.py), never run
+there. Every module can be imported, the commands answer, and a chat and a server run, workers included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+LIKE_WINDOWS = Path(__file__).parent / "windows_like"
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in ("localllm", "localllm_tui", "localllm_catalog", "localllm_backends"):
+    for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
+        if not module.name.endswith("__main__") and ".mlx" not in module.name:
+            importlib.import_module(module.name)
+import localllm.cli.serve_run as probe
+import os
+assert os.name == "posix" and probe.__name__
+"""
+
+
+def environment() -> dict[str, str]:
+    """This one, with the simulation before everything else, and the encoding of a Western Windows console."""
+    paths = [str(LIKE_WINDOWS), *(p for p in sys.path if p)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "cp1252"}
+
+
+def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """A command, with `text` on its standard input."""
+    return subprocess.run(
+        [sys.executable, *words], env=environment(), input=text, capture_output=True, text=True, encoding="cp1252", check=False,
+        timeout=280,
+    )  # fmt: skip
+
+
+def test_the_simulation_hides_what_windows_lacks_from_us_alone() -> None:
+    done = run(
+        "-c", "import localllm.cli.running as us; import os; print(us.os.name, hasattr(us.os, 'getuid'), os.name)"
+    )
+    assert done.stdout.split() == ["nt", "False", "posix"], done.stderr
+
+
+def test_every_module_can_be_imported() -> None:
+    done = run("-c", _IMPORT_ALL)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "config",
+        "licences",
+        "models",
+        "cache",
+        "recommend --device RTX4090",
+        "service install --dry-run",
+        "setup --list",
+    ],
+)
+def test_commands_answer(words: str, tmp_path: Path) -> None:
+    done = run("-m", "localllm", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if "service" in words:
+        assert "LogonTrigger" in done.stdout
+
+
+def test_a_unix_socket_is_refused_in_words() -> None:
+    done = run("-m", "localllm", "serve", "smollm2-135m-instruct", "--unix", "here.sock")
+    assert (done.returncode, "has no Unix sockets" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.long
+def test_a_chat_and_a_server_with_their_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A small model may go on for ever: the context ends it.
+    monkeypatch.setenv("LOCALLLM_CONTEXT", "256")
+    answer = run("-m", "localllm", "chat", "-m", "smollm2-135m-instruct", "Say hello in Chinese, with a smile.")
+    assert answer.returncode == 0 or "context" in answer.stderr, answer.stderr
+    assert answer.stdout.strip()
+    log = tmp_path / "serve.log"
+    server = [sys.executable, "-m", "localllm", "service", "run", "--log", str(log), "smollm2-135m-instruct"]
+    with subprocess.Popen(server, env={**environment(), "LOCALLLM_PORT": "11977"}) as started:
+        try:
+            until = time.monotonic() + 120
+            while True:
+                try:
+                    urllib.request.urlopen("http://127.0.0.1:11977/health", timeout=5)
+                    break
+                except OSError:
+                    assert time.monotonic() < until, log.read_text()
+                    assert started.poll() is None, log.read_text()
+                    time.sleep(0.2)
+            body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}).encode()
+            request = urllib.request.Request(
+                "http://127.0.0.1:11977/v1/chat/completions", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=200) as reply:
+                assert json.load(reply)["choices"][0]["message"]["content"]
+        finally:
+            started.kill()
+    assert "serving on" in log.read_text("utf-8")

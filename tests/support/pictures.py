@@ -1,0 +1,41 @@
+"""Pictures for tests, and what skips a test where this build of llama.cpp reads none."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+
+import numpy as np
+import pytest
+
+from localllm_backends.contract import Picture
+
+
+def needs_mtmd() -> pytest.MarkDecorator:
+    """Skips, visibly, where llama-cpp-python was built without mtmd."""
+    from localllm_backends.llamacpp.vision import why_not
+
+    return pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+
+
+def needs_pillow() -> pytest.MarkDecorator:
+    """Skips, visibly, where Pillow is not installed (a checkout that was not set up again)."""
+    found = importlib.util.find_spec("PIL") is not None
+    return pytest.mark.skipif(not found, reason="Pillow is not installed")
+
+
+def pixels(width: int, height: int, seed: int) -> Picture:
+    """Random pixels, as they are when decoded."""
+    data = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
+    return Picture(width, height, data, hashlib.blake2b(data, digest_size=16).digest())
+
+
+def png(width: int, height: int, seed: int, kind: str = "PNG") -> bytes:
+    """A file of random pixels."""
+    from PIL import Image
+
+    picture = pixels(width, height, seed)
+    made = io.BytesIO()
+    Image.frombytes("RGB", (width, height), picture.data).save(made, kind)
+    return made.getvalue()

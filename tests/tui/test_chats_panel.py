@@ -1,0 +1,125 @@
+"""The panel of conversations: what was said anywhere is found, and opened where it was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.conversation.history import History
+from localllm_tui.control.session import Session
+from localllm_tui.screens.framed import TURNS_SHOWN
+from localllm_tui.screens.picker import Picker
+from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.turns import Earlier
+from tui.conftest import Driver
+
+
+def _said(history: History, *texts: str) -> Session:
+    """A conversation of questions and answers by turns."""
+    session = Session(history, "scripted")
+    for i, text in enumerate(texts):
+        if i % 2 == 0:
+            session.ask(text)
+        else:
+            answer = session.answer()
+            answer.add(text)
+            answer.finish({"finish_reason": "stop"})
+    return session
+
+
+def _shown(d: Driver) -> list[str]:
+    return [w.text for w in d.app.transcript.query(TurnView)]
+
+
+async def _panel(d: Driver, key: str = "ctrl+o") -> None:
+    await d.press(key)
+    await d.until(lambda: isinstance(d.app.screen, Picker))
+    await d.pilot.pause()
+
+
+def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history: History) -> None:
+    session = _said(history, "rivers", "the Danube and others", "more")
+    session.ask("seas", instead=session.turns[0])  # the branch with the Danube is not shown any more
+    _said(history, "mountains", "the Eiger")
+
+    async def play(d: Driver) -> None:
+        await _panel(d)
+        assert "2 conversations" in d.screen()
+        await d.press(*"danub")
+        assert "1 conversation" in d.screen()
+        assert "Answer: the Danube and others" in d.screen()
+        await d.press("down", "enter")
+        await d.until(lambda: not isinstance(d.app.screen, Picker))
+        await d.until(lambda: _shown(d) == ["rivers", "the Danube and others", "more"])
+        assert d.app.transcript.selected is not None
+        assert d.app.transcript.selected.text == "the Danube and others"
+
+    drive(play)
+
+
+def test_a_conversation_unfolds_into_its_branches(drive: Any, history: History) -> None:
+    session = _said(history, "first", "one", "second", "two")
+    session.ask("another second", instead=session.turns[2])
+
+    async def play(d: Driver) -> None:
+        await _panel(d)
+        await d.press("right")
+        await d.pilot.pause()
+        shown = d.screen()
+        assert "1/2 second" in shown
+        assert "2/2 another second" in shown
+        await d.press("down", "down", "enter")
+        await d.until(lambda: "second" in _shown(d))
+        assert _shown(d) == ["first", "one", "second", "two"]
+
+    drive(play)
+
+
+def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history: History) -> None:
+    _said(history, "elsewhere", "a needle too")
+    session = _said(history, *(f"turn {n}" + (" with a needle" if n == 3 else "") for n in range(60)))
+
+    async def play(d: Driver) -> None:
+        assert "turn 3 with" not in d.screen()
+        await _panel(d, "ctrl+f")
+        await d.press(*"needle")
+        assert "1 turn" in d.screen()
+        await d.press("enter")
+        await d.until(lambda: d.app.transcript.selected is not None)
+        await d.until(lambda: "turn 3 with a needle" in d.screen())
+        await d.press("escape")
+        assert d.app.composer.has_focus
+
+    drive(play, resume=session.id)
+
+
+def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history: History) -> None:
+    async def play(d: Driver) -> None:
+        for typed, said in (("", "no conversations yet"), ("x", "nothing found")):
+            await _panel(d)
+            await d.press(*typed)
+            assert said in d.screen()
+            await d.press("ctrl+x", "right", "left", "down", "enter", "escape")
+            assert not isinstance(d.app.screen, Picker)
+        await d.ask("/find x")
+        assert "nothing was said yet" in d.screen()
+
+    drive(play)
+
+
+def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: History) -> None:
+    conv = history.create("long", "scripted")
+    with history._write() as db:
+        db.executemany(
+            "INSERT INTO messages (id, conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+            " VALUES (?, ?, ?, ?, ?, NULL, '{}', 1, 0.0)",
+            [(i, conv, i - 1, ("user", "assistant")[i % 2 == 0], f"turn {i} " + "words " * 40) for i in range(1, 2001)],
+        )
+    history.set_head(conv, 2000)
+
+    async def play(d: Driver) -> None:
+        await d.send("/continue")
+        await d.until(lambda: bool(d.app.transcript.views) and "turn 2000" in d.screen())
+        assert len(d.app.transcript.views) == TURNS_SHOWN
+        assert d.app.transcript.query_one(Earlier)
+
+    drive(play, size=(120, 40))

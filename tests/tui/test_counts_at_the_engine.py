@@ -1,0 +1,35 @@
+"""What the chat asks the server to count is what the engine then reads: at a real model, with and without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from localllm.cli.background_server import background_server
+from localllm_tui.control.client import ChatClient, Done
+
+ASKED = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Count to five."}]
+STOPPED = [*ASKED, {"role": "assistant", "content": "One, two,"}]
+
+
+@pytest.mark.timeout(300)
+def test_a_count_is_the_prompt_that_the_engine_reads(smollm2: Path) -> None:
+    async def both(client: ChatClient, name: str, goes_on: bool) -> tuple[int | None, int]:
+        messages = STOPPED if goes_on else ASKED
+        counted = await client.count(name, messages)
+        events = [event async for event in client.stream(name, messages, goes_on=goes_on)]
+        done = events[-1]
+        assert isinstance(done, Done)
+        assert done.usage is not None
+        return counted, done.usage.prompt
+
+    async def main(base_url: str, name: str) -> None:
+        async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 2}) as client:
+            for goes_on in (False, True):
+                counted, read = await both(client, name, goes_on)
+                assert counted == read
+
+    with background_server(str(smollm2), 512) as (base_url, name):
+        asyncio.run(main(base_url, name))

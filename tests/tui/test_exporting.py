@@ -1,0 +1,138 @@
+"""A conversation as a file: everything that was said is in it, wherever it was said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm.errors import UsageError
+from localllm_tui.control import importing
+from localllm_tui.control.exporting import to_json, to_markdown
+from localllm_tui.control.session import Session
+
+
+def _answered(session: Session, text: str, reasoning: str = "") -> None:
+    answer = session.answer()
+    answer.add(text, reasoning)
+    answer.finish({"finish_reason": "stop"})
+
+
+@pytest.fixture
+def session(history: History) -> Session:
+    session = Session(history, "m", system="Be brief")
+    session.ask("what?")
+    _answered(session, "this", "hm")
+    _answered(session, "that")
+    session.set_system("Rhyme")
+    session.ask("and?")
+    return session
+
+
+def test_markdown_holds_versions_thinking_and_system_prompts_in_place(session: Session) -> None:
+    assert to_markdown(session) == (
+        "# what?\n\n## System\n\nBe brief\n\n## You\n\nwhat?\n\n## m\n\nthat\n\n"
+        "<details><summary>version 1 of 2</summary>\n\n<details><summary>thinking</summary>\n\nhm\n\n</details>\n\n"
+        "this\n\n</details>\n\n## System\n\nRhyme\n\n## You\n\nand?\n"
+    )
+
+
+def test_json_holds_every_branch(session: Session) -> None:
+    said = json.loads(to_json(session))
+    assert (said["format"], said["title"], said["model"]) == ("localllm-conversation", "what?", "m")
+    assert [(m["role"], m["content"]) for m in said["messages"]] == [
+        ("system", "Be brief"),
+        ("user", "what?"),
+        ("assistant", "this"),
+        ("assistant", "that"),
+        ("system", "Rhyme"),
+        ("user", "and?"),
+    ]
+    assert said["head"] == said["messages"][-1]["id"]
+    assert said["messages"][2]["reasoning"] == "hm"
+
+
+def _shape(history: History, conv_id: str) -> list[tuple[object, ...]]:
+    """What a conversation is, whatever its ids."""
+    turns, head = history.tree(conv_id)
+    place = {0: 0} | {t.id: i for i, t in enumerate(turns, 1)}
+    return [
+        (place[head],),
+        *((t.role, t.content, t.reasoning or "", t.meta, t.complete, t.created_s, place[t.parent_id]) for t in turns),
+    ]
+
+
+def test_what_was_saved_is_read_back_whole(session: Session, history: History, tmp_path: Path) -> None:
+    session.other_version(session.turns[1], -1)
+    session.ask("on the other branch")
+    file = tmp_path / "chat.json"
+    file.write_text(to_json(Session(history, "m", conv_id=session.id)), encoding="utf-8")
+    (again,) = importing.store(history, importing.read(file), "other")
+    assert _shape(history, again) == _shape(history, str(session.id))
+    assert history.get(again).model == "m"
+
+
+def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Path) -> None:
+    def node(name: str, parent: str | None, role: str, *parts: object, **extra: object) -> dict[str, object]:
+        message = {"author": {"role": role}, "content": {"content_type": "text", "parts": list(parts)}, **extra}
+        return {"id": name, "parent": parent, "message": message, "children": []}
+
+    nodes = {
+        "root": {"id": "root", "parent": None, "message": None, "children": []},
+        "sys": node("sys", "root", "system", ""),
+        "q": node("q", "sys", "user", "what?", {"asset_pointer": "x"}, create_time=5.0),
+        "a1": node("a1", "q", "assistant", "this", metadata={"model_slug": "gpt-x"}),
+        "a2": node("a2", "q", "assistant", "that", metadata={"model_slug": "gpt-x"}),
+        "tool": node("tool", "a1", "tool", "noise"),
+        "q2": node("q2", "tool", "user", "and?"),
+    }
+    for name, n in nodes.items():
+        if n["parent"]:
+            nodes[str(n["parent"])]["children"].append(name)  # type: ignore[attr-defined]
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([{"title": "Old", "mapping": nodes, "current_node": "q2"}, {"mapping": {}}]))
+    (conv,) = importing.store(history, importing.read(file), "m")
+    assert history.get(conv).title == "Old"
+    assert [m.content for m in history.messages(conv)] == ["what?", "this", "and?"]
+    assert sorted(m.content for m in history.tree(conv)[0]) == ["and?", "that", "this", "what?"]
+
+
+def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: Path) -> None:
+    messages = {
+        "1": {"id": "1", "parentId": None, "childrenIds": ["2", "3"], "role": "user", "content": "what?"},
+        "2": {"id": "2", "parentId": "1", "childrenIds": [], "role": "assistant", "content": "this", "model": "x"},
+        "3": {"id": "3", "parentId": "1", "childrenIds": [], "role": "assistant", "content": "that", "model": "x"},
+    }
+    file = tmp_path / "chat.json"
+    file.write_text(
+        json.dumps([{"id": "c", "chat": {"title": "T", "history": {"messages": messages, "currentId": "2"}}}])
+    )
+    (conv,) = importing.store(history, importing.read(file), "m")
+    assert [m.content for m in history.messages(conv)] == ["what?", "this"]
+    assert len(history.tree(conv)[0]) == 3
+    assert history.get(conv).model == "x"
+
+
+def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    said = [("system", "Be brief"), ("user", "hi"), ("assistant", [{"type": "text", "text": "hello"}])]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
+    (conv,) = importing.store(history, importing.read(file), "m")
+    session = Session(history, "m", conv_id=conv)
+    assert (session.title, session.system) == ("hi", "Be brief")
+    assert [t.content for t in session.turns] == ["hi", "hello"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["not json", "[]", "{}", "3", '[{"chat": 3}]', '{"mapping": [1]}', '{"format": "localllm-conversation", "version": 2}',
+     '{"format": "localllm-conversation", "version": 1, "messages": [{"id": 1, "role": "root", "content": "x"}]}'],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused_and_nothing_is_written(said: str, history: History, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(said)
+    with pytest.raises(UsageError):
+        importing.read(file)
+    assert history.list() == []

@@ -1,0 +1,133 @@
+"""Files that go with a question: found by @, dropped on the terminal, pasted; each with its cost before it is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual import events
+
+from localllm_tui.control.files import below, dropped
+from localllm_tui.screens.files import FilePicker
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    here = tmp_path / "project"
+    (here / "src" / "deep").mkdir(parents=True)
+    (here / ".hidden").mkdir()
+    (here / ".hidden" / "secret.txt").write_text("no")
+    (here / "notes.txt").write_text("the secret is 7")
+    (here / "src" / "deep" / "engine.py").write_text("x = 1\n" * 20)
+    (here / "src" / "long.txt").write_text("word " * 1000)
+    (here / "src" / "picture.bin").write_bytes(b"\0\1\2")
+    monkeypatch.chdir(here)
+    return here
+
+
+def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -> None:
+    assert below(folder) == ["notes.txt", "src/deep/engine.py", "src/long.txt", "src/picture.bin"]
+
+
+def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server: ScriptedServer, folder: Path) -> None:
+    server.count = lambda text: len(text.split())
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.n_ctx is not None)
+        await d.type("look at ")
+        await d.press("@")
+        await d.until(lambda: isinstance(d.app.screen, FilePicker))
+        await d.until(lambda: "too long" in d.screen() and "tokens" in d.screen() and "binary" in d.screen())
+        await d.press(*"sdeg")
+        await d.until(lambda: "1 files" in d.screen() and "engine.py" in d.screen())
+        await d.press("enter")
+        await d.until(lambda: bool(d.app.chat.attached))
+        assert d.app.composer.text == "look at @engine.py "
+        assert "engine.py" in str(d.app.composer.border_title)
+        await d.press("enter")
+        await d.until(lambda: bool(server.requests) and not d.app.answering)
+
+    drive(play)
+    assert server.requests[0]["messages"][0]["content"].startswith("File engine.py:\n```py\nx = 1")
+
+
+def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedServer, folder: Path) -> None:
+    server.count = lambda text: len(text.split())
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.n_ctx is not None)
+        await d.press("@")
+        await d.until(lambda: isinstance(d.app.screen, FilePicker))
+        await d.press(*"long")
+        await d.until(lambda: "too long: " in d.screen())
+        await d.press("enter")
+        assert "long.txt can't go along" in d.screen()
+        await d.press("escape")
+        assert d.app.composer.text == "@"
+        assert not d.app.chat.attached
+
+    drive(play)
+
+
+def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
+    async def play(d: Driver) -> None:
+        await d.press(*"me", "@", *"home")
+        assert not isinstance(d.app.screen, FilePicker)
+        assert d.app.composer.text == "me@home"
+
+    drive(play)
+
+
+def test_paths_that_a_terminal_types_for_dropped_files_are_known(tmp_path: Path) -> None:
+    plain, spaced = tmp_path / "a.txt", tmp_path / "b c'd.txt"
+    for path in (plain, spaced):
+        path.write_text("x")
+    assert dropped(f"{plain}") == [plain]
+    assert dropped(f"{spaced}\n") == [spaced]
+    assert dropped(str(spaced).replace(" ", "\\ ").replace("'", "\\'")) == [spaced]
+    assert dropped(f"'{plain}' \"{spaced}\"") == [plain, spaced]
+    assert dropped(f"file://{str(spaced).replace(' ', '%20')}") == [spaced]
+    for text in ("", "hello", "/no/such/file", f"{plain} and more", "a.txt", f"see {plain}", "'", "/" * 5000):
+        assert dropped(text) == [], text
+
+
+def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: ScriptedServer, folder: Path) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        d.app.post_message(events.Paste(f"'{folder / 'notes.txt'}'"))
+        await d.until(lambda: bool(d.app.chat.attached))
+        assert d.app.composer.text == ""
+        await d.ask("/attach -")
+        assert not d.app.chat.attached
+        d.app.post_message(events.Paste("/etc/nothing like a path"))
+        await d.until(lambda: bool(d.app.composer.text))
+        await d.press("enter")
+        await d.until(lambda: bool(server.requests) and not d.app.answering)
+
+    drive(play)
+    assert server.requests[0]["messages"][0]["content"] == "/etc/nothing like a path"
+
+
+def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(drive: Any, server: ScriptedServer) -> None:
+    server.models = [{"id": "scripted", "context_length": 200_000}]
+    server.answer("ok")
+    pasted = "line of text\n" * 80_000
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.n_ctx is not None)
+        await d.type("draft")
+        d.app.post_message(events.Paste(pasted))
+        await d.until(lambda: "pasted-1.txt" in d.screen())
+        d.app.post_message(events.Paste(pasted))
+        await d.until(lambda: "can't fit" in d.screen())
+        assert d.app.composer.text == "draft"
+        await d.press("enter")
+        await d.until(lambda: bool(server.requests) and not d.app.answering)
+
+    drive(play)
+    assert pasted.strip() in server.requests[0]["messages"][0]["content"]

@@ -1,0 +1,139 @@
+"""The glass panel: bytes per token, the machine's bandwidth and the answer's time, true to the server's own figures."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli.background_server import background_server
+from localllm_tui.control import glass
+from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
+from localllm_tui.control.physics import Physics, Seen
+from tui.conftest import Driver
+from tui.scripted_sse import Finish, Say, ScriptedServer
+
+PHYSICS = {
+    "device": "A laptop", "bandwidth_gbps": 34.0, "tflops": 1.0, "quant": "Q4_K_M", "kv_type": "f16", "n_batch": 256,
+    "weights": {"dense_bytes": 1_900_000_000, "routed_bytes": 310_000_000},
+    # Half of the layers have a window of 1,000 tokens.
+    "kv_read_bytes": [[0, 0], [1000, 60_000_000], [9000, 300_000_000]],
+    "flops_per_token": 8e9, "decode_tok_s": {"value": 11.5, "low": 10.0, "high": 13.0, "basis": "table"},
+    "prefill_tok_s": {"value": 60.0, "low": 40.0, "high": 90.0, "basis": "table"},
+    "memory": {"total_bytes": 5e9, "limit_bytes": 16e9, "weights_bytes": 4e9, "kv_bytes": 6e8},
+}  # fmt: skip
+TIMINGS = {
+    "queued_ms": 10.0, "prompt_ms": 4000.0, "prompt_n": 200, "predicted_ms": 8000.0, "predicted_n": 101,
+    "predicted_steps": 96, "draft_n": 12, "draft_n_accepted": 4,
+}  # fmt: skip
+MODELS = [{"id": "scripted", "object": "model", "context_length": 9000, "physics": PHYSICS}]
+
+
+def known() -> Physics:
+    found = Physics.of(PHYSICS)
+    assert found is not None
+    return found
+
+
+def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
+    physics = known()
+    assert [physics.kv_bytes(d) for d in (0, 500, 1000, 5000, 9000, 20000)] == [0, 3e7, 6e7, 1.8e8, 3e8, 3e8]
+    assert physics.token_bytes(1000) == 2_270_000_000
+    assert physics.limit_tok_s(1000) == pytest.approx(34e9 / 2.27e9)
+
+
+def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
+    seen = Seen(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
+    physics = known()
+    achieved = seen.achieved_gbps(physics)
+    assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
+    assert seen.tok_s == pytest.approx(12.5)
+    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in glass.headline(physics, seen)
+
+
+@pytest.mark.parametrize("said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}])
+def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
+    assert Physics.of(said) is None
+    assert "does not say" in glass.lines(None, None)[0]
+
+
+@pytest.mark.parametrize("seen", [None, Seen(), Seen(live=3.0), Seen(AnswerUsage(10, 1), AnswerTimings())])
+def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: Seen | None) -> None:
+    text = "\n".join(glass.lines(known(), seen))
+    assert "EACH TOKEN READS" in text
+    assert ("as it arrives" in text) == (seen is not None and seen.live is not None)
+    assert all(len(line) <= glass.WIDTH for line in text.splitlines())
+
+
+@pytest.fixture
+def server() -> Any:
+    with ScriptedServer(models=MODELS) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("size", "beside"), [((120, 40), True), ((80, 24), False), ((60, 20), False)])
+def test_one_key_shows_it_beside_the_conversation_or_above_it(
+    drive: Any, server: ScriptedServer, size: tuple[int, int], beside: bool
+) -> None:
+    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+
+    async def play(d: Driver) -> None:
+        await d.ask("how fast?")
+        assert "EACH TOKEN READS" not in d.screen()
+        await d.press("f3")
+        await d.until(lambda: "EACH TOKEN READS 2.27 GB" in d.screen())
+        screen = d.screen()
+        assert ("four words of answer" in screen) == beside or not beside
+        assert "27.2 of 34 GB/s: 80% of what" in screen
+        assert all(len(line) <= size[0] for line in screen.splitlines())
+        if beside:
+            assert "prompt: 750 of 950 from cache" in screen
+            assert "drafts: 4 of 12 accepted" in screen
+            assert "planned      11.5  (10 to 13)" in screen
+            assert "  the rest at 50 tok/s" in screen
+            roof = [line[80:] for line in screen.splitlines() if "·" in line[80:]]
+            # The roof rises from left to right.
+            assert [line.index("·") for line in roof] == sorted((line.index("·") for line in roof), reverse=True)
+            assert roof[0].index("·") > roof[-1].index("·") + 5
+        await d.press("f3")
+        await d.until(lambda: "EACH TOKEN READS" not in d.screen())
+
+    drive(play, size=size)
+
+
+def test_a_narrower_terminal_folds_it_away(drive: Any, server: ScriptedServer) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f3")
+        await d.until(lambda: "EACH TOKEN" in d.screen())
+        await d.pilot.resize_terminal(80, 24)
+        await d.until(lambda: "EACH TOKEN" not in d.screen())
+        await d.pilot.resize_terminal(120, 40)
+        await d.until(lambda: "EACH TOKEN" in d.screen())
+
+    drive(play, size=(120, 40))
+
+
+def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
+    async def main(base_url: str, name: str) -> None:
+        async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 24}) as client:
+            events = [e async for e in client.stream(name, [{"role": "user", "content": "Count to twenty."}])]
+            (listed,) = [m for m in await client.models() if m.name == name]
+        done = events[-1]
+        assert isinstance(done, Done)
+        assert done.timings is not None
+        assert done.usage is not None
+        physics = Physics.of(listed.physics)
+        assert physics is not None
+        # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file all but little is read.
+        assert physics.kv_bytes(100) == pytest.approx(100 * 30 * 2 * 3 * 64 * 2, rel=0.01)
+        assert 75e6 < physics.token_bytes(0) < 115e6
+        took = done.timings
+        assert 1 <= took.steps <= 23
+        seen = Seen(done.usage, took)
+        measured = physics.token_bytes(seen.depth) / (took.decode_s / took.steps) / 1e9
+        assert seen.achieved_gbps(physics) == pytest.approx(measured, rel=0.1)
+
+    with background_server(str(smollm2), 512) as (base_url, name):
+        asyncio.run(main(base_url, name))

@@ -1,0 +1,131 @@
+"""Images in the chat: attached like any file, sent as parts of the question, their tokens counted by the server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
+from localllm.errors import UsageError
+from localllm_backends.contract import LoadSpec
+from localllm_tui.app import ChatApp
+from localllm_tui.control.attach import check_room, read_text
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.files import FileCost
+from localllm_tui.control.images import as_sent
+from localllm_tui.control.opening import Opening
+from localllm_tui.control.texts import with_files
+from models.tiny_vision import write_vision
+from support.http_server import running_server
+from support.pictures import needs_mtmd, needs_pillow, png
+
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def test_an_image_goes_along_like_a_text_file(tmp_path: Path) -> None:
+    shot, notes = tmp_path / "shot [1].png", tmp_path / "notes.txt"
+    shot.write_bytes(PIXEL)
+    notes.write_text("three lines")
+    attached = [read_text(shot), read_text(notes)]
+    check_room(attached, 64)
+    question = with_files("what is wrong?", attached)
+    (sent,) = as_sent([{"role": "user", "content": question}])
+    image, text = sent["content"]
+    assert image["image_url"]["url"] == "data:image/png;base64," + base64.b64encode(PIXEL).decode()
+    assert text["text"].startswith("File notes.txt:")
+    assert text["text"].endswith("what is wrong?")
+    (item,) = as_sent([{"role": "user", "content": question}], items=True)
+    assert [p["type"] for p in item["content"]] == ["input_image", "input_text"]
+
+
+def test_words_about_images_stay_words() -> None:
+    for text in ("![a](b.png)", "see ![x](data:image/png;base64, …)", "data:image/png;base64,AAAA"):
+        message = {"role": "user", "content": text}
+        assert as_sent([message]) == [message]
+    answer = {"role": "assistant", "content": "![a](data:image/png;base64,AAAA)"}
+    assert as_sent([answer]) == [answer]
+
+
+def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "x.bin"
+    other.write_bytes(b"abc\0def")
+    with pytest.raises(UsageError, match="text and images"):
+        read_text(other)
+
+
+@needs_mtmd()
+@needs_pillow()
+def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
+    model = write_vision(tmp_path / "m", "llava")
+    shot = tmp_path / "shot.png"
+    shot.write_bytes(png(80, 60, 1))
+    spec = LoadSpec(str(model.text), n_ctx=512, n_seq_max=2, n_gpu_layers=0, projector=str(model.projector))
+    with running_server({"tiny": Supervisor(WorkerOptions(spec))}) as running:
+        command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]
+        done = subprocess.run(
+            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+        async def cost() -> FileCost:
+            client = ChatClient(running.url + "/v1")
+            try:
+                return await FileCost.of(client, "tiny", shot, 512)
+            finally:
+                await client.aclose()
+
+        found = asyncio.run(cost())
+    assert found.tokens is not None
+    assert 16 < found.tokens < 100
+
+
+def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, smollm2: Path) -> None:
+    """In the list of `@`, in one answer, and in the chat, where the next question goes on without the image."""
+    shot = tmp_path / "shot.png"
+    shot.write_bytes(PIXEL)
+    engine = Supervisor(WorkerOptions(LoadSpec(str(smollm2), n_ctx=512, n_seq_max=2, n_gpu_layers=0)))
+    said = "this model reads text only, not images"
+    with running_server({"tiny": engine}) as running:
+        command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]
+        done = subprocess.run(
+            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert said in done.stderr
+        assert "recommend --sees" in done.stderr
+
+        async def chat() -> None:
+            async with ChatClient(running.url + "/v1") as client:
+                assert (await FileCost.of(client, "tiny", shot, 512)).words == said
+                with History(tmp_path / "chats.db") as history:
+                    app = ChatApp(Opening(client, history, "tiny", attached=(read_text(shot),)))
+                    async with app.run_test(size=(100, 30)) as pilot:
+
+                        async def ask(text: str) -> None:
+                            app.composer.insert(text)
+                            await pilot.pause()
+                            await pilot.press("enter")
+                            await pilot.pause()
+                            while app.answering:
+                                await pilot.pause()
+                            await pilot.pause()
+
+                        await ask("what is this?")
+                        assert said in str([static.render() for static in app.query("Trouble Static")])
+                        await ask("say hi")
+                        assert app.session.turns[-1].role == "assistant"
+
+        asyncio.run(chat())

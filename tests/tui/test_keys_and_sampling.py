@@ -1,0 +1,92 @@
+"""Keys as config.toml has them, and how answers are drawn, in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from localllm import paths
+from localllm.cli.chat_config import take_keys
+from localllm.errors import UsageError
+from localllm_tui.control import keys, sampling
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer, UntilGone
+
+
+@pytest.fixture(autouse=True)
+def usual_keys() -> Iterator[None]:
+    yield
+    keys.remap({})
+
+
+def config(text: str) -> None:
+    paths.private_dir(paths.config_dir())
+    (paths.config_dir() / "config.toml").write_text(text)
+
+
+def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(drive: Any, server: ScriptedServer) -> None:
+    config('[chat_keys]\n"chat.stop" = "f9"\n"command.models" = "ctrl+g"\n')
+    take_keys()
+    gone = UntilGone()
+    server.play(gone)
+
+    async def play(d: Driver) -> None:
+        await d.send("q")
+        await d.until(lambda: "F9 stops" in d.screen())
+        await d.press("escape")
+        assert d.app.answering
+        await d.press("f9")
+        await d.until(lambda: not d.app.answering)
+        await d.press("f1")
+        await d.until(lambda: "Ctrl+G" in d.screen())
+
+    drive(play, size=(100, 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[chat_keys]\n"chat.stopp" = "f9"', "unknown name: chat.stopp"),
+        ('[chat_keys]\n"chat.stop" = 7', "must be keys"),
+        ('[chat_keys]\n"turn.edit" = "r"', "two things at once: turn.edit and turn.again"),
+        ("chat_keys = 3", "`chat_keys` is a table"),
+    ],
+)
+def test_what_can_not_be_a_key_is_said(text: str, why: str) -> None:
+    config(text)
+    with pytest.raises(UsageError, match=why):
+        take_keys()
+
+
+def test_every_name_of_a_key_is_there_once() -> None:
+    named = [(key.id, key.action) for key in keys.KEYS if key.id]
+    assert len({name for name, _ in named}) == len(named)
+
+
+def test_sampling_is_said_in_words_and_changed(drive: Any) -> None:
+    models = [{"id": "scripted", "object": "model", "sampling": {"temperature": 0.6, "top_p": 0.9}, "has_system": True}]
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: "balanced (temperature 0.6)" in d.screen().splitlines()[0])
+        assert "the preset's system prompt" in d.screen().splitlines()[0]
+        await d.send("/sampling temperature 0")
+        await d.until(lambda: "always the likeliest word (temperature 0)" in d.screen().splitlines()[0])
+        await d.send("/sampling seed 7")
+        await d.until(lambda: "repeatable (seed 7)" in d.screen().splitlines()[0])
+        await d.ask("q")
+        assert (server.requests[0]["temperature"], server.requests[0]["seed"]) == (0.0, 7)
+        await d.send("/sampling -")
+        await d.until(lambda: "balanced (temperature 0.6)" in d.screen().splitlines()[0])
+
+    with ScriptedServer(models=models) as server:
+        server.answer("ok")
+        drive(play, server_=server, size=(120, 30))
+
+
+def test_what_is_no_sampling_is_refused() -> None:
+    for text in ("warmth 3", "temperature hot", "top_p 2", "top_k 1.5"):
+        with pytest.raises(UsageError):
+            sampling.changed({}, text)
+    assert sampling.changed({"truncation": "auto", "seed": 1}, "-") == {"truncation": "auto"}

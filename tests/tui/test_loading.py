@@ -1,0 +1,169 @@
+"""The chat opens at once: the model loads behind the screen, and what is asked meanwhile waits for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from localllm.conversation.history import History
+from localllm.errors import DoesNotFitError, LocalLLMError
+from localllm_tui.app import ChatApp
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.engine import Progress
+from localllm_tui.control.opening import Opening
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
+
+
+class Engine:
+    """An engine whose loading a test plays."""
+
+    model, api_key, unix_socket = "scripted", None, ""
+
+    def __init__(self, base_url: str = "", where: str = "") -> None:
+        self.base_url, self.where = base_url, where
+        self.now = Progress("loading", 0.0)
+        self.started = self.stopped = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def progress(self) -> Progress:
+        return self.now
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: ScriptedServer) -> None:
+    engine = Engine()
+    server.answer("Bonjour")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: engine.started)
+        await d.send("hello in French")
+        engine.now = Progress("loading", 0.42)
+        await d.until(lambda: "loading scripted 42%" in d.screen().splitlines()[0])
+        await d.until(lambda: "loading scripted 42%…" in d.screen())  # in the answer's place, too
+        assert server.requests == []
+        engine.now = Progress()
+        await d.until(lambda: not d.app.answering)
+        assert "Bonjour" in d.screen()
+        assert "loading" not in d.screen()
+        await d.until(lambda: d.app.n_ctx == 1000)
+
+    drive(play, engine=engine)
+
+
+def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: Any, server: ScriptedServer) -> None:
+    engine = Engine()
+    server.answer("here")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: engine.started)
+        await d.type("half a thought")
+        engine.now = Progress("failed", 0.0, DoesNotFitError("it needs 40.0 GB", hint="take a smaller one"))
+        await d.until(lambda: "it needs 40.0 GB" in d.screen())
+        assert "take a smaller one" in d.screen()
+        assert "/model shows what else" in d.screen()
+        assert d.app.composer.text == "half a thought"
+        await d.press("enter")  # asked again, since memory may be free by now
+        await d.until(lambda: not d.app.answering)
+        assert "here" in d.screen()
+
+    drive(play, engine=engine)
+
+
+def test_an_answer_that_waits_ends_in_what_loading_ended_in(drive: Any, server: ScriptedServer) -> None:
+    engine = Engine()
+
+    async def play(d: Driver) -> None:
+        await d.send("q")
+        engine.now = Progress("failed", 0.0, LocalLLMError("no such weights"))
+        await d.until(lambda: "no such weights" in d.screen())
+        await d.until(lambda: not d.app.answering)
+        assert d.screen().count("no such weights") == 1
+        assert server.requests == []
+
+    drive(play, engine=engine)
+
+
+def test_what_waits_can_be_stopped(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.send("q")
+        await d.until(lambda: d.app.answering)
+        await d.press("escape")
+        await d.until(lambda: not d.app.answering)
+        assert "Stopped before the answer began" in d.screen()
+
+    drive(play, engine=Engine())
+
+
+def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive: Any, server: ScriptedServer) -> None:
+    with ScriptedServer() as own:
+        own.answer("still here")
+        made: list[Engine] = []
+
+        def make(model: str) -> Engine:
+            made.append(Engine(own.base_url))
+            made[0].now = Progress()
+            return made[0]
+
+        async def play(d: Driver) -> None:
+            assert d.screen().splitlines()[0].strip() == "attached to nas:11535"
+            server.__exit__()
+            await d.send("q")
+            await d.until(lambda: "/own" in d.screen())
+            assert "the connection to the server broke" in d.screen()
+            await d.send("/own")
+            await d.until(lambda: bool(made))
+            assert "attached" not in d.screen().splitlines()[0]
+            await d.send("/retry")
+            await d.until(lambda: "still here" in d.screen())
+            await d.send("/own")
+            await d.until(lambda: "an engine of its own already" in d.screen())
+
+        engine = Engine(where="nas:11535")
+        engine.now = Progress()
+        drive(play, engine=engine, own=make)
+
+
+def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:
+    """At the real engine: a broken file is said, and another installed model answers in the same chat."""
+    import asyncio
+    import shutil
+
+    from localllm.cli.background_server import OwnEngine
+    from localllm.library import store
+
+    library = tmp_path / "library"
+    library.mkdir()
+    shutil.copy(tiny_model, library / "sound.gguf")
+    store.adopt(library)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny_model.read_bytes()[:-1000])
+    engine = OwnEngine(str(broken), 512)
+
+    async def main() -> None:
+        with History(tmp_path / "c.db") as history:
+            client = ChatClient.of(engine, {"max_tokens": 4})
+            app = ChatApp(Opening(client, history, engine.model))
+            app.chat.titles_after_s = None
+            async with app.run_test(size=(100, 30)) as pilot:
+                d = Driver(app, pilot)
+                await d.send("hello")
+                await d.until(lambda: "Error:" in d.screen())
+                assert "broken" in d.screen()
+                await d.send("/model sound")
+                await d.until(lambda: "sound answers from here on" in d.screen())
+                await d.send("/retry")
+                await d.until(lambda: app.session.last_answer is not None and not app.answering)
+                assert app.session.last_answer is not None
+                assert app.session.last_answer.meta["completion_tokens"] > 0
+            await client.aclose()
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.stop()
+    assert engine.progress().error is not None

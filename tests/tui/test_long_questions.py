@@ -1,0 +1,164 @@
+"""A question too long costs nothing but itself: its price is shown, it is not sent, and what failed spoils nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm.errors import UsageError
+from localllm_tui.control.session import Session
+from tui.conftest import Driver
+from tui.scripted_sse import Refuse, ScriptedServer
+
+FULL = Refuse(400, {"message": "the prompt is too long", "code": "context_length_exceeded"})
+
+
+def _stored(history: History) -> list[str]:
+    return [m.content for m in history.messages(history.list()[0].id)]
+
+
+def _sent(server: ScriptedServer, i: int) -> list[str]:
+    return [m["content"] for m in server.requests[i]["messages"]]
+
+
+def test_what_the_input_costs_is_shown_before_it_is_sent(drive: Any, server: ScriptedServer) -> None:
+    server.count = len
+    server.answer("ok", usage=(5, 2, 0))
+
+    async def play(d: Driver) -> None:
+        await d.type("hello")
+        await d.until(lambda: "5 of 1,000 tokens in all" in d.screen())
+        await d.ask("")
+        await d.type("more")
+        await d.until(lambda: "11 of 1,000 tokens in all" in d.screen())  # hello, ok and more
+        await d.type("x" * 2000)
+        await d.until(lambda: "2,011 of 1,000 tokens: too long" in d.screen())
+        d.app.composer.replace_text("/retry")
+        await d.until(lambda: "of 1,000 tokens" not in d.app.composer.border_title)
+
+    drive(play)
+
+
+def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    server.count = len
+    server.answer("hello")
+
+    async def play(d: Driver) -> None:
+        await d.send("x" * 200_000)
+        await d.until(lambda: "this question alone is 200,000 tokens" in " ".join(d.screen().split()))
+        assert len(d.app.composer.text) == 200_000
+        d.app.composer.replace_text("")
+        await d.ask("hi")
+
+    drive(play, size=(120, 40))
+    assert [_sent(server, i) for i in range(len(server.requests))] == [["hi"]]
+    assert _stored(history) == ["hi", "hello"]
+
+
+def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    server.count = len
+    server.answer("a" * 900, usage=(5, 900, 0))
+    server.answer("two")
+
+    async def play(d: Driver) -> None:
+        await d.ask("first")
+        await d.send("b" * 600)
+        await d.until(lambda: "with what was said before, this is 1,505 tokens" in " ".join(d.screen().split()))
+        await d.app.chat.run_command("compact", "")
+        await d.press("enter")
+        await d.until(lambda: len(server.requests) == 2 and not d.app.answering)
+
+    drive(play, size=(120, 40))
+    assert server.requests[1]["truncation"] == "auto"
+    assert _stored(history)[2:] == ["b" * 600, "two"]
+
+
+def test_a_question_that_failed_is_not_joined_to_the_next(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.play(FULL)
+    server.answer("hello")
+    server.answer("again")
+
+    async def play(d: Driver) -> None:
+        await d.ask("a very long paste")
+        await d.ask("hi")
+        await d.ask("and?")
+
+    async def reopened(d: Driver) -> None:
+        assert "left out of what the model gets" in d.screen()
+
+    drive(play)
+    assert [_sent(server, i) for i in (1, 2)] == [["hi"], ["hi", "hello", "and?"]]
+    assert _stored(history)[0] == "a very long paste"  # it stays on disk
+    drive(reopened, resume=history.list()[0].id)
+
+
+def test_a_question_that_failed_and_was_answered_later_counts(drive: Any, server: ScriptedServer) -> None:
+    server.play(FULL)
+    server.answer("one")
+    server.answer("two")
+
+    async def play(d: Driver) -> None:
+        await d.ask("first")
+        await d.ask("/retry")
+        await d.ask("second")
+
+    drive(play)
+    assert _sent(server, 2) == ["first", "one", "second"]
+
+
+def test_a_question_that_failed_is_edited_in_its_place(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.play(FULL)
+    server.answer("good")
+
+    async def play(d: Driver) -> None:
+        await d.ask("too long")
+        await d.send("/edit")
+        assert d.app.composer.text == "too long"
+        d.app.composer.replace_text("short")
+        await d.ask("")
+        assert "too long" not in d.screen()
+
+    drive(play)
+    assert _sent(server, 1) == ["short"]
+    assert len(history.list()) == 1
+    assert _stored(history) == ["short", "good"]
+
+
+def test_a_question_that_failed_can_be_dropped(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.answer("one")
+    server.play(FULL)
+    server.play(FULL)
+
+    async def play(d: Driver) -> None:
+        await d.ask("first")
+        await d.ask("/drop")
+        assert "the last question was answered" in d.screen()
+        await d.ask("second")
+        assert "/drop removes it" in " ".join(d.screen().split())
+        await d.ask("/drop")
+        assert "second" not in d.screen()
+        await d.ask("/new")
+        await d.ask("only")
+        await d.ask("/drop")
+
+    drive(play)
+    assert len(history.list()) == 1
+    assert _stored(history) == ["first", "one"]
+
+
+def test_dropping_the_only_question_keeps_the_system_prompt(history: History) -> None:
+    session = Session(history, "m", system="Be brief")
+    session.ask("q")
+    session.drop_question()
+    assert history.list() == []
+    assert session.system == "Be brief"
+    session.ask("r")
+    assert [m["content"] for m in session.payload()] == ["Be brief", "r"]
+    with pytest.raises(UsageError):
+        Session(history, "m").drop_question()

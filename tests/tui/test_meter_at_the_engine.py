@@ -1,0 +1,150 @@
+"""The meter and the glass panel at a real engine: what is on screen is what the server counted and measured, in every state."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.cli.background_server import background_server
+from localllm.conversation.history import History
+from localllm_tui.app import ChatApp
+from localllm_tui.control.client import ChatClient, Done, StreamEvent
+from localllm_tui.control.opening import Opening
+from tui.conftest import Driver
+
+CONTEXT = 1024
+
+
+class Recording(ChatClient):
+    """Remembers how the server said that each answer ended."""
+
+    ends: list[Done]
+
+    async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[StreamEvent, None]:
+        async for event in super().stream(*args, **options):
+            if isinstance(event, Done):
+                self.ends.append(event)
+            yield event
+
+
+def meter(d: Driver) -> int | None:
+    """The tokens that the status line shows."""
+    found = re.search(r"context ([\d,]+)/", d.screen().splitlines()[-1])
+    return int(found[1].replace(",", "")) if found else None
+
+
+def ended(client: Recording) -> int:
+    """The tokens that the server counted for the newest answer and its prompt."""
+    usage = client.ends[-1].usage
+    assert usage is not None
+    return usage.prompt + usage.completion
+
+
+async def counted(base_url: str, model: str, d: Driver) -> int:
+    """The server's count of the conversation, asked beside the chat."""
+    body = {"model": model, "input": d.app.session.context()}
+    async with httpx.AsyncClient() as http:
+        said = await http.post(f"{base_url}/responses/input_tokens", json=body, timeout=60)
+    return int(said.json()["input_tokens"])
+
+
+async def in_every_state(base_url: str, model: str, history: History) -> None:
+    """Through all that can become of an answer; the conversation stays for who opens it again."""
+    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
+        client.ends = []
+        app = ChatApp(Opening(client, history, model), lambda _: True)
+        app.chat.titles_after_s = None
+        async with app.run_test(size=(160, 40)) as pilot:
+            d = Driver(app, pilot)
+            await d.until(lambda: app.n_ctx == CONTEXT)
+            await d.ask("Count to ten.")
+            assert meter(d) == ended(client)
+            await d.ask("/retry")
+            assert len(client.ends) == 2
+            assert meter(d) == ended(client)
+            await d.send("/edit")
+            app.composer.replace_text("Say the names of three colours, please.")
+            await d.press("enter")
+            await d.until(lambda: len(client.ends) == 3 and not app.answering)
+            assert meter(d) == ended(client)
+            await d.press("f2", "e")  # the answer
+            app.composer.replace_text("Red, and some others that I made up.")
+            await d.press("enter")
+            edited = await counted(base_url, model, d)
+            await d.until(lambda: meter(d) == edited)
+            app.chat.n_ctx = None  # else the chat itself would refuse it
+            await d.ask("too long " * CONTEXT)
+            await d.until(lambda: "Error:" in d.screen())
+            await d.ask("/model " + model)
+            assert await counted(base_url, model, d) == edited  # what failed is not sent on
+            await d.until(lambda: meter(d) == edited)
+            client.sampling["max_tokens"] = 600
+            await d.send("Write a long story about the sea.")
+            await d.until(lambda: app.chat.answer_text.count(" ") > 5)
+            await d.press("escape")
+            await d.until(lambda: not app.answering)
+            assert len(client.ends) == 3
+            stopped = await counted(base_url, model, d)
+            assert stopped > edited + 5
+            await d.until(lambda: meter(d) == stopped)
+
+
+async def opened_again(base_url: str, model: str, history: History) -> None:
+    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
+        client.ends = []
+        app = ChatApp(Opening(client, history, model, history.list()[0].id), lambda _: True)
+        app.chat.titles_after_s = None
+        async with app.run_test(size=(160, 40)) as pilot:
+            d = Driver(app, pilot)
+            stopped = await counted(base_url, model, d)
+            await d.until(lambda: meter(d) == stopped)
+            await d.ask("/more")
+            assert meter(d) == ended(client)
+            usage = client.ends[-1].usage
+            assert usage is not None
+            assert usage.prompt == stopped  # what was shown is what the engine then read
+
+
+async def speed_on_screen(base_url: str, model: str, history: History) -> None:
+    async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 24}) as client:
+        client.ends = []
+        async with httpx.AsyncClient() as http:
+            listed = (await http.get(f"{base_url}/models")).json()["data"]
+        physics = next(m for m in listed if m["id"] == model)["physics"]
+        app = ChatApp(Opening(client, history, model), lambda _: True)
+        app.chat.titles_after_s = None
+        async with app.run_test(size=(120, 50)) as pilot:
+            d = Driver(app, pilot)
+            await d.until(lambda: app.n_ctx == CONTEXT)
+            await d.ask("Count to twenty.")
+            await d.press("f3")
+            await d.until(lambda: "GB/s: " in d.screen())
+            usage, took = client.ends[-1].usage, client.ends[-1].timings
+            assert usage is not None
+            assert took is not None
+            (_, _), *points = physics["kv_read_bytes"]
+            kv_per_token = points[0][1] / points[0][0]  # all its layers see the whole context: a straight line
+            depth = usage.prompt + usage.completion / 2
+            read = sum(physics["weights"].values()) + kv_per_token * depth
+            measured = read / (took.decode_s / took.steps) / 1e9
+            shown = re.search(r"([\d.]+) of [\d,]+ GB/s: ", d.screen())
+            assert shown is not None
+            assert float(shown[1]) == pytest.approx(measured, rel=0.1, abs=0.051)  # shown to a tenth
+            each = re.search(r"EACH TOKEN READS ([\d.]+) GB", d.screen())
+            assert each is not None
+            assert float(each[1]) == pytest.approx(read / 1e9, rel=0.1)
+
+
+@pytest.mark.timeout(300)
+def test_the_screen_says_what_the_server_counted_and_measured(smollm2: Path, history: History, tmp_path: Path) -> None:
+    with background_server(str(smollm2), CONTEXT) as (base_url, name):
+        asyncio.run(in_every_state(base_url, name, history))
+        asyncio.run(opened_again(base_url, name, history))
+        with History(tmp_path / "other" / "conversations.db") as other:
+            asyncio.run(speed_on_screen(base_url, name, other))

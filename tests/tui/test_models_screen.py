@@ -1,0 +1,188 @@
+"""The screen of models: plans that change as the sliders move, downloads beside the chat, and what is on the disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.widgets import OptionList
+
+from localllm.errors import DownloadError
+from localllm_tui.control.desk import OnDisk
+from localllm_tui.control.pulls import Pulls
+from localllm_tui.screens.models import ModelsScreen
+from tui.conftest import Driver
+from tui.scripted_desk import ScriptedDesk, offer
+from tui.scripted_sse import ScriptedServer
+
+SIZES = [(60, 20), (80, 24), (120, 40), (160, 50)]
+OURS = OnDisk("old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8")
+THEIRS = OnDisk("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False, "llama:Q4")
+
+
+async def opened(d: Driver) -> ModelsScreen:
+    await d.press("f4")
+    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.offers))
+    screen = d.app.screen
+    assert isinstance(screen, ModelsScreen)
+    await d.pilot.pause()
+    return screen
+
+
+def desk() -> ScriptedDesk:
+    return ScriptedDesk(offer("big", 20), offer("mid", 8), offer("small", 2, installed="small"), disk=[OURS, THEIRS])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> None:
+    it = desk()
+
+    async def play(d: Driver) -> None:
+        screen = await opened(d)
+        assert "3 fit, 0 do not" in d.screen()
+        assert "● SMALL" in d.screen()
+        assert "why big" in d.screen()
+        for _ in range(7):
+            await d.press("right")  # to 131,072 tokens
+        await d.until(lambda: len(screen.offers) == 1)
+        await d.until(lambda: "1 fit, 2 do not" in d.screen())
+        assert it.wishes[-1].context == 131072
+        await d.press("p")
+        await d.until(lambda: it.wishes[-1].purpose == "coding")
+
+    drive(play, desk=it, size=size)
+
+
+def test_why_compare_and_another_machine(drive: Any) -> None:
+    it = desk()
+
+    async def play(d: Driver) -> None:
+        await opened(d)
+        await d.press("w")
+        await d.until(lambda: "the arithmetic of big:Q4" in d.screen())
+        await d.press("escape", "space", "down", "space", "c")
+        await d.until(lambda: "side by side" in d.screen())
+        assert "BIG Q4" in d.screen()
+        assert "MID Q4" in d.screen()
+        assert "SMALL Q4" not in d.screen()
+        await d.press("escape", "m", *"rtx", "enter")
+        await d.until(lambda: it.wishes[-1].machine == "rtx")
+        await d.until(lambda: "rtx" in d.screen())
+        await d.press("enter")  # of a simulated machine nothing is pulled
+        assert it.pulled == []
+        await d.press("m")
+        await d.pilot.press(*["backspace"] * 3, *"nonsense", "enter")
+        await d.until(lambda: "no machine of that name" in d.screen())
+
+    drive(play, desk=it, toasts=True)
+
+
+def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> None:
+    models = [{"id": name, "object": "model", "context_length": 1000} for name in ("scripted", "big", "mid")]
+    it = desk()
+
+    async def play(d: Driver) -> None:
+        await opened(d)
+        await d.press("enter", "down", "enter")
+        await d.until(lambda: it.pulled == ["big:Q4", "mid:Q4"])
+        await d.press("escape")
+        it.go_on.release()
+        await d.until(lambda: "pulling big:Q4" in d.screen().splitlines()[0])
+        await d.ask("hello")
+        assert "Bonjour" in d.screen()
+        for _ in range(9):
+            it.go_on.release()
+        await d.until(lambda: "/model big uses it" in d.screen())
+        await d.until(lambda: "pulling" not in d.screen().splitlines()[0])
+        await opened(d)
+        await d.press("enter")
+        await d.until(lambda: d.app.session.model == "big")
+        assert "big answers from here on" in d.screen()
+
+    with ScriptedServer(models=models) as server:
+        server.answer("Bonjour")
+        drive(play, desk=it, toasts=True, server_=server)
+
+
+def test_a_download_that_was_stopped_or_failed_goes_on_when_it_is_asked_for_again() -> None:
+    it = desk()
+    pulls = Pulls(it)
+    first = pulls.start("big:Q4")
+    pulls.stop("big:Q4")
+    it.go_on.release()
+    assert _ended(first)
+    assert "pulling it again goes on there" in first.words()
+    it.fails = DownloadError("the hub is down")
+    second = pulls.start("big:Q4")
+    it.go_on.release()
+    assert _ended(second)
+    assert "the hub is down" in second.words()
+    it.fails = None
+    third = pulls.start("big:Q4")
+    assert pulls.start("big:Q4") is third  # it is on its way
+    for _ in range(4):
+        it.go_on.release()
+    assert _ended(third)
+    assert (third.name, it.pulled) == ("big", ["big:Q4"] * 3)
+
+
+def _ended(pull: Any) -> bool:
+    import threading
+
+    for thread in threading.enumerate():
+        if thread.name == f"pull {pull.ref}":
+            thread.join(10)
+    return bool(pull.ended)
+
+
+def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_yes(drive: Any) -> None:
+    it = desk()
+
+    async def play(d: Driver) -> None:
+        screen = await opened(d)
+        await d.press("d")
+        await d.until(lambda: "2 on this disk, 7.0 GB" in d.screen())
+        assert "kept by" in d.screen()
+        await d.until(lambda: "takes 1.0 of 24.0 GB: old" in d.screen())  # before it is loaded
+        await d.press("delete")
+        assert "Delete again removes old (2.0 GB) for good" in d.screen()
+        assert it.removed == []
+        await d.press("down", "up", "delete")  # moving away takes it back
+        assert it.removed == []
+        await d.press("delete")
+        await d.until(lambda: it.removed == ["old"])
+        await d.until(lambda: screen.query_one(OptionList).option_count == 1)
+        await d.press("delete", "delete")
+        await d.until(lambda: "llama belongs to Ollama" in d.screen())
+
+    drive(play, desk=it, toasts=True)
+
+
+def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(drive: Any) -> None:
+    models = [{"id": name, "object": "model"} for name in ("scripted", "mid")]
+    it = desk()
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: "F5  BIG Q4" in d.screen())
+        assert "starter model" in d.screen()
+        await d.press("f6")
+        await d.until(lambda: it.pulled == ["mid:Q4"])
+        for _ in range(4):
+            it.go_on.release()
+        await d.until(lambda: "MID is here: F6 uses it" in d.screen())
+        await d.press("f6")
+        await d.until(lambda: d.app.session.model == "mid")
+        await d.ask("hello")
+        assert "starter model" not in d.screen()
+
+    with ScriptedServer(models=models) as server:
+        server.answer("Bonjour")
+        drive(play, desk=it, first_run=True, server_=server, size=(100, 40))
+
+
+def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f5")
+        assert "starter" not in d.screen()
+
+    drive(play, desk=desk())

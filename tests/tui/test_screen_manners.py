@@ -1,0 +1,87 @@
+"""Colours, themes, pictures and toasts: what the screen owes to the terminal it is on and the person before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.segment import Segment
+
+from tui.conftest import Driver
+from tui.scripted_sse import ScriptedServer
+
+
+def test_no_color_means_none(drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    server.answer("**bold** and `code`\n```py\nx = 1\n```")
+
+    async def play(d: Driver) -> None:
+        def styles() -> list[Any]:
+            lines = [d.app.screen._compositor.render_strips()]
+            filters = d.app.get_line_filters()
+            shown: list[Segment] = []
+            for strip in lines[0]:
+                for line_filter in filters:
+                    strip = strip.apply_filter(line_filter, d.app.screen.styles.background)
+                shown += list(strip)
+            return [s.style for s in shown if s.style is not None]
+
+        await d.ask("q")
+        await d.type("typed")
+        assert all(style.color is None and style.bgcolor is None for style in styles())
+        assert any(style.reverse for style in styles())  # the cursor is seen all the same
+        await d.press("f1")
+        assert all(style.color is None and style.bgcolor is None for style in styles())
+
+    drive(play)
+
+
+def test_a_theme_is_remembered(drive: Any) -> None:
+    async def first(d: Driver) -> None:
+        d.app.theme = "gruvbox"
+        await d.pilot.pause()
+
+    async def second(d: Driver) -> None:
+        assert d.app.theme == "gruvbox"
+
+    drive(first)
+    drive(second)
+
+
+def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(drive: Any, tmp_path: Path) -> None:
+    async def play(d: Driver) -> None:
+        assert d.app.theme == "textual-dark"
+
+    for said in ('{"theme": "no such"}', "[]", "not json", '{"theme": 7}'):
+        (tmp_path / "chat.json").write_text(said)
+        drive(play)
+
+
+def test_a_picture_is_saved_where_there_are_no_downloads(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+
+    async def play(d: Driver) -> None:
+        (picture,) = (c for c in d.app.get_system_commands(d.app.screen) if c.title == "Screenshot")
+        picture.callback()
+        await d.until(lambda: bool(list(here.glob("*.svg"))))
+
+    drive(play)
+
+
+def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.ask("q")
+        await d.send("/copy")
+        await d.until(lambda: "copied the answer" in d.screen())
+        toast = next(n for n, line in enumerate(d.screen().splitlines()) if "copied the answer" in line)
+        assert toast < d.app.composer.region.y - 3
+
+    drive(play, toasts=True)

@@ -1,0 +1,89 @@
+"""The system prompt is never out of sight: it stands above the conversation, and /new says that it is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.conversation.history import History
+from localllm_tui.control.session import Session
+from tui.conftest import Driver
+from tui.scripted_sse import Comment, Finish, Say, ScriptedServer
+
+
+def _top(d: Driver) -> str:
+    return d.screen().splitlines()[0].strip()
+
+
+def test_it_stands_above_the_conversation_until_it_is_removed(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        assert _top(d) == "system: Be brief"
+        await d.ask("a")
+        assert _top(d) == "system: Be brief"
+        await d.ask("/system Answer in rhyme,\nand " + "at length " * 30)
+        assert _top(d).startswith("system: Answer in rhyme, and at length")
+        assert len(_top(d)) <= 80
+        await d.ask("/system -")
+        assert "system:" not in _top(d)
+
+    drive(play, system="Be brief")
+
+
+def test_a_new_conversation_says_that_it_is_kept(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.ask("a")
+        await d.ask("/new")
+        assert _top(d) == "system: Be brief"
+        assert "the system prompt is kept" in d.screen()
+        await d.ask("/system -")
+        await d.ask("/new")
+        assert "system" not in _top(d)
+
+    drive(play, system="Be brief")
+
+
+def test_it_comes_back_with_its_conversation(drive: Any, history: History) -> None:
+    kept = Session(history, "m", system="Be brief")
+    kept.ask("q")
+
+    async def play(d: Driver) -> None:
+        assert "system:" not in d.screen()
+        await d.ask("/continue")
+        await d.until(lambda: _top(d) == "system: Be brief")
+
+    drive(play)
+
+
+def test_changing_it_says_what_that_costs(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok", usage=(300, 12, 0))
+
+    async def play(d: Driver) -> None:
+        await d.ask("/system Be brief")
+        assert "read again" not in d.screen()
+        await d.ask("a")
+        await d.ask("/system Rhyme")
+        assert "all of it (312 tokens) is read again" in " ".join(d.screen().split())
+
+    drive(play)
+
+
+def test_what_was_read_again_is_said_in_the_servers_words(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok", usage=(300, 12, 0))
+    server.play(
+        Say(["fine"]),
+        Comment("cache 290/330 tokens; diverged from what is cached at token 290"),
+        Finish(usage=(330, 2, 290)),
+    )
+    server.play(Say(["well"]), Comment("cache 5/350 tokens; 327 known tokens were evicted"), Finish(usage=(350, 2, 5)))
+
+    async def play(d: Driver) -> None:
+        await d.ask("a")
+        await d.ask("b")
+        assert "read again" not in d.screen()  # the order of the day
+        await d.ask("c")
+        assert "327 tokens were read again: 327 known tokens were evicted" in " ".join(d.screen().split())
+
+    drive(play, size=(120, 40))

@@ -1,0 +1,81 @@
+"""Titles: the beginning of the first question, until the model makes one when nobody waits, or a person says another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localllm.conversation.history import History, StoredMessage
+from localllm_tui.control.titling import clean
+from tui.conftest import Driver
+from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
+
+
+def test_a_title_is_made_when_nobody_types(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.answer("Paris, of course")
+    server.answer('"The capital of France."')
+
+    async def play(d: Driver) -> None:
+        await d.ask("capital of France?")
+        await d.until(lambda: history.list()[0].title == "The capital of France")
+        await d.until(lambda: d.app.session.title == "The capital of France")
+
+    drive(play, titles_after_s=0.0)
+    assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+    assert server.requests[1]["max_tokens"] == 24
+    assert [m.content for m in history.messages(history.list()[0].id)] == ["capital of France?", "Paris, of course"]
+
+
+@pytest.mark.parametrize("reply", ["Paris, of course it is", "word " * 30, "?", "", None])
+def test_what_is_no_title_is_not_taken_nor_asked_for_again(
+    drive: Any, server: ScriptedServer, history: History, reply: str | None
+) -> None:
+    server.answer("Paris, of course it is")
+    server.play(Refuse(503, {"message": "busy"}) if reply is None else Say([reply]), Finish())
+    server.answer("fine")
+
+    async def play(d: Driver) -> None:
+        await d.ask("capital of France?")
+        await d.until(lambda: len(server.requests) == 2)
+        if reply is not None:
+            await d.until(lambda: d.app.session.titled == 1)
+        d.app.chat.titles_after_s = None
+        await d.ask("and?")
+
+    drive(play, titles_after_s=0.0)
+    assert history.list()[0].title == "capital of France?"
+
+
+def test_a_person_says_another(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.ask("/title early")
+        assert "once something was asked" in d.screen()
+        await d.ask("q")
+        await d.ask("/title My own")
+        d.app.chat.titles_after_s = 0.0
+        await d.ask("/title")
+        assert "title: My own" in d.screen()
+
+    drive(play)
+    assert (history.list()[0].title, history.list()[0].titled) == ("My own", 2)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "title"),
+    [
+        ("**Rivers of Europe**", "Rivers of Europe"),
+        ("# Rivers of Europe\n\nmore", "Rivers of Europe"),
+        ("Title: Rivers", "Rivers"),
+        ("\n\n- “Rivers”.", "Rivers"),
+        ("\x1b]0;evil\x07Rivers", "]0;evilRivers"),
+        ("Which rivers?", None),
+        ("The Danube is", None),
+        ("", None),
+    ],
+)
+def test_titles_are_cleaned(said: str, title: str | None) -> None:
+    assert clean(said, [StoredMessage(1, "assistant", "The Danube is long")]) == title

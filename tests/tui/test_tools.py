@@ -1,0 +1,207 @@
+"""Tools in the chat: off until asked for, each call after a yes with its arguments in sight, results folded and harmless."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import paths
+from localllm.cli.chat_config import tool_hosts
+from localllm.conversation.history import History
+from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED, ToolSpec
+from localllm_tui.mcp_host import McpHost
+from localllm_tui.screens.approval import Approval
+from localllm_tui.widgets.tool import ToolFold
+from tui.conftest import Driver
+from tui.scripted_sse import Finish, Raw, Say, ScriptedServer
+
+
+class Host:
+    """A program that offers one tool, and remembers what it was asked."""
+
+    name = "clock"
+
+    def __init__(self, says: str = "noon") -> None:
+        self.says = says
+        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+        self.open_now = False
+
+    async def open(self) -> Sequence[ToolSpec]:
+        self.open_now = True
+        return [ToolSpec("time", "what time it is", {"type": "object"}, self.name)]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        self.asked.append((name, arguments))
+        return self.says
+
+    async def close(self) -> None:
+        self.open_now = False
+
+
+def asks(name: str = "time", arguments: str = '{"zone": "CET"}') -> list[Any]:
+    """A model that asks for a tool, its arguments in two pieces."""
+    half = len(arguments) // 2
+    pieces = [
+        {"index": 0, "id": "c1", "type": "function", "function": {"name": name, "arguments": arguments[:half]}},
+        {"index": 0, "function": {"arguments": arguments[half:]}},
+    ]
+    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [p]}, "finish_reason": None}]} for p in pieces]
+    return [*(Raw(f"data: {json.dumps(c)}\n\n".encode()) for c in chunks), Finish("tool_calls")]
+
+
+def test_nothing_is_offered_until_it_is_asked_for(drive: Any, server: ScriptedServer) -> None:
+    server.answer("ok")
+    host = Host()
+
+    async def play(d: Driver) -> None:
+        await d.ask("q")
+        assert "tools" not in server.requests[0]
+        assert not host.open_now
+        await d.send("/tools")
+        await d.until(lambda: "clock: off" in d.screen())
+
+    drive(play, tools=(host,))
+
+
+def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
+    host = Host("12:00\x1b[2J")
+    server.play(Say(["Let me look. "]), *asks())
+    server.answer("It is noon.", usage=(40, 5, 30))
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.until(lambda: "tools on" in d.screen().splitlines()[0])
+        await d.send("what time is it?")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.pilot.pause()
+        assert "clock: time – what time it is" in d.screen()
+        assert '"zone": "CET"' in d.screen()
+        assert host.asked == []
+        await d.press("y")
+        await d.until(lambda: not d.app.answering)
+        assert host.asked == [("time", {"zone": "CET"})]
+        assert "It is noon." in d.screen()
+        fold = d.app.screen.query_one(ToolFold)
+        assert fold.collapsed
+        second = server.requests[1]["messages"]
+        assert second[-2]["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"zone": "CET"}'}
+        assert second[-1] == {"role": "tool", "tool_call_id": "c1", "content": "12:00[2J"}
+        answer = d.app.session.last_answer
+        assert answer is not None
+        assert answer.content == "Let me look. It is noon."
+        assert answer.meta["tools"][0]["result"] == "12:00[2J"
+        assert d.app.session.used_tokens == 45
+        await d.send("/tools off")
+        await d.until(lambda: not host.open_now)
+
+    drive(play, tools=(host,))
+
+
+@pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
+def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str) -> None:
+    host = Host()
+    server.play(*asks())
+    server.answer("Then I can't say.")
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.send("q")
+        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.press("enter", "space")  # neither
+        assert isinstance(d.app.screen, Approval)
+        await d.press(key)
+        await d.until(lambda: not d.app.answering)
+        assert host.asked == []
+        assert server.requests[1]["messages"][-1]["content"] == NOT_ALLOWED
+        assert "did not run" in d.screen()
+
+    drive(play, tools=(host,))
+
+
+def test_a_call_that_can_not_be_made_is_told_to_the_model(drive: Any, server: ScriptedServer) -> None:
+    server.play(*asks("rm", "{}"))
+    server.play(*asks("time", '["no object"]'))
+    server.answer("sorry")
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.ask("q")
+        told = [r["messages"][-1]["content"] for r in server.requests[1:]]
+        assert told == ["There is no tool rm.", "The arguments are not a JSON object."]
+
+    drive(play, tools=(Host(),))
+
+
+def test_a_model_that_asks_for_ever_is_stopped(drive: Any, server: ScriptedServer) -> None:
+    for _ in range(MOST_ROUNDS):
+        server.play(*asks("nothing"))
+    server.answer("enough")
+
+    async def play(d: Driver) -> None:
+        await d.send("/tools on")
+        await d.ask("q")
+        assert "tools" in server.requests[0]
+        assert "tools" not in server.requests[-1]
+        assert "enough" in d.screen()
+
+    drive(play, tools=(Host(),), size=(80, 50))
+
+
+def test_what_config_toml_can_not_mean_is_said() -> None:
+    paths.private_dir(paths.config_dir())
+    file = paths.config_dir() / "config.toml"
+    for text, why in (
+        ("mcp = 1", "one table per program"),
+        ("[mcp.a]\nargs = []", "needs a command"),
+        ('[mcp.a]\ncommand = "x"\nshell = true', "unknown key: shell"),
+        ('[mcp.a]\ncommand = "x"\nargs = "y"', "list of texts"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=why):
+            tool_hosts()
+    file.write_text('[mcp.files]\ncommand = "npx"\nargs = ["-y"]\n')
+    assert [(h.name, h.command, h.args) for h in tool_hosts()] == [("files", "npx", ("-y",))]
+
+
+SERVER = """
+from mcp.server import MCPServer
+server = MCPServer("sums")
+@server.tool()
+def add(a: int, b: int) -> str:
+    "add two numbers"
+    return f"{a} and {b} are {a + b}"
+@server.tool()
+def fail() -> str:
+    raise RuntimeError("no luck")
+server.run()
+"""
+
+
+def test_a_program_that_speaks_mcp_is_started_asked_and_ended(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "sums.py").write_text(SERVER)
+    pythonpath = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+
+    async def main() -> None:
+        host = McpHost("sums", sys.executable, (str(tmp_path / "sums.py"),), pythonpath)
+        specs = {spec.name: spec for spec in await host.open()}
+        assert specs["add"].description == "add two numbers"
+        assert set(specs["add"].schema["properties"]) == {"a", "b"}
+        assert await host.call("add", {"a": 2, "b": 3}) == "2 and 3 are 5"
+        assert (await host.call("fail", {})).startswith("error: ")
+        await host.close()
+        with pytest.raises(LocalLLMError, match="no longer running"):
+            await host.call("add", {})
+        with pytest.raises(LocalLLMError, match="does not start"):
+            await McpHost("gone", "/nowhere/at/all").open()
+
+    asyncio.run(main())

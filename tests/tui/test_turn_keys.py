@@ -1,0 +1,204 @@
+"""Any turn is selected, and then changed, asked again, gone on with, copied, branched or removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from localllm.conversation.history import History
+from localllm_tui.control.session import Session
+from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.turn import TurnView
+from tui.conftest import Driver
+from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
+
+
+@pytest.fixture
+def conversation(history: History) -> str:
+    """q1, a1, q2, a2."""
+    session = Session(history, "scripted")
+    for n in (1, 2):
+        session.ask(f"q{n}")
+        answer = session.answer()
+        answer.add(f"a{n}\n```\ncode {n}\n```\n```\nmore {n}\n```")
+        answer.finish({"finish_reason": "stop", "prompt_tokens": 10, "completion_tokens": 2})
+    assert session.id is not None
+    return session.id
+
+
+def _shown(d: Driver) -> list[str]:
+    return [w.text.partition("\n")[0] for w in d.app.transcript.query(TurnView)]
+
+
+def _selected(d: Driver) -> str:
+    view = d.app.transcript.selected
+    return view.text.partition("\n")[0] if view is not None else ""
+
+
+def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f2")
+        assert _selected(d) == "a2"
+        assert "E edit" in d.screen()
+        assert "Esc back" in d.screen()
+        await d.press("up", "up", "up", "up")
+        assert _selected(d) == "q1"
+        await d.press("down")
+        assert _selected(d) == "a1"
+        await d.press("escape", *"hi")
+        assert _selected(d) == ""
+        assert d.app.composer.text == "hi"
+        await d.press("ctrl+up", "down", *"!")
+        assert d.app.composer.text == "hi!"
+
+    drive(play, resume=conversation)
+
+
+def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
+    drive: Any, server: ScriptedServer, history: History, conversation: str
+) -> None:
+    server.answer("anew")
+
+    async def play(d: Driver) -> None:
+        await d.type("a draft")
+        await d.press("f2", "up", "up", "up", "e")
+        assert d.app.composer.text == "q1"
+        await d.ask("!")
+        assert _shown(d) == ["q1!", "anew"]
+        assert "◂ 2/2 ▸" in d.screen()
+        assert d.app.composer.text == "a draft"  # what was being written is back
+        await d.press("f2", "up", "left")
+        assert _shown(d) == ["q1", "a1", "q2", "a2"]
+        assert _selected(d) == "q1"
+        await d.press("right")
+        assert _shown(d) == ["q1!", "anew"]
+
+    drive(play, resume=conversation)
+    assert [m["content"] for m in server.requests[0]["messages"]] == ["q1!"]
+    assert len(history.list()) == 1
+    assert [m.content for m in history.messages(conversation)] == ["q1!", "anew"]
+
+
+def test_an_answer_is_changed_and_the_model_goes_on_from_what_it_says_now(
+    drive: Any, server: ScriptedServer, conversation: str
+) -> None:
+    server.answer("ok")
+
+    async def play(d: Driver) -> None:
+        await d.press("f2", "up", "up", "e")
+        d.app.composer.replace_text("changed")
+        await d.press("enter")
+        await d.pilot.pause()
+        assert _shown(d) == ["q1", "changed"]
+        assert "changed by you" in d.screen()
+        assert server.requests == []
+        await d.ask("next")
+
+    drive(play, resume=conversation)
+    assert [m["content"] for m in server.requests[0]["messages"]] == ["q1", "changed", "next"]
+
+
+def test_an_answer_in_the_middle_is_asked_for_again(
+    drive: Any, server: ScriptedServer, history: History, conversation: str
+) -> None:
+    server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))
+    server.answer("again")
+
+    async def play(d: Driver) -> None:
+        for _ in range(2):
+            await d.press("f2")
+            while _selected(d) != "a1":
+                await d.press("up")
+            await d.press("r")
+            await d.until(lambda: not d.app.answering)
+            await d.pilot.pause()
+            if len(server.requests) == 1:  # refused: nothing is lost
+                assert _shown(d) == ["q1", "a1", "q2", "a2"]
+        assert _shown(d) == ["q1", "again"]
+
+    drive(play, resume=conversation)
+    assert server.requests[1]["messages"] == [{"role": "user", "content": "q1"}]
+    assert len(history.tree(conversation)[0]) == 5
+
+
+def test_a_stopped_answer_is_gone_on_with(drive: Any, server: ScriptedServer, history: History) -> None:
+    server.play(Say(["half"]), Finish("length"))
+    server.answer(" way")
+
+    async def play(d: Driver) -> None:
+        await d.ask("q")
+        await d.press("f2", "g")
+        await d.until(lambda: not d.app.answering)
+        assert _shown(d) == ["q", "half way"]
+
+    drive(play)
+
+
+def test_turns_and_their_code_are_copied(drive: Any, conversation: str) -> None:
+    copied: list[str] = []
+
+    async def play(d: Driver) -> None:
+        await d.press("f2", "1", "2", "3", "up", "c", "up", "1")
+        await d.pilot.pause()
+        assert "2 code blocks, not 3" in " ".join(d.screen().split())
+
+    drive(play, resume=conversation, copy=lambda text: copied.append(text) or True, size=(120, 40), toasts=True)
+    assert copied == ["code 2", "more 2", "q2", "code 1"]
+
+
+def test_a_turn_is_removed_when_asked_twice(drive: Any, history: History, conversation: str) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f2", "up", "d")
+        assert "D again removes this turn and the 1 after it" in d.screen()
+        await d.press("up", "d")  # another turn: asked anew
+        assert len(_shown(d)) == 4
+        await d.press("down", "d", "d")
+        assert _shown(d) == ["q1", "a1"]
+        assert _selected(d) == "a1"
+
+    drive(play, resume=conversation)
+    assert len(history.tree(conversation)[0]) == 2
+
+
+def test_a_branch_of_its_own(drive: Any, server: ScriptedServer, history: History, conversation: str) -> None:
+    server.answer("elsewhere")
+
+    async def play(d: Driver) -> None:
+        await d.press("f2", "up", "up", "b")
+        await d.until(lambda: _shown(d) == ["q1", "a1"])
+        await d.ask("other")
+
+    drive(play, resume=conversation)
+    branch, original = history.list()
+    assert (branch.title, original.title) == ("q1 (branch)", "q1")
+    assert [m.content for m in history.messages(original.id)][2] == "q2"
+
+
+def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(drive: Any, history: History) -> None:
+    session = Session(history, "scripted")
+    for n in range(50):
+        session.ask(f"number {n}")
+
+    async def play(d: Driver) -> None:
+        assert "number 49" in d.screen()
+        assert len(_shown(d)) == 24
+        for _ in range(30):
+            await d.press("pageup")
+            if "number 0 " in d.screen():
+                break
+        assert len(_shown(d)) == 50
+        assert "earlier turns" not in d.screen()
+        await d.press("f2")
+        assert _selected(d) == "number 49"
+
+    drive(play, resume=session.id)
+
+
+def test_nothing_to_select_is_no_trouble(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.press("f2", "e", "up")
+        assert d.app.composer.has_focus
+        assert not d.app.transcript.query(AnswerView)
+
+    drive(play)

@@ -1,0 +1,193 @@
+"""The tree of one conversation in memory, in step with the disk: which branch is shown, what versions a turn has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from localllm.conversation.history import History, StoredMessage, TurnGoneError
+from localllm.errors import NotFoundError
+
+
+class Branches:
+    """A conversation of `history`; a new one (`conv_id` None) has no place there before `create`.
+
+    Every method that changes something has written the change when it returns. `path` is the branch that is shown, its
+    first turn first; `systems` are the system prompts that were set, which belong to no branch.
+    """
+
+    def __init__(self, history: History, conv_id: str | None) -> None:
+        self.history = history
+        self.id: str | None = None
+        self.copied = False  # whether this went on in a copy, because another window removed what it goes on from
+        self.beside = False  # whether another window has written turns beside ours since they were read
+        self._empty()
+        if conv_id is not None:
+            self._read(conv_id)
+
+    def _empty(self) -> None:
+        self._turns: dict[int, StoredMessage] = {}
+        self._after: dict[int, list[int]] = {}  # the versions of what follows a turn, oldest first
+        self.path: list[StoredMessage] = []
+        self.systems: list[StoredMessage] = []
+
+    def _read(self, conv_id: str, *, head: int | None = None) -> None:
+        everything, stored_head = self.history.tree(conv_id)
+        self._empty()
+        self.id = conv_id
+        for m in everything:
+            if m.role == "system":
+                self.systems.append(m)
+            else:
+                self._turns[m.id] = m
+                self._after.setdefault(m.parent_id, []).append(m.id)
+        for versions in self._after.values():
+            versions.sort(key=lambda n: (self._turns[n].created_s, n))
+        self._set_path(stored_head if head is None else head)
+
+    def _set_path(self, head: int) -> None:
+        path, seen = [], {0}
+        while head in self._turns and head not in seen:
+            seen.add(head)
+            path.append(self._turns[head])
+            head = self._turns[head].parent_id
+        self.path = path[::-1]
+
+    @property
+    def head(self) -> int:
+        """The id of the last turn of the branch that is shown; 0 for none."""
+        return self.path[-1].id if self.path else 0
+
+    def create(self, title: str, model: str) -> None:
+        """Give a new conversation its place on disk."""
+        self.id = self.history.create(title, model)
+
+    def forget(self) -> None:
+        """Remove the conversation from the disk: a new one begins."""
+        if self.id is not None:
+            self.history.delete(self.id)
+        self.id = None
+        self._empty()
+
+    @property
+    def every(self) -> Iterable[StoredMessage]:
+        """The turns of all branches."""
+        return self._turns.values()
+
+    def versions(self, turn: StoredMessage) -> list[StoredMessage]:
+        """The versions of a turn, itself among them, oldest first."""
+        return [self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role]
+
+    def followed(self, turn: StoredMessage) -> bool:
+        """Whether anything was said after `turn`, on any branch."""
+        return bool(self._after.get(turn.id))
+
+    def follows(self, turn_id: int, parent_id: int) -> bool:
+        """Whether a turn is a version of what follows `parent_id`."""
+        return turn_id in self._after.get(parent_id, ())
+
+    def parent(self, turn: StoredMessage) -> StoredMessage | None:
+        """The turn before it."""
+        return self._turns.get(turn.parent_id)
+
+    def holds(self, turn_id: int) -> bool:
+        """Whether there is such a turn, on any branch."""
+        return turn_id in self._turns
+
+    def show(self, turn_id: int) -> None:
+        """Show a branch through this turn: the one that was gone on with last."""
+        if any(t.id == turn_id for t in self.path):
+            return
+        head = turn_id
+        while self._after.get(head):
+            head = max(self._after[head])
+        assert self.id is not None
+        self.history.set_head(self.id, head)
+        self._set_path(head)
+
+    def append(
+        self,
+        role: str,
+        content: str,
+        *,
+        parent: int | None = None,
+        reasoning: str | None = None,
+        meta: dict[str, Any] | None = None,
+        complete: bool = True,
+    ) -> StoredMessage:
+        """Add a turn after `parent` (None: the head), which becomes the head; or a system prompt, which does not."""
+        assert self.id is not None
+        parent = self.head if parent is None else parent
+        meta = meta or {}
+        try:
+            n = self.history.append(
+                self.id, role, content, reasoning=reasoning, meta=meta, complete=complete, parent=parent
+            )
+        except (TurnGoneError, NotFoundError):
+            places = self._copy()
+            return self.append(
+                role, content, parent=places.get(parent, self.head), reasoning=reasoning, meta=meta, complete=complete
+            )
+        turn = StoredMessage(n, role, content, reasoning, meta, complete, time.time(), parent)
+        if role == "system":
+            self.systems.append(turn)
+            return turn
+        known = self._after.setdefault(parent, [])
+        self._turns[n] = turn
+        known.append(n)
+        if set(self.history.versions(self.id, parent, role)) - set(known):
+            self.beside = True
+            self._read(self.id, head=n)
+        else:
+            self._set_path(n)
+        return turn
+
+    def _copy(self) -> dict[int, int]:
+        """Go on in a conversation of its own with what is shown; returns what became of each turn's id."""
+        old, title, model = [*self.systems, *self.path], "Untitled", ""
+        if self.id is not None and self.history.holds(self.id):
+            was = self.history.get(self.id)
+            title, model = was.title, was.model
+        self._empty()
+        self.create(title, model)
+        self.copied = True
+        return self.add_all(old)
+
+    def add_all(self, turns: Iterable[StoredMessage]) -> dict[int, int]:
+        """Add turns of another conversation, parents first; returns the new id of each old one."""
+        assert self.id is not None
+        places = self.history.add(self.id, sorted(turns, key=lambda t: t.id))
+        self._read(self.id)
+        return places
+
+    def rewrite(
+        self, old: StoredMessage, content: str, reasoning: str, meta: dict[str, Any], complete: bool
+    ) -> StoredMessage:
+        """Change a turn in its place. Raises NotFoundError where another window removed it."""
+        self.history.update_partial(old.id, content, reasoning=reasoning, meta=meta, complete=complete)
+        return self.replace(old, content=content, reasoning=reasoning, meta=meta, complete=complete)
+
+    def replace(self, old: StoredMessage, **changes: Any) -> StoredMessage:
+        """Change a turn in memory alone."""
+        new = replace(old, **changes)
+        self._turns[old.id] = new
+        for i in range(len(self.path) - 1, -1, -1):  # most often the last
+            if self.path[i].id == old.id:
+                self.path[i] = new
+                break
+        return new
+
+    def remove(self, turn: StoredMessage) -> None:
+        """Remove a turn with all that follows it; its next version is shown, or the turn before it."""
+        assert self.id is not None
+        versions = self.versions(turn)
+        at = versions.index(turn)
+        others = [v.id for v in (versions[at + 1 :] + versions[:at][::-1])]
+        shown = turn in self.path
+        with_it = self.head if not shown else None
+        self.history.remove(turn.id)
+        self._read(self.id, head=with_it)
+        if shown and others:
+            self.show(others[0])

@@ -1,0 +1,123 @@
+"""What the screen of models asks of whoever knows machines, plans and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PURPOSES = ("chat", "coding", "autocomplete", "long")
+PURPOSE_WORDS = {
+    "chat": "chat",
+    "coding": "coding, agents",
+    "autocomplete": "autocomplete",
+    "long": "long documents",
+}
+# Tokens; 0 is the purpose's own.
+CONTEXTS = (0, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+# GB; 0 is what the machine has.
+MEMORIES_GB = (0, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+# Seconds until an answer begins; 0 is however long.
+WAITS_S = (0, 1, 2, 5, 10, 30, 60)
+# Beside this machine; any other can be typed.
+MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 128GB", "DGX Spark")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a person wants of a model: `machine` "" is this one, `memory_gb` 0 what it has, `longest_wait_s` 0 however long."""
+
+    purpose: str = "chat"
+    context: int = 0
+    machine: str = ""
+    memory_gb: float = 0.0
+    longest_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A plan as it is shown. `ref` is what is pulled, `installed` the name of its files on this disk ("": not there);
+    `wait_s` until an answer begins, thoughts included; `tok_s` predicted, from `tok_s_low` to `tok_s_high`."""
+
+    ref: str
+    name: str
+    quant: str
+    fits: str
+    total_bytes: int
+    limit_bytes: int
+    n_ctx: int
+    kv_type: str
+    tok_s: float
+    tok_s_low: float
+    tok_s_high: float
+    ttft_s: float
+    wait_s: float
+    quality: float
+    file_bytes: int
+    why: str
+    reasons: tuple[str, ...] = ()
+    installed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What fits, best first: `machine` in a line, `n_left_out` models that do not, `n_too_slow` that answer too late."""
+
+    wish: Wish
+    machine: str
+    offers: tuple[Offer, ...]
+    n_left_out: int = 0
+    n_too_slow: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Files of a model on this disk: `owner` in words; `ours` may be removed here. `fit`: what loading them would take."""
+
+    name: str
+    quant: str
+    size_bytes: int
+    owner: str
+    path: str
+    ours: bool
+    ref: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """A moment of a download: `doing` in a word, bytes, bytes per second and seconds left (None: not known)."""
+
+    doing: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    speed_bytes_s: float = 0.0
+    left_s: float | None = None
+
+
+class Desk(Protocol):
+    """Knows what there is. Every method may take a while, and is called from a thread; all raise LocalLLMError."""
+
+    def plan(self, wish: Wish) -> Planned:
+        """Every model that fits, planned anew."""
+        ...
+
+    def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
+        """The arithmetic of one plan, line by line."""
+        ...
+
+    def on_disk(self) -> Sequence[OnDisk]:
+        """What is installed, whoever keeps it."""
+        ...
+
+    def fit(self, model: OnDisk) -> str:
+        """What loading it here would take and give, in a sentence."""
+        ...
+
+    def remove(self, model: OnDisk) -> int:
+        """Remove its files; returns the bytes freed."""
+        ...
+
+    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
+        """Bring a model to this disk, going on where an earlier try ended; returns its name here. What `told` raises
+        ends it."""
+        ...

@@ -1,0 +1,185 @@
+"""Conversations from files: our own JSON, the exports of ChatGPT and Open WebUI, and a plain list of messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from localllm.conversation.history import History, StoredMessage
+from localllm.errors import UsageError
+from localllm_tui.control.branches import Branches
+from localllm_tui.control.exporting import FORMAT, FORMAT_VERSION
+from localllm_tui.control.texts import title_of
+
+_ROLES = ("system", "user", "assistant")
+_KNOWN = "known are the JSON of /save, conversations.json of ChatGPT, the export of Open WebUI, and a list of messages"
+
+# Role, text, meta and time of a node; None where it is no turn.
+_Reader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, str, dict[str, Any], float] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A conversation read from a file. `head` is the turn to show (0: the newest); ids are the file's own."""
+
+    title: str
+    model: str
+    turns: tuple[StoredMessage, ...]
+    head: int = 0
+
+
+def read(path: Path) -> list[Imported]:
+    """The conversations in a file. Raises UsageError for one that can't be read, or is none of the formats known."""
+    try:
+        found = json.loads(path.expanduser().read_text(encoding="utf-8-sig"))
+    except OSError as e:
+        raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
+    except ValueError as e:
+        raise UsageError(f"{path} is not JSON: {e}", hint=_KNOWN) from e
+    try:
+        conversations = [c for c in _conversations(found) if c.turns]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise UsageError(f"{path} has conversations that can't be read ({type(e).__name__}: {e})", hint=_KNOWN) from e
+    if not conversations:
+        raise UsageError(f"{path} has no conversations", hint=_KNOWN)
+    return conversations
+
+
+def store(history: History, conversations: Iterable[Imported], model: str) -> list[str]:
+    """Write them to the history, each as a new conversation; returns their ids. `model` is for those that name none."""
+    ids = []
+    for imported in conversations:
+        tree = Branches(history, None)
+        tree.create(imported.title or "Untitled", imported.model or model)
+        places = tree.add_all(imported.turns)
+        if places.get(imported.head):
+            history.set_head(str(tree.id), places[imported.head])
+        ids.append(str(tree.id))
+    return ids
+
+
+def _conversations(found: Any) -> Iterable[Imported]:
+    if isinstance(found, Mapping):
+        if found.get("format") == FORMAT:
+            if int(found["version"]) > FORMAT_VERSION:
+                raise ValueError(f"version {found['version']} is of a newer release")
+            yield _ours(found)
+        elif "mapping" in found:
+            yield _chatgpt(found)
+        elif "chat" in found:
+            yield _open_webui(found)
+        elif isinstance(found.get("messages"), list):
+            yield _messages(found["messages"], str(found.get("title") or ""))
+    elif isinstance(found, list) and found:
+        if all(isinstance(m, Mapping) and "role" in m and "content" in m for m in found):
+            yield _messages(found, "")
+        else:
+            for one in found:
+                yield from _conversations(one)
+
+
+def _ours(found: Mapping[str, Any]) -> Imported:
+    turns = tuple(
+        StoredMessage(
+            int(m["id"]), _role(m["role"]), str(m["content"]), m.get("reasoning"), dict(m.get("meta") or {}),
+            bool(m.get("complete", True)), float(m.get("created_s") or 0), int(m.get("parent") or 0),
+        )
+        for m in found["messages"]
+    )  # fmt: skip
+    return Imported(str(found.get("title") or ""), str(found.get("model") or ""), turns, int(found.get("head") or 0))
+
+
+def _messages(found: list[Any], title: str) -> Imported:
+    """A list of messages, as the chat completions API has them."""
+    turns: list[StoredMessage] = []
+    parent = 0
+    for m in found:
+        role, content = m["role"], _text(m["content"])
+        if role not in _ROLES or not content:
+            continue
+        turns.append(StoredMessage(len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent))
+        parent = parent if role == "system" else turns[-1].id
+    return Imported(title or _title(turns), "", tuple(turns))
+
+
+def _chatgpt(found: Mapping[str, Any]) -> Imported:
+    """`mapping` is a tree of nodes, many of them empty or for tools; `current_node` is its head."""
+    nodes: Mapping[str, Any] = found["mapping"]
+
+    def turn(node: Mapping[str, Any]) -> tuple[str, str, dict[str, Any], float] | None:
+        message = node.get("message")
+        if not message or (message.get("metadata") or {}).get("is_visually_hidden_from_conversation"):
+            return None
+        role, content = message["author"]["role"], message.get("content") or {}
+        text = _text(content.get("parts") if "parts" in content else content.get("text"))
+        if role not in _ROLES or not text.strip():
+            return None
+        model = (message.get("metadata") or {}).get("model_slug")
+        return role, text, {"model": model} if model and role == "assistant" else {}, message.get("create_time") or 0.0
+
+    return _tree(str(found.get("title") or ""), nodes, str(found.get("current_node") or ""), turn, "parent", "children")
+
+
+def _open_webui(found: Mapping[str, Any]) -> Imported:
+    """`history.messages` is a tree by id; `currentId` is its head."""
+    chat = found["chat"]
+    past = chat["history"]
+
+    def turn(node: Mapping[str, Any]) -> tuple[str, str, dict[str, Any], float] | None:
+        role, text = node["role"], _text(node.get("content"))
+        if role not in _ROLES or not text.strip():
+            return None
+        meta = {"model": node["model"]} if node.get("model") and role == "assistant" else {}
+        return role, text, meta, node.get("timestamp") or 0.0
+
+    title = str(chat.get("title") or found.get("title") or "")
+    return _tree(title, past["messages"], str(past.get("currentId") or ""), turn, "parentId", "childrenIds")
+
+
+def _tree(
+    title: str, nodes: Mapping[str, Any], head: str, turn: _Reader, parent_key: str, children_key: str
+) -> Imported:
+    """A tree of nodes as turns; nodes that are none give their children to their parent."""
+    turns: list[StoredMessage] = []
+    place: dict[str, int] = {}
+    roots = [n for n, node in nodes.items() if node.get(parent_key) not in nodes]
+    todo, seen = [(n, 0) for n in reversed(roots)], set()
+    while todo:
+        name, parent = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        read = turn(nodes[name])
+        if read is not None:
+            role, text, meta, created_s = read
+            turns.append(StoredMessage(len(turns) + 1, role, text, None, meta, True, float(created_s), parent))
+            parent = parent if role == "system" else turns[-1].id
+        place[name] = parent
+        todo += [(child, parent) for child in reversed(nodes[name].get(children_key) or ()) if child in nodes]
+    models = [str(t.meta["model"]) for t in turns if "model" in t.meta]
+    return Imported(title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0))
+
+
+def _role(role: Any) -> str:
+    if role not in _ROLES:
+        raise ValueError(f"a message has the role {role!r}")
+    return str(role)
+
+
+def _text(content: Any) -> str:
+    """The text of a message: a string, or parts of which those that are text count."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = [
+            p if isinstance(p, str) else str(p.get("text") or "") if isinstance(p, Mapping) else "" for p in content
+        ]
+        return "\n\n".join(p for p in parts if p)
+    return ""
+
+
+def _title(turns: Iterable[StoredMessage]) -> str:
+    return next((title_of(t.content) for t in turns if t.role == "user"), "Untitled")

@@ -1,0 +1,56 @@
+"""How answers are drawn, in plain words, and changed while one chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.errors import UsageError
+
+# What /sampling sets: its kind, least and most.
+_KNOWN: dict[str, tuple[type[int] | type[float], float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, 0, 100_000),
+    "min_p": (float, 0, 1),
+    "repeat_penalty": (float, 0.01, 10),
+    "seed": (int, 0, 2**63 - 1),
+    "max_tokens": (int, 1, 2**31 - 1),
+}
+_HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"), (1.1, "varied"))
+
+
+def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    """The sampling in force: what was `chosen` in this chat over the model's `own`; "" where neither says anything."""
+    now = {**own, **chosen}
+    said = []
+    if isinstance(heat := now.get("temperature"), (int, float)):
+        said.append(f"{_heat(heat)} (temperature {heat:g})")
+    said += [f"{name} {chosen[name]:g}" for name in ("top_p", "top_k", "min_p", "repeat_penalty") if name in chosen]
+    if "seed" in chosen:
+        said.append(f"repeatable (seed {chosen['seed']})")
+    if "max_tokens" in chosen:
+        said.append(f"at most {chosen['max_tokens']:,} tokens")
+    return ", ".join(said)
+
+
+def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """`chosen` with what `text` says: "temperature 0.2", "seed 7"; "-" takes all back. Raises UsageError."""
+    kept = {name: value for name, value in chosen.items() if name not in _KNOWN}
+    if text == "-":
+        return kept
+    name, _, value = text.replace("=", " ").partition(" ")
+    if name not in _KNOWN:
+        raise UsageError(f"/sampling {name} is not known", hint=f"one of: {', '.join(_KNOWN)}; - takes all back")
+    kind, least, most = _KNOWN[name]
+    try:
+        number = kind(value.strip())
+        if not least <= number <= most:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"{name} is a number from {least:g} to {most:g}, not {value.strip()!r}") from None
+    return {**chosen, name: number}
+
+
+def _heat(temperature: float) -> str:
+    return next((said for most, said in _HEAT if temperature <= most), "wild")

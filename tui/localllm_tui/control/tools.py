@@ -1,0 +1,181 @@
+"""Tools that a model may ask for while it answers: off until they are switched on, and each call waits for a yes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control.client import ChatClient, Done, StreamEvent, TextDelta, ToolCall, ToolRan, Waiting
+from localllm_tui.control.terminal import printable
+
+# Rounds of calls within one answer: a model that asks for ever is stopped.
+MOST_ROUNDS = 8
+# Of one result, what the model gets.
+MOST_CHARS = 20_000
+NOT_ALLOWED = "The person did not allow this call."
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it is."""
+
+    name: str
+    description: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    host: str = ""
+
+
+class ToolHost(Protocol):
+    """A program that offers tools, `name`d in config.toml. All raise LocalLLMError."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self) -> Sequence[ToolSpec]:
+        """Start it, and learn its tools."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the tool says."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
+Approves = Callable[[ToolCall, ToolSpec], Awaitable[bool]]
+
+
+class ToolBox:
+    """The hosts of config.toml, and the tools of those that are on."""
+
+    def __init__(self, hosts: Sequence[ToolHost] = ()) -> None:
+        self._hosts = {host.name: host for host in hosts}
+        self._open: dict[str, Sequence[ToolSpec]] = {}
+
+    @property
+    def on(self) -> bool:
+        """Whether the model is offered any."""
+        return any(self._open.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts there are."""
+        return [*self._hosts]
+
+    async def switch_on(self, name: str = "") -> None:
+        """Start one host, or all. Raises UsageError or what starting one ended in."""
+        if not self._hosts:
+            raise UsageError(
+                "config.toml names no program that offers tools",
+                hint='add one: [mcp.files] with command = "npx" and args = ["-y", "@modelcontextprotocol/server-filesystem", "."]',
+            )
+        if name and name not in self._hosts:
+            raise UsageError(f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self._hosts)}")
+        for host in [self._hosts[name]] if name else [*self._hosts.values()]:
+            if host.name not in self._open:
+                self._open[host.name] = await host.open()
+
+    async def switch_off(self) -> None:
+        """End all of them."""
+        for name in [*self._open]:
+            del self._open[name]
+            await self._hosts[name].close()
+
+    def specs(self) -> dict[str, ToolSpec]:
+        """The tools on offer, by the names the model has for them: those of two hosts are told apart."""
+        found: dict[str, ToolSpec] = {}
+        for host, specs in self._open.items():
+            for spec in specs:
+                found[f"{host}_{spec.name}" if spec.name in found else spec.name] = spec
+        return found
+
+    def said(self) -> str:
+        """Which are on, for people."""
+        lines = []
+        for name in self._hosts:
+            tools = self._open.get(name)
+            what = ", ".join(spec.name for spec in tools) if tools else "off" if tools is None else "on, without tools"
+            lines.append(f"{name}: {what}")
+        return "\n".join(lines) or "no programs that offer tools are named in config.toml"
+
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools as a request names them."""
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": spec.description, "parameters": dict(spec.schema)},
+            }
+            for name, spec in self.specs().items()
+        ]
+
+    async def run(self, call: ToolCall, approves: Approves) -> ToolRan:
+        """What became of a call: nothing runs without a yes, and what a tool says is text, never an error of ours."""
+        spec = self.specs().get(call.name)
+        if spec is None:
+            return ToolRan(call, f"There is no tool {call.name}.", allowed=False)
+        try:
+            arguments = json.loads(call.arguments or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError
+        except ValueError:
+            return ToolRan(call, "The arguments are not a JSON object.", allowed=False)
+        if not await approves(call, spec):
+            return ToolRan(call, NOT_ALLOWED, allowed=False)
+        try:
+            said = await self._hosts[spec.host].call(spec.name, arguments)
+        except LocalLLMError as e:
+            said = f"The call failed: {e.message}"
+        return ToolRan(call, _cut(printable(said)), allowed=True)
+
+
+async def stream_with_tools(
+    client: ChatClient,
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    box: ToolBox,
+    approves: Approves,
+    **more: Any,
+) -> AsyncGenerator[StreamEvent, None]:
+    """`client.stream`, with the tools of `box` on offer: what the model asks for is done between its parts, and it goes on
+    with what came of it. One stream, with one Done."""
+    said: list[Mapping[str, Any]] = [*messages]
+    for rounds in range(MOST_ROUNDS + 1):
+        calls: list[ToolCall] = []
+        text = ""
+        done: Done | None = None
+        offered = box.offered() if rounds < MOST_ROUNDS else []
+        async with aclosing(client.stream(model, said, tools=offered, **more)) as events:
+            async for event in events:
+                if isinstance(event, ToolCall):
+                    calls.append(event)
+                elif isinstance(event, Done):
+                    done = event
+                else:
+                    text += event.text if isinstance(event, TextDelta) else ""
+                    yield event
+        if not calls:
+            if done is not None:
+                yield done
+            return
+        said.append({"role": "assistant", "content": text, "tool_calls": [_as_asked(call) for call in calls]})
+        for call in calls:
+            yield Waiting(f"{call.name} waits for your yes")
+            ran = await box.run(call, approves)
+            yield ran
+            said.append({"role": "tool", "tool_call_id": call.id, "content": ran.result})
+
+
+def _as_asked(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MOST_CHARS:
+        return text
+    return f"{text[:MOST_CHARS]}\n(cut: {len(text) - MOST_CHARS:,} more characters)"

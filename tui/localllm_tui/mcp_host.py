@@ -1,0 +1,98 @@
+"""Programs that offer tools over the Model Context Protocol, on their standard input and output (the `mcp` SDK)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.errors import LocalLLMError
+from localllm_tui.control.tools import ToolSpec
+
+_START_S = 30.0
+_CALL_S = 120.0
+
+
+@dataclass(slots=True)
+class McpHost:
+    """Implements control.tools.ToolHost. The program gets the few variables of the environment that the SDK passes on, and
+    `env`; what it writes on standard error is dropped, since the screen is there."""
+
+    name: str
+    command: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    _session: Any = None
+    _task: asyncio.Task[None] | None = None
+    _leave: asyncio.Event | None = None
+
+    async def open(self) -> Sequence[ToolSpec]:
+        """See ToolHost."""
+        try:
+            import mcp  # noqa: F401
+        except ImportError as e:
+            raise LocalLLMError(
+                f"tools need the package mcp, which is not installed ({e})", hint="pip install 'localllm[tools]'"
+            ) from e
+        ready: asyncio.Future[Sequence[ToolSpec]] = asyncio.get_running_loop().create_future()
+        self._leave = asyncio.Event()
+        # The SDK's contexts must be left by the task that entered them.
+        self._task = asyncio.create_task(self._live(ready, self._leave))
+        try:
+            return await asyncio.wait_for(asyncio.shield(ready), _START_S)
+        except Exception as e:
+            await self.close()
+            why = f"it said nothing for {_START_S:.0f} s" if isinstance(e, TimeoutError) else _reason(e)
+            raise LocalLLMError(
+                f"{self.name} does not start: {why}", hint=f"try it by hand: {' '.join([self.command, *self.args])}"
+            ) from e
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """See ToolHost."""
+        if self._session is None:
+            raise LocalLLMError(f"{self.name} is no longer running")
+        try:
+            result = await self._session.call_tool(name, dict(arguments), read_timeout_seconds=_CALL_S)
+        except Exception as e:
+            raise LocalLLMError(f"{self.name}: {_reason(e)}") from e
+        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in getattr(result, "content", ())]
+        text = "\n".join(parts)
+        return f"error: {text}" if getattr(result, "is_error", False) else text
+
+    async def close(self) -> None:
+        """See ToolHost."""
+        if self._leave is not None:
+            self._leave.set()
+        if self._task is not None:
+            with suppress(Exception, asyncio.CancelledError):
+                await asyncio.wait_for(self._task, 5.0)
+        self._task = self._leave = self._session = None
+
+    async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]], leave: asyncio.Event) -> None:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+
+        given = StdioServerParameters(command=self.command, args=[*self.args], env=dict(self.env) or None)
+        try:
+            with open(os.devnull, "w") as nowhere:
+                async with stdio_client(given, errlog=nowhere) as (read, write), ClientSession(read, write) as session:
+                    await session.initialize()
+                    listed = await session.list_tools()
+                    self._session = session
+                    specs = [ToolSpec(t.name, t.description or "", t.input_schema, self.name) for t in listed.tools]
+                    if not ready.done():
+                        ready.set_result(specs)
+                    await leave.wait()
+        except Exception as e:
+            if not ready.done():
+                ready.set_exception(e)
+        finally:
+            self._session = None
+
+
+def _reason(e: BaseException) -> str:
+    while isinstance(e, BaseExceptionGroup) and e.exceptions:
+        e = e.exceptions[0]
+    return str(e) or type(e).__name__

@@ -1,0 +1,72 @@
+"""What the parts of the screen tell it: they know nothing of what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from textual.message import Message
+
+
+@dataclass
+class QuestionSubmitted(Message):
+    """Enter was pressed on `text`, which may be a command."""
+
+    text: str
+
+
+@dataclass
+class ScrollTranscript(Message):
+    """The conversation is to be scrolled by `pages` screenfuls; negative is up."""
+
+    pages: int
+
+
+@dataclass
+class TurnClicked(Message):
+    """A turn is to be selected."""
+
+    turn_id: int
+
+
+@dataclass
+class TurnAsked(Message):
+    """Something is to be done with a turn: `what` is one of control.turning's, `argument` its."""
+
+    turn_id: int
+    what: str
+    argument: int = 0
+
+
+@dataclass
+class SelectionEnded(Message):
+    """No turn is selected any more: the keys go to the input again."""
+
+
+@dataclass
+class EarlierWanted(Message):
+    """Turns before the first one shown are wanted on screen."""
+
+
+@dataclass
+class LaterWanted(Message):
+    """Turns after the last one shown are wanted on screen."""
+
+
+@dataclass
+class FilesWanted(Message):
+    """An @ was typed where a word begins: a file is to be chosen."""
+
+
+@dataclass
+class FilesDropped(Message):
+    """Files were dropped on the terminal, which typed their paths."""
+
+    paths: list[Path]
+
+
+@dataclass
+class MuchPasted(Message):
+    """More was pasted than anybody would edit."""
+
+    text: str

@@ -1,0 +1,41 @@
+"""The screen of models alone, as `localllm recommend` shows it: ends with the model that is to be chatted with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import App
+from textual.filter import LineFilter
+
+from localllm_tui.control.desk import Desk, Wish
+from localllm_tui.control.keys import remapped
+from localllm_tui.control.pulls import Pulls
+from localllm_tui.no_color import CSS as NO_COLOR_CSS
+from localllm_tui.no_color import NoColors
+from localllm_tui.screens.models import ModelsScreen
+from localllm_tui.widgets.foreign import NoControls
+
+
+class ModelsApp(App[str | None]):
+    """See the module docstring."""
+
+    TITLE = "localllm recommend"
+    CSS = NO_COLOR_CSS
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, desk: Desk, wish: Wish) -> None:
+        super().__init__()
+        self._desk, self._wish = desk, wish
+        self.pulls = Pulls(desk)
+
+    def on_mount(self) -> None:
+        self.set_keymap(remapped())
+        self.push_screen(ModelsScreen(self._desk, self.pulls, wish=self._wish), self.exit)
+
+    async def action_quit(self) -> None:
+        self.pulls.stop_all()
+        self.exit(None)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        filters = [*super().get_line_filters(), NoControls()]
+        return [*filters, NoColors()] if self.no_color else filters

@@ -1,0 +1,258 @@
+"""The middle layer of the chat's screen: a question goes out, its answer streams in, and the screen says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+from textual.worker import Worker, WorkerCancelled
+
+from localllm.conversation.history import StoredMessage
+from localllm.errors import LocalLLMError
+from localllm_tui.control import commands
+from localllm_tui.control.answering import Answering
+from localllm_tui.control.client import ToolCall
+from localllm_tui.control.cost import Typed, check_fits
+from localllm_tui.control.opening import Opening
+from localllm_tui.control.owing import Owing
+from localllm_tui.control.session import Answer
+from localllm_tui.control.terminal import printable
+from localllm_tui.control.tools import ToolSpec, stream_with_tools
+from localllm_tui.control.wording import CONTINUED_BESIDE, CONTINUED_ELSEWHERE, full_context, note_under, way_on
+from localllm_tui.messages import QuestionSubmitted
+from localllm_tui.screens.approval import Approval
+from localllm_tui.screens.framed import FramedScreen
+from localllm_tui.screens.working import start
+from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.turns import Note, Question
+
+CONTEXT_WARNING = 0.9
+# A start's speed is known after an answer or two.
+NOTICE_ASKS = 8
+
+
+class AskingScreen(FramedScreen):
+    """Asks, one answer at a time."""
+
+    def __init__(self, opening: Opening) -> None:
+        super().__init__(opening)
+        self._worker: Worker[None] | None = None
+        self._leaving = self._save_failed = False
+        self._notice_asks = NOTICE_ASKS
+        self._owing = Owing()
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is on its way, or being drawn to its end."""
+        return self._worker is not None
+
+    @property
+    def answer_text(self) -> str:
+        """What came of the answer that is on its way; "" when there is none."""
+        return self._answering.text if self._answering is not None and not self._answering.closed else ""
+
+    async def run_command(self, name: str, argument: str) -> None:
+        """Do what a slash command says, or say why not."""
+        raise NotImplementedError
+
+    async def on_question_submitted(self, event: QuestionSubmitted) -> None:
+        text = event.text.strip()
+        command = commands.parse(text)
+        if command is not None:
+            self.composer.replace_text("")
+            await self.run_command(*command)
+        elif self.answering:
+            self._queued = bool(text)
+            self._show_state()
+        elif text or self.attached:
+            await self._send(commands.question(text))
+
+    async def _send(self, text: str) -> None:
+        editing = self._editing
+        try:
+            self._owing.pay()
+            if editing is not None and editing.role == "assistant":
+                self._session.change_answer(editing, text)
+                await self._end_edit()
+                return
+            typed = Typed(text, tuple(self.attached), editing)
+            await check_fits(self.client, self.model, self._session, typed, self.n_ctx)
+            before = self._session.id
+            if editing is None:
+                await self._bring(0)
+            turn = self._session.ask(text, self.attached, instead=editing)
+            self.attached = []
+            if editing is not None:
+                await self._end_edit()
+                await self.transcript.query(Note).remove()  # its "no answer yet"
+            else:
+                self._drafts.save(before, "")
+                self.composer.replace_text("")
+                await self._remove_welcome()
+                await self.transcript.mount(Question.of(turn, place=self._session.place(turn)))
+        except LocalLLMError as e:
+            await self.trouble(e, "What you typed is still in the input.")
+            return
+        self.composer.recall.append(text)
+        await self._say_if_elsewhere()
+        await self._start_answer(self._session.answer())
+
+    async def _end_edit(self) -> None:
+        """Show the branch that an edit made, and what was in the input before."""
+        self._editing = None
+        self.composer.replace_text(self._draft)
+        self._frame(self._session.turns[-1].id)
+        await self.redraw()
+        self.transcript.follow(always=True)
+
+    async def _bring(self, turn_id: int) -> None:
+        """Have this turn among those on screen (0: the last one)."""
+        shown = any(v.turn_id == turn_id for v in self.transcript.views)
+        if not shown if turn_id else self._last is not None:
+            self._frame(turn_id)
+            await self.redraw()
+
+    async def _say_if_elsewhere(self) -> None:
+        tree = self._session.tree
+        if tree.copied or tree.beside:
+            said = CONTINUED_ELSEWHERE if tree.copied else CONTINUED_BESIDE
+            tree.copied = tree.beside = False
+            await self.say(said)
+
+    async def _remove_welcome(self) -> None:
+        if len(self._session.turns) == 1:
+            await self.transcript.query(Note).remove()
+
+    async def _start_answer(self, keep: Answer) -> None:
+        self._answering = Answering(keep, self._not_saved)
+        view = AnswerView(self.model, keep.text, keep.reasoning)
+        await self.transcript.mount(view)
+        view.start()
+        view.progress("waiting for the first token…")
+        self.transcript.follow(always=True)
+        self._worker = self.run_worker(partial(self._stream, keep, self._answering, view), group="answer")
+        if not self._compacts:  # else the server may send less
+            start(self, partial(self._count_prompt, keep, self._answering), "prompt")
+        self._show_state()
+        self._show_numbers()
+
+    async def _count_prompt(self, keep: Answer, answering: Answering) -> None:
+        """Tell the meter of an answer on its way how long the prompt is; the server does so only at the end."""
+        tokens = await self.client.count(self.model, keep.messages)
+        if tokens and not answering.closed and not answering.meter.prompt_tokens:
+            answering.meter.prompt_tokens = tokens
+
+    async def _stream(self, keep: Answer, answering: Answering, view: AnswerView) -> None:
+        """Take one answer from the server; whatever ends it, the screen says how it ended."""
+        trouble: LocalLLMError | None = None
+        try:
+            compact = self._session.compacts
+            if self.tools.on and not keep.goes_on:
+                stream = stream_with_tools(
+                    self.client, self.model, keep.messages, self.tools, self._approves, compact=compact
+                )
+            else:
+                stream = self.client.stream(self.model, keep.messages, compact=compact, goes_on=keep.goes_on)
+            await answering.run(stream, view)
+        except LocalLLMError as e:
+            trouble = e
+        except asyncio.CancelledError:
+            # Stopped by the user: the rest is the ordinary end of an answer, so the cancellation stops here.
+            pass
+        try:
+            if not self._leaving:
+                await self._show_end(view, answering, trouble)
+        finally:
+            self._worker = None
+        self._counting.afresh()
+        self._show_counts()
+        if self._queued and trouble is None and not self._leaving:
+            self.call_later(self._send_queued)
+
+    async def _approves(self, call: ToolCall, spec: ToolSpec) -> bool:
+        """Ask the person. An answer that is stopped meanwhile takes its question away."""
+        asked = Approval(call, spec)
+        try:
+            said: bool = await self.app.push_screen(asked, wait_for_dismiss=True)
+            return said is True
+        finally:
+            if asked.is_attached and self.app.screen is asked:
+                asked.dismiss(False)
+
+    async def _send_queued(self) -> None:
+        """Send what waited for the answer to end, unless it was changed or taken back since."""
+        if self._queued and not self.answering:
+            self._queued = False
+            await self.on_question_submitted(QuestionSubmitted(self.composer.text))
+
+    async def _show_end(self, view: AnswerView, answering: Answering, trouble: LocalLLMError | None) -> None:
+        turn = answering.turn
+        if turn is not None:
+            if self._session.tree.holds(turn.id):
+                view.show_place(turn.id, self._session.place(turn))
+            await view.settle("" if trouble is not None else note_under(turn))
+            self._owing.add(answering, partial(self._show_written, view))
+        else:
+            await view.remove()
+            await self.redraw()  # a retry that came to nothing leaves what there was
+            await self.transcript.query(Note).remove()
+            if trouble is None:
+                stopped = answering.reason == "stopped"
+                how = "Stopped before the answer began" if stopped else "The model gave an empty answer"
+                await self.say(f"{how}: /retry asks again, /edit changes the question, /drop removes it")
+        await self._say_if_elsewhere()
+        if trouble is not None:
+            if turn is None:
+                self._session.fail_question()
+            alone = self._compacts or not self._session.alive
+            await self.trouble(trouble, way_on(trouble, kept=turn is not None, alone=alone))
+        elif self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
+            await self._ask_models()
+        if trouble is None:
+            await self._ask_notice()
+        await self._warn_of_full_context()
+        self.transcript.follow()
+
+    def _show_written(self, view: AnswerView, turn: StoredMessage) -> None:
+        """An answer has its place in the conversation at last."""
+        self._save_failed = False
+        self.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+        if view.is_attached and self._session.tree.holds(turn.id):
+            view.show_place(turn.id, self._session.place(turn))
+
+    async def _ask_notice(self) -> None:
+        """Whether the server has found something about how the model runs: it knows after an answer or two, or never."""
+        if not self._notice_asks:
+            return
+        self._notice_asks -= 1
+        with suppress(LocalLLMError):
+            found = next((m.notice for m in await self.client.models() if m.name == self.model), "")
+            if found:
+                self._notice_asks = 0
+                await self.say(printable(found))
+
+    async def _warn_of_full_context(self) -> None:
+        used = self._session.used_tokens
+        if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned and not self._compacts:
+            self._warned = True
+            await self.say(full_context(used, self.n_ctx))
+
+    @property
+    def _compacts(self) -> bool:
+        return self.client.compacts or self._session.compacts
+
+    async def stop_answer(self) -> None:
+        """Stop the answer, if there is one, and wait until what came is on disk."""
+        worker, answering = self._worker, self._answering
+        if worker is not None and answering is not None:
+            if not answering.closed:  # else it is only being drawn to its end
+                worker.cancel()
+            with suppress(WorkerCancelled):
+                await worker.wait()
+
+    def _not_saved(self, e: LocalLLMError) -> None:
+        """A full disk must not cost the answer on screen; once is enough to say it."""
+        if not self._save_failed:
+            self._save_failed = True
+            self.notify(f"{e.message}. {e.hint}", title="not saved", severity="error", timeout=15, markup=False)

@@ -1,0 +1,329 @@
+"""The chat's screen: keys and slash commands, on top of the layers that show a conversation and ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import BindingType
+from textual.widgets import TextArea
+
+from localllm.conversation.history import StoredMessage
+from localllm.errors import LocalLLMError
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control import commands, doing, titling, turning
+from localllm_tui.control.client import ListedModel
+from localllm_tui.control.keys import CHAT
+from localllm_tui.control.opening import Opening
+from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import KeyboardTerminal
+from localllm_tui.control.texts import typed_in
+from localllm_tui.control.tidying import Tidying
+from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
+from localllm_tui.screens.files import FilePicker
+from localllm_tui.screens.glass import GlassScreen
+from localllm_tui.screens.help import HelpScreen
+from localllm_tui.screens.picker import Picker, Place
+from localllm_tui.screens.shopping import ShoppingScreen
+from localllm_tui.screens.working import start
+from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
+from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.turns import Earlier
+
+STATUS_EVERY_S = 0.2
+# Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
+TITLE_AFTER_S = 20.0
+
+
+class ChatScreen(ShoppingScreen):
+    """What the commands need of a chat (control.chat.Chat), on a screen. `copy` is the system's clipboard."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
+
+    def __init__(self, opening: Opening, copy: Callable[[str], bool]) -> None:
+        super().__init__(opening)
+        self._copy_with_tool = copy
+        self._terminal = KeyboardTerminal()
+        self.titles_after_s: float | None = TITLE_AFTER_S  # of quiet; None: no titles are made
+        self._quiet_since_s = time.monotonic()
+        self._removing = 0  # the turn that the next D removes
+        self._tidying = Tidying()
+
+    async def on_mount(self) -> None:
+        self._tidying.begin()
+        self.set_interval(STATUS_EVERY_S, self._tick)
+        await self._show_session()
+        self.composer.focus()
+        self.call_after_refresh(self.begin)
+
+    async def on_unmount(self) -> None:
+        self._tidying.end()
+        await self.tools.switch_off()
+        self._drafts.close()
+
+    async def _tick(self) -> None:
+        self.show_pulls()
+        self._owing.pay_if_due()
+        if self._terminal.gone and not self._leaving:
+            await self.leave()
+        elif self._answering is not None and not self._answering.closed:
+            self._answering.save_if_due()
+            self._show_numbers()
+            self._quiet_since_s = time.monotonic()
+            self._tidying.busy()
+        else:
+            self._tidying.quiet(time.monotonic() - self._quiet_since_s)
+            self._title_when_quiet()
+
+    def _title_when_quiet(self) -> None:
+        """Have a title made once nothing was typed or answered for a while."""
+        quiet_s = time.monotonic() - self._quiet_since_s
+        if self.titles_after_s is None or quiet_s < self.titles_after_s or not titling.wanted(self._session):
+            return
+        self._quiet_since_s = time.monotonic()
+        making = partial(titling.give, self.client, self.model, self._session)
+        start(self, making, "title")
+
+    def _not_quiet(self) -> None:
+        self._tidying.busy()
+        self._quiet_since_s = time.monotonic()
+        self.workers.cancel_group(self, "title")
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def on_text_area_changed(self, event: TextArea.Changed) -> None:
+        if event.text_area is self.composer:
+            self._queued = False
+            self._not_quiet()
+            text = self.composer.text
+            if self._editing is None and commands.parse(text) is None:  # a command is nothing to come back to
+                self._drafts.save(self._session.id, text)
+            self._counting.soon()
+            self._show_state()
+
+    def on_scroll_transcript(self, event: ScrollTranscript) -> None:
+        self.transcript.page(event.pages)
+
+    async def action_stop(self) -> None:
+        self._queued = False
+        if self.answering:
+            await self.stop_answer()
+        elif self._editing is not None:
+            self._editing = None
+            self.composer.replace_text(self._draft)
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """As everywhere; but what the next D does stays said, whatever else has news meanwhile."""
+        super()._show_state()
+        selected, turns = self.transcript.selected, [turn.id for turn in self._session.turns]
+        if selected is not None and selected.turn_id == self._removing and self._removing in turns:
+            follows = len(turns) - 1 - turns.index(self._removing)
+            with_it = f" and the {follows} after it" if follows else ""
+            self.composer.border_title = f"D again removes this turn{with_it} for good"
+
+    def action_select(self) -> None:
+        """Give the keys to the newest turn."""
+        self.transcript.action_select(-1)
+        self._show_state()
+
+    def on_turn_clicked(self, event: TurnClicked) -> None:
+        self.transcript.select(next((v for v in self.transcript.views if v.turn_id == event.turn_id), None))
+        self._show_state()
+
+    def on_selection_ended(self) -> None:
+        self.composer.focus()
+        self._show_state()
+
+    async def on_turn_asked(self, event: TurnAsked) -> None:
+        """Do what a key says with the turn that is selected."""
+        turns = {t.id: t for t in self._session.turns}
+        turn, selected = turns.get(event.turn_id), self.transcript.selected
+        if turn is None or selected is None:
+            return
+        if event.what == "thinking":
+            if isinstance(selected, AnswerView):
+                selected.toggle_thinking()
+            return
+        if event.what == "remove" and self._removing != turn.id:
+            self._removing = turn.id
+            self._show_state()
+            return
+        self._removing = 0
+        try:
+            await turning.run(self, event.what, turn, event.argument)
+        except LocalLLMError as e:
+            self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", timeout=4, markup=False)
+        self._reselect(event.what, turn, at=selected)
+
+    def _reselect(self, what: str, turn: StoredMessage, at: TurnView) -> None:
+        """The selection after something was done: on the version that took the turn's place, or back in the input."""
+        if what in ("copy", "code"):
+            return
+        if what == "version":
+            views = [v for v in self.transcript.views if self._session.tree.follows(v.turn_id, turn.parent_id)]
+            self.transcript.select(views[0] if views else None)
+        elif what == "remove":
+            self.transcript.select(None)
+            self.transcript.action_select(-1)
+        else:
+            self.transcript.select(None)
+        self._show_state()
+
+    async def interrupted(self) -> bool:
+        """Take Ctrl+C: copy what is selected, else stop the answer. False where there was neither."""
+        selected = self.get_selected_text() or self.composer.selected_text
+        if selected:
+            self.to_clipboard(selected, "the selection")
+            self.clear_selection()
+            return True
+        self._queued = False
+        if not self.answering:
+            return False
+        await self.stop_answer()
+        return True
+
+    def action_thinking(self) -> None:
+        """Fold or unfold the newest thinking."""
+        for view in reversed(self.transcript.query(AnswerView)):
+            if view.toggle_thinking():
+                self.transcript.follow()
+                return
+
+    async def action_command(self, name: str) -> None:
+        """A key of a slash command."""
+        await self.run_command(name, "")
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    async def on_files_wanted(self) -> None:
+        def chosen(path: Path | None) -> None:
+            if path is not None:
+                self.call_later(self._file_chosen, path)
+
+        await self.app.push_screen(FilePicker(self.client, self.model, self.n_ctx, Path.cwd()), chosen)
+
+    async def _file_chosen(self, path: Path) -> None:
+        self.composer.insert(f"{path.name} ")  # after the @
+        await self.run_command("attach", str(path))
+
+    async def on_files_dropped(self, event: FilesDropped) -> None:
+        for path in event.paths:
+            await self.run_command("attach", str(path))
+
+    async def on_much_pasted(self, event: MuchPasted) -> None:
+        try:
+            doing.attach_text(self, f"pasted-{len(self.attached) + 1}.txt", event.text)
+        except LocalLLMError as e:
+            await self.trouble(e)
+
+    # -- what the commands do here (control.chat.Chat) ------------------------------------------------------------
+
+    async def run_command(self, name: str, argument: str) -> None:
+        try:
+            await commands.run(self, name, argument)
+        except LocalLLMError as e:
+            await self.trouble(e)
+
+    async def open(self, session: Session, at: int = 0) -> None:
+        """Show another conversation, at the turn of this id (0: its end); the draft of this one is kept."""
+        await self.stop_answer()
+        self._drafts.save(self._session.id, self.composer.text if self._editing is None else self._draft)
+        self._session = session
+        await self._show_session(at)
+        if at:
+            self.transcript.select(next((v for v in self.transcript.views if v.turn_id == at), None))
+            self._show_state()
+
+    async def choose(self, words: str, *, within: bool = False) -> None:
+        """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
+
+        def chosen(place: Place | None) -> None:
+            self.call_later(self._after_choice, place)
+
+        await self.app.push_screen(Picker(self.history, words, within=self._session.id if within else None), chosen)
+
+    async def show_glass(self) -> None:
+        """Show or hide the panel of bytes, bandwidth and time; on a screen of its own where there is no room beside."""
+        if self.size.width < LEAST_COLUMNS:
+            await self.app.push_screen(GlassScreen(lambda: (self.physics, self.seen)))
+        else:
+            self.query_one(GlassPanel).toggle()
+            self.call_after_refresh(self._show_counts)
+
+    async def _after_choice(self, place: Place | None) -> None:
+        try:
+            if place is not None:
+                await doing.resume(self, place.conversation_id, place.turn_id)
+            elif self._session.id is not None and not self.history.holds(self._session.id):
+                await doing.new(self, "")  # it was removed in the list
+        except LocalLLMError as e:
+            await self.trouble(e)
+
+    async def show_help(self) -> None:
+        """Show all commands and keys."""
+        await self.app.push_screen(HelpScreen())
+
+    async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
+
+        Raises UsageError when nothing was asked, or there is nothing to go on with.
+        """
+        self._owing.pay()
+        keep = self._session.answer(to, goes_on=goes_on)
+        await self._bring(keep.question.id)
+        views = self.transcript.views
+        after = next((i + 1 for i, v in enumerate(views) if v.turn_id == keep.question.id), len(views))
+        stay = set(views[:after])
+        await self.transcript.remove_children(
+            [w for w in self.transcript.children if w not in stay and not isinstance(w, Earlier)]
+        )
+        self._last = None
+        await self._start_answer(keep)
+
+    def edit(self, turn: StoredMessage) -> None:
+        """Put `turn` into the input, to be said differently."""
+        if self._editing is None:
+            self._draft = self.composer.text
+        self._editing = turn
+        self.composer.replace_text(typed_in(turn))
+        self._show_state()
+
+    def attach(self, name: str, text: str) -> None:
+        """Keep a file for the next question."""
+        self.attached.append((name, text))
+        self._counting.soon()
+        self._show_state()
+
+    def detach(self) -> None:
+        """Take back the files for the next question."""
+        self.attached = []
+        self._counting.soon()
+        self._show_state()
+
+    def use_model(self, name: str, models: list[ListedModel]) -> None:
+        """Let `name`, one of `models`, answer from here on."""
+        self.model = self._session.model = name
+        self._learn_context(models)
+
+    def to_clipboard(self, text: str, what: str) -> None:
+        """Put `text` on the clipboard, which is `what` in words."""
+        self.app.copy_to_clipboard(text)
+        how = "" if self._copy_with_tool(text) else " (through the terminal)"
+        self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)
+
+    async def leave(self) -> None:
+        """End the chat, with what came of an answer kept; downloads end too, and go on when they are asked for again."""
+        if self.pulls is not None:
+            self.pulls.stop_all()
+        self._leaving = True
+        if self._answering is not None:
+            self._answering.close()
+        with suppress(LocalLLMError):
+            self._owing.pay()
+        self.app.exit()

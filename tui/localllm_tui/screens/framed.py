@@ -1,0 +1,302 @@
+"""The lowest layer of the chat's screen: its parts, the conversation in them, and what the frames say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from textual import events
+from textual.app import ComposeResult
+from textual.css.query import NoMatches
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Static
+
+from localllm.conversation.history import ConversationSummary, StoredMessage
+from localllm.errors import LocalLLMError
+from localllm_tui.control import commands, glass, sampling, wording
+from localllm_tui.control.answering import Answering
+from localllm_tui.control.client import ListedModel
+from localllm_tui.control.cost import Cost, Typed
+from localllm_tui.control.drafts import Drafts
+from localllm_tui.control.engine import is_here
+from localllm_tui.control.keys import Moment
+from localllm_tui.control.meter import Numbers, status_text
+from localllm_tui.control.opening import Opening
+from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.control.session import Session
+from localllm_tui.control.texts import typed_in
+from localllm_tui.control.tools import ToolBox
+from localllm_tui.screens.counting import Counting
+from localllm_tui.widgets.composer import Composer
+from localllm_tui.widgets.foreign import title
+from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
+from localllm_tui.widgets.head import HeadLine
+from localllm_tui.widgets.transcript import Transcript
+from localllm_tui.widgets.turns import UNANSWERED, Earlier, Later, Note, Trouble, view_of
+
+EARLIER_SHOWN = 3
+# A long conversation opens with its newest turns: each is a widget tree, and a hundred take seconds to lay out.
+TURNS_SHOWN = 24
+# Narrower, the line above the conversation has no room for what a token costs.
+LEAST_HEADLINE_COLUMNS = 100
+TURNS_ABOVE = 5  # of one that was looked for
+
+
+class FramedScreen(Screen[None]):
+    """Shows a conversation and its numbers; what is done with it is the business of the layers above."""
+
+    DEFAULT_CSS = """
+    FramedScreen { layout: vertical; }
+    FramedScreen > #status { height: 1; padding: 0 2; text-style: dim; }
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        super().__init__()
+        self.client = opening.client
+        self.history = opening.history
+        self.model = opening.model
+        self.n_ctx: int | None = None
+        self.physics: Physics | None = None
+        self.listed: ListedModel | None = None
+        self.tools = ToolBox(opening.tools)
+        self.greeting = opening.greeting
+        self.system_asked = opening.system
+        self.attached: list[tuple[str, str]] = list(opening.attached)
+        self._session = Session(opening.history, opening.model, conv_id=opening.resume, system=opening.system)
+        self._drafts = Drafts(opening.history.path.parent / "drafts")
+        self._counting = Counting(self, self._count, self._show_counts)
+        self._columns = 0
+        self._answering: Answering | None = None
+        self._editing: StoredMessage | None = None
+        self._draft = ""  # what was in the input when an edit began
+        # The turns on screen: from the first to the last but one; None: to the end.
+        self._first = 0
+        self._last: int | None = None
+        self._warned = self._queued = False
+
+    @property
+    def session(self) -> Session:
+        """The conversation on screen."""
+        return self._session
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is on its way, or being drawn to its end."""
+        return False
+
+    def compose(self) -> ComposeResult:
+        yield GlassPanel()
+        yield HeadLine()
+        yield Transcript(id="transcript")
+        yield Composer()
+        yield Static("", id="status", markup=False)
+
+    @property
+    def composer(self) -> Composer:
+        """The input."""
+        return self.query_one("#composer", Composer)
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation as shown."""
+        return self.query_one("#transcript", Transcript)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._columns = event.size.width
+        self.query_one(GlassPanel).fold(narrow=event.size.width < LEAST_COLUMNS)
+        self._show_counts()
+
+    # -- the conversation on screen ------------------------------------------------------------------------------
+
+    async def _show_session(self, at: int = 0) -> None:
+        """Draw the session from nothing, around the turn of this id (0: its end), and bring back its draft."""
+        self._editing, self._warned, self._queued = None, False, False
+        self._frame(at)
+        await self.transcript.remove_children()
+        await self.redraw()
+        self.composer.replace_text(self._drafts.load(self._session.id))
+        self._counting.afresh()
+        if not at:
+            self.transcript.restart()
+
+    def _frame(self, at: int = 0) -> None:
+        """Choose the turns to be on screen: those around this one, or the last ones."""
+        turns = self._session.turns
+        place = next((i for i, t in enumerate(turns) if t.id == at), len(turns))
+        self._first = max(0, min(place - TURNS_ABOVE, len(turns) - TURNS_SHOWN))
+        self._last = self._first + TURNS_SHOWN
+        if self._last >= len(turns):
+            self._last = None
+
+    async def redraw(self) -> None:
+        """Show the branch that the session shows now: what is on screen of it already stays."""
+        turns = self._session.turns
+        if self._first >= len(turns) or (self._last is not None and self._last >= len(turns)):
+            self._frame()
+        wanted = turns[self._first : self._last]
+        same = 0
+        for view, turn in zip(self.transcript.views, wanted, strict=False):
+            if view.turn_id != turn.id:
+                break
+            view.show_place(turn.id, self._session.place(turn))
+            same += 1
+        keep = set(self.transcript.views[:same])
+        await self.transcript.remove_children([w for w in self.transcript.children if w not in keep])
+        sent = {t.id for t in self._session.alive}
+        widgets: list[Widget] = [view_of(self._session, t, sent) for t in wanted[same:]]
+        if not turns:
+            engine = self.client.engine
+            elsewhere = engine.where if engine is not None and not is_here(engine) else ""
+            text = wording.welcome(self.model, self.greeting, self._earlier(), elsewhere)
+            widgets.append(Note(text, markdown=True))
+        elif self._last is not None:
+            widgets.append(Later(len(turns) - self._last))
+        elif self._session.unanswered:
+            widgets.append(Note(UNANSWERED))
+        await self.transcript.mount_all(widgets)
+        await self._mount_earlier()
+        self.composer.recall = [typed_in(t) for t in turns if t.role == "user"]
+        self._counting.soon()
+        self._show_counts()
+
+    def _earlier(self) -> Sequence[ConversationSummary]:
+        """The conversations that an empty one offers: none where they can't be read, which /list says."""
+        with suppress(LocalLLMError):
+            return self.history.list(limit=EARLIER_SHOWN)
+        return ()
+
+    async def on_later_wanted(self) -> None:
+        """Turns below the last one shown come in."""
+        if self._last is not None:
+            self._last += TURNS_SHOWN
+            if self._last >= len(self._session.turns):
+                self._last = None
+            self.transcript.release()
+            self.transcript.following = False
+            await self.redraw()
+
+    async def _mount_earlier(self) -> None:
+        if self._first:
+            await self.transcript.mount(Earlier(self._first), before=0)
+
+    async def on_earlier_wanted(self) -> None:
+        """Turns above the first one shown come in, and what was on screen stays where it is."""
+        if not self._first:
+            return
+        end, self._first = self._first, max(0, self._first - TURNS_SHOWN)
+        self.transcript.release()
+        self.transcript.following = False
+        first = next(iter(self.transcript.views), None)
+        await self.transcript.query(Earlier).remove()
+        sent = {t.id for t in self._session.alive}
+        views = [view_of(self._session, t, sent) for t in self._session.turns[self._first : end]]
+        await self.transcript.mount_all(views, before=0)
+        await self._mount_earlier()
+        if first is not None:
+            self.call_after_refresh(self.transcript.scroll_to_widget, first, animate=False, top=True)
+
+    async def say(self, text: str, *, markdown: bool = False) -> None:
+        """Say something that is no part of the conversation."""
+        await self.transcript.mount(Note(text, markdown=markdown))
+        self.transcript.follow(always=True)
+
+    async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
+        """Say what went wrong, and the way on."""
+        await self.transcript.mount(Trouble(error.message, error.hint, way_on))
+        self.transcript.follow(always=True)
+
+    # -- what the frames say -------------------------------------------------------------------------------------
+
+    def _show_state(self) -> None:
+        """The input's frame says what is going on and what the keys do now."""
+        box = self.composer
+        moment = Moment.ANSWERING if self.answering else Moment.EDITING if self._editing else Moment.WRITING
+        if self.transcript.selected is not None:
+            moment = Moment.SELECTING
+        names, costs = [name for name, _ in self.attached], self._counting.cost.words(self.n_ctx)
+        box.border_title = title(wording.title(moment, names, costs))
+        self._show_head()
+        width = (self._columns or self.size.width) - 8
+        box.border_subtitle = title(wording.footer(moment, box.text, width, queued=self._queued))
+
+    @property
+    def pulling(self) -> str:
+        """The downloads on their way, in a line."""
+        return ""
+
+    @property
+    def tools_on(self) -> bool:
+        """Whether the model may ask for tools."""
+        return self.tools.on
+
+    def refresh_head(self) -> None:
+        """Show what holds for all of the conversation anew."""
+        self._show_head()
+
+    def _show_head(self) -> None:
+        engine = self.client.engine
+        loading = engine.progress().words(self.model) if engine is not None else ""
+        attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
+        width = self._columns or self.size.width
+        seen = self.seen
+        reads = ""
+        if self.physics is not None and seen is not None and seen.tok_s and width >= LEAST_HEADLINE_COLUMNS:
+            reads = glass.headline(self.physics, seen)
+        how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
+        parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools_on else ""]
+        if not self._session.system and self.listed is not None and self.listed.has_system:
+            parts.append("the preset's system prompt")
+        busy = bool(loading or self.pulling)
+        self.query_one(HeadLine).show(parts, self._session.system, busy=busy, width=width)
+
+    def _show_numbers(self) -> None:
+        answering, session, said = self._answering, self._session, self._counting.cost.said
+        if answering is not None and not answering.closed:
+            n = Numbers.so_far(self.model, self.n_ctx, answering.meter, session.used_tokens)
+        else:
+            answer = session.last_answer
+            used = session.used_tokens if session.counted or said is None else said
+            n = Numbers.of(self.model, self.n_ctx, answer.meta if answer else {}, used)
+        width = self.query_one(Composer).size.width or self._columns or self.size.width
+        self.query_one("#status", Static).update(status_text(n, max(10, width - 4)))
+        self._show_head()
+        if self.query_one(GlassPanel).wanted:
+            self.query_one(GlassPanel).show(self.physics, self.seen)
+
+    @property
+    def seen(self) -> Seen | None:
+        """What is known of the newest answer's speed; None before the first."""
+        answering = self._answering
+        return answering.seen(self.session.used_tokens) if answering is not None else None
+
+    def _show_counts(self) -> None:
+        with suppress(NoMatches):  # a resize may come before the first compose
+            self._show_numbers()
+            self._show_state()
+
+    def _typed(self) -> Typed:
+        """What is in the input; a command is nothing to send."""
+        text = self.composer.text.strip()
+        asked = "" if commands.parse(text) is not None else commands.question(text)
+        return Typed(asked, tuple(self.attached), self._editing)
+
+    async def _count(self) -> Cost:
+        if self.answering or (self._editing is not None and self._editing.role == "assistant"):
+            return self._counting.cost
+        return await Cost.of(self.client, self.model, self._session, self._typed())
+
+    async def _ask_models(self) -> None:
+        if self.n_ctx is None:
+            try:
+                self._learn_context(await self.client.models())
+            except LocalLLMError as e:
+                await self.trouble(e)
+
+    def _learn_context(self, models: list[ListedModel]) -> None:
+        named = next((m for m in models if m.name == self.model), None)
+        self.n_ctx = named.n_ctx if named is not None else None
+        self.physics = Physics.of(named.physics) if named is not None else None
+        self.listed = named
+        self._counting.afresh()
+        self._show_counts()

@@ -1,0 +1,370 @@
+"""The screen of models: what would fit as the sliders move, what is on this disk, and bringing more of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from localllm.errors import LocalLLMError
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control import desk as wishes
+from localllm_tui.control.desk import Desk, Offer, OnDisk, Planned, Wish
+from localllm_tui.control.keys import MODELS, Moment, hints
+from localllm_tui.control.meter import elide
+from localllm_tui.control.offering import (
+    compare,
+    context_words,
+    disk_details,
+    disk_head,
+    disk_line,
+    head,
+    offer_details,
+    offer_line,
+)
+from localllm_tui.control.pulls import Pulls
+from localllm_tui.control.wording import amount
+from localllm_tui.screens.reading import Reading
+from localllm_tui.screens.working import start
+from localllm_tui.widgets.slider import Slider
+
+_LOOK_S = 0.2
+_DETAIL_LINES = 5
+
+
+class ModelsScreen(ModalScreen[str | None]):
+    """Dismisses with the name of a model that is installed and is to be used, or None. `current` answers now."""
+
+    DEFAULT_CSS = """
+    ModelsScreen { background: $background; }
+    ModelsScreen > Vertical { padding: 0 2; }
+    ModelsScreen #machine { height: 1; text-style: bold; text-wrap: nowrap; text-overflow: ellipsis; }
+    ModelsScreen .sliders { height: 1; }
+    ModelsScreen .sliders > Slider { margin-right: 2; }
+    ModelsScreen #columns { height: 1; text-style: dim; text-wrap: nowrap; margin-top: 1; }
+    ModelsScreen OptionList {
+        height: 1fr; border: none; padding: 0; background: transparent; text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    ModelsScreen OptionList > .option-list--option { padding: 0; }
+    ModelsScreen OptionList { scrollbar-size-vertical: 1; }
+    ModelsScreen OptionList:focus { border: none; }
+    ModelsScreen.-disk Slider { display: none; }
+    ModelsScreen.-disk .sliders { display: none; }
+    ModelsScreen #details { height: auto; max-height: 6; border-top: solid $panel; }
+    ModelsScreen #pulls { height: auto; max-height: 3; color: $accent; }
+    ModelsScreen #keys { height: auto; text-style: dim; }
+    ModelsScreen Input { height: 1; border: none; padding: 0; display: none; }
+    ModelsScreen Input.-asked { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
+
+    def __init__(self, desk: Desk, pulls: Pulls, *, current: str = "", wish: Wish | None = None) -> None:
+        super().__init__()
+        self._desk, self._pulls, self._current = desk, pulls, current
+        self._wish = wish or Wish()
+        self._planned: Planned | None = None
+        self._disk: Sequence[OnDisk] | None = None
+        self._fits: dict[str, str] = {}
+        self._shows_disk = False
+        self._marked: list[str] = []
+        self._removing = ""
+        self._done: set[str] = set()
+        self._again = self._planning = False
+
+    def compose(self) -> ComposeResult:
+        wish = self._wish
+        machines = ["", *wishes.MACHINES, *([wish.machine] if wish.machine not in ("", *wishes.MACHINES) else [])]
+        contexts = sorted({*wishes.CONTEXTS, wish.context})
+        with Vertical():
+            yield Static("", id="machine", markup=False)
+            yield Slider("context", contexts, context_words, value=wish.context, name="context")
+            with Horizontal(classes="sliders"):
+                yield Slider(
+                    "for", wishes.PURPOSES, wishes.PURPOSE_WORDS.__getitem__, value=wish.purpose, name="purpose"
+                )
+                yield Slider("wait", wishes.WAITS_S, _wait_words, value=int(wish.longest_wait_s), name="wait")
+            with Horizontal(classes="sliders"):
+                yield Slider("machine", machines, lambda m: m or "this one", value=wish.machine, name="device")
+                yield Slider("memory", wishes.MEMORIES_GB, _memory_words, value=int(wish.memory_gb), name="memory")
+            yield Input(placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"', id="typed")
+            yield Static("", id="columns", markup=False)
+            yield OptionList()
+            yield Static("", id="details", markup=False)
+            yield Static("", id="pulls", markup=False)
+            yield Static(hints(Moment.MODELS), id="keys", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self.query_one("#machine", Static).update("planning …")
+        self.set_interval(_LOOK_S, self._look)
+        self._replan()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.call_after_refresh(self._list)
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def on_slider_moved(self) -> None:
+        self._shows_disk = False
+        self._replan()
+
+    def _asked(self) -> Wish:
+        return Wish(
+            self.query_one("#purpose", Slider).value,
+            self.query_one("#context", Slider).value,
+            self.query_one("#device", Slider).value,
+            float(self.query_one("#memory", Slider).value),
+            float(self.query_one("#wait", Slider).value),
+        )
+
+    def _replan(self) -> None:
+        """Plan in a thread; what is asked meanwhile is planned once that is done, and only the last of it."""
+        self._again = True
+        if not self._planning:
+            self._planning = True
+            start(self, self._plan, "plan", exclusive=False)
+
+    async def _plan(self) -> None:
+        try:
+            while self._again:
+                self._again = False
+                wish = self._asked()
+                try:
+                    self._planned = await asyncio.to_thread(self._desk.plan, wish)
+                    self._wish = wish
+                    self._list()
+                except LocalLLMError as e:
+                    self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
+        finally:
+            self._planning = False
+
+    # -- what is listed -------------------------------------------------------------------------------------------
+
+    @property
+    def _room(self) -> int:
+        return max(40, self.size.width - 5)
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """What is listed, where plans are."""
+        return self._planned.offers if self._planned is not None else ()
+
+    def _list(self) -> None:
+        listed, keys = self.query_one(OptionList), self.query_one("#keys", Static)
+        keys.update(hints(Moment.ON_DISK if self._shows_disk else Moment.MODELS))
+        self.set_class(self._shows_disk, "-disk")
+        at, was = listed.highlighted, self._highlighted_key()
+        if self._shows_disk:
+            found = self._disk or ()
+            rows = [(m.path, disk_line(m, self._room, in_use=m.name == self._current)) for m in found]
+            self.query_one("#columns", Static).update(disk_head(self._room))
+            total = sum(m.size_bytes for m in found)
+            said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
+        else:
+            rows = [(o.ref, self._line(o)) for o in self.offers]
+            self.query_one("#columns", Static).update(head(self._room))
+            said = _summary(self._planned)
+        self.query_one("#machine", Static).update(elide(said, self._room))
+        listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])
+        if rows:
+            ids = [key for key, _ in rows]
+            listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
+        self._show_details()
+
+    def _line(self, offer: Offer) -> str:
+        mark = "+" if offer.ref in self._marked else ""
+        return offer_line(offer, self._room, self._pulls.of(offer.ref)) + mark
+
+    def _highlighted_key(self) -> str:
+        option = self.query_one(OptionList).highlighted_option
+        return (option.id or "") if option is not None else ""
+
+    @property
+    def _offer(self) -> Offer | None:
+        key = self._highlighted_key()
+        return None if self._shows_disk else next((o for o in self.offers if o.ref == key), None)
+
+    @property
+    def _model(self) -> OnDisk | None:
+        key = self._highlighted_key()
+        return next((m for m in self._disk or () if m.path == key), None) if self._shows_disk else None
+
+    def _show_details(self) -> None:
+        lines: list[str] = []
+        if (offer := self._offer) is not None:
+            lines = offer_details(offer, self._room, self._pulls.of(offer.ref))
+        elif (model := self._model) is not None:
+            lines = disk_details(model, self._fits.get(model.path, ""), self._room)
+            if model.path not in self._fits:
+                start(self, partial(self._weigh, model), "fit")
+        elif self._planned is not None and not self._shows_disk:
+            lines = ["nothing fits: a shorter context or another purpose may"]
+        self.query_one("#details", Static).update("\n".join(lines[:_DETAIL_LINES]))
+
+    async def _weigh(self, model: OnDisk) -> None:
+        try:
+            self._fits[model.path] = await asyncio.to_thread(self._desk.fit, model)
+        except LocalLLMError as e:
+            self._fits[model.path] = e.message
+        self._show_details()
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._removing = ""
+        self._show_details()
+
+    def _look(self) -> None:
+        """Show how the downloads are doing."""
+        ended = [p for p in self._pulls.all() if p.ended and p.ref not in self._done]
+        self._done = {p.ref for p in self._pulls.all() if p.ended}
+        shown = [p.words() for p in [*self._pulls.running(), *ended]]
+        if self._pulls.running() or ended:
+            self.query_one("#pulls", Static).update("\n".join(elide(line, self._room) for line in shown[-3:]))
+            self._show_details()
+        if ended:
+            self._disk = None
+            if self._shows_disk:
+                start(self, self._look_at_disk, "disk")
+            else:
+                self._replan()
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    def on_option_list_option_selected(self) -> None:
+        self._use()
+
+    def _use(self) -> None:
+        if (model := self._model) is not None:
+            self.dismiss(model.name)
+            return
+        offer = self._offer
+        if offer is None:
+            return
+        pull = self._pulls.of(offer.ref)
+        if offer.installed or (pull is not None and pull.done):
+            self.dismiss(offer.installed or (pull.name if pull is not None else ""))
+        elif self._wish.machine:
+            self.notify("that machine is simulated: come back to this one to pull", severity="warning")
+        else:
+            self._pulls.start(offer.ref)
+            self._list()
+
+    def action_close(self) -> None:
+        if self.query_one("#typed", Input).has_class("-asked"):
+            self._ask_machine(False)
+        else:
+            self.dismiss(None)
+
+    def action_step(self, which: str, step: int) -> None:
+        """Move a slider, whatever has the focus."""
+        if not self.query_one("#typed", Input).has_focus:
+            self.query_one(f"#{which}", Slider).action_move(step)
+
+    def action_machine(self) -> None:
+        """Type the name of a machine."""
+        self._ask_machine(True)
+
+    def _ask_machine(self, asked: bool) -> None:
+        box = self.query_one("#typed", Input)
+        box.set_class(asked, "-asked")
+        (box if asked else self.query_one(OptionList)).focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.query_one("#device", Slider).choose(event.value.strip())
+        self._ask_machine(False)
+
+    def action_why(self) -> None:
+        """The arithmetic of the plan."""
+        if (offer := self._offer) is not None:
+            start(self, partial(self._explain, offer), "why")
+
+    async def _explain(self, offer: Offer) -> None:
+        try:
+            columns = min(108, self.size.width - 8)
+            lines = await asyncio.to_thread(self._desk.explain, replace(self._wish), offer.ref, columns)
+            await self.app.push_screen(Reading(f"why {offer.name} {offer.quant}", [*lines, "", *offer.reasons]))
+        except LocalLLMError as e:
+            self.notify(e.message, severity="warning", markup=False)
+
+    def action_mark(self) -> None:
+        """Put the plan beside others, or take it away."""
+        if (offer := self._offer) is not None:
+            self._marked = [r for r in self._marked if r != offer.ref] + [offer.ref] * (offer.ref not in self._marked)
+            self._list()
+
+    async def action_compare(self) -> None:
+        """The marked plans side by side; without marks, the first three."""
+        marked = [o for o in self.offers if o.ref in self._marked] or [*self.offers[:3]]
+        if marked and not self._shows_disk:
+            await self.app.push_screen(Reading("side by side", rows=compare(marked)))
+
+    def action_disk(self) -> None:
+        """What is on this disk, or back to the plans."""
+        self._shows_disk = not self._shows_disk
+        self._list()
+        if self._shows_disk and self._disk is None:
+            start(self, self._look_at_disk, "disk")
+
+    async def _look_at_disk(self) -> None:
+        self._disk = await asyncio.to_thread(self._desk.on_disk)
+        if self._shows_disk:
+            self._list()
+
+    def action_stop(self) -> None:
+        """Stop the download of the plan, else the newest."""
+        offer = self._offer
+        running = self._pulls.running()
+        pull = self._pulls.of(offer.ref) if offer is not None else None
+        if pull is None or pull.ended:
+            pull = running[-1] if running else None
+        if pull is not None:
+            self._pulls.stop(pull.ref)
+
+    def action_remove(self) -> None:
+        """Remove files; asks by wanting the key twice."""
+        model = self._model
+        if model is None:
+            self.notify("files are removed where they are listed: D shows what is on this disk", markup=False)
+        elif model.name == self._current:
+            self.notify(f"{model.name} answers in this chat: use another one first", severity="warning", markup=False)
+        elif self._removing != model.path:
+            self._removing = model.path
+            said = f"Delete again removes {model.name} ({amount(model.size_bytes)}) for good"
+            self.query_one("#details", Static).update(said)
+        else:
+            self._removing = ""
+            start(self, partial(self._remove, model), "remove")
+
+    async def _remove(self, model: OnDisk) -> None:
+        try:
+            freed = await asyncio.to_thread(self._desk.remove, model)
+            self.notify(f"removed {model.name}: {amount(freed)} freed", markup=False)
+        except LocalLLMError as e:
+            self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
+        await self._look_at_disk()
+        self._replan()
+
+
+def _wait_words(seconds: int) -> str:
+    return f"at most {seconds} s" if seconds else "however long"
+
+
+def _memory_words(gb: int) -> str:
+    return f"{gb} GB" if gb else "as it has"
+
+
+def _summary(planned: Planned | None) -> str:
+    if planned is None:
+        return "planning …"
+    slow = f", {planned.n_too_slow} answer too late" if planned.n_too_slow else ""
+    return f"{len(planned.offers)} fit, {planned.n_left_out} do not{slow} · {planned.machine}"

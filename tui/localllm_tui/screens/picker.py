@@ -1,0 +1,239 @@
+"""The panel of conversations: their trees, and the words found in them; what is chosen is opened at that turn."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.cells import cell_len
+from rich.text import Text as RichText
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static, Tree
+from textual.widgets.tree import TreeNode
+
+from localllm.conversation.history import ConversationSummary, History, StoredMessage
+from localllm.conversation.history_search import Hit
+from localllm.errors import LocalLLMError
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control.keys import PICKER, Moment, hints
+from localllm_tui.control.meter import ago, elide
+from localllm_tui.control.terminal import printable
+from localllm_tui.control.texts import typed_in
+
+LISTED = 200
+# Of one conversation; all of them where only one is looked at.
+HITS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A conversation, and a turn of it (0: wherever it was left)."""
+
+    conversation_id: str
+    turn_id: int = 0
+
+
+class Picker(ModalScreen[Place | None]):
+    """Dismisses with what was chosen, or None. `within` looks into one conversation alone."""
+
+    DEFAULT_CSS = """
+    Picker { align: center middle; }
+    Picker > Vertical {
+        width: 90%; max-width: 110; height: 80%;
+        border: round $accent; padding: 0 1; background: $surface;
+    }
+    Picker Tree { height: 1fr; border: none; background: transparent; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
+
+    def __init__(self, history: History, query: str = "", *, within: str | None = None) -> None:
+        super().__init__()
+        self.history = history
+        self.query_text = query
+        self.within = within
+        self._removing: Place | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "conversations" if self.within is None else "find in this conversation"
+            box.border_subtitle = hints(Moment.CHOOSING)
+            looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
+            yield Input(self.query_text, placeholder=f"search {looks_in}")
+            tree: Tree[Place] = Tree("")
+            tree.show_root = False
+            tree.guide_depth = 2
+            yield tree
+            yield Static("", id="found", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(Input).focus()
+        self._fill(self.query_text)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._fill(event.value)
+
+    def on_input_submitted(self, _: Input.Submitted) -> None:
+        place = self._highlighted()
+        if place is not None:
+            self.dismiss(place)
+
+    def on_tree_node_selected(self, event: Tree.NodeSelected[Place]) -> None:
+        if event.node.data is not None:
+            self.dismiss(event.node.data)
+
+    def on_key(self, event: events.Key) -> None:
+        # Focus stays in the search; the arrows move in the tree all the same.
+        tree, box = self._tree, self.query_one(Input)
+        moves: dict[str, Callable[[], object]] = {
+            "up": tree.action_cursor_up,
+            "down": tree.action_cursor_down,
+            "pageup": tree.action_page_up,
+            "pagedown": tree.action_page_down,
+        }
+        if box.cursor_position == len(box.value):
+            moves["right"] = self._unfold
+        if not box.value:
+            moves["left"] = self._fold
+        if event.key in moves and not tree.has_focus:
+            event.stop()
+            event.prevent_default()
+            moves[event.key]()
+
+    @property
+    def _tree(self) -> Tree[Place]:
+        return self.query_one(Tree)
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+    def action_remove(self) -> None:
+        """Remove the highlighted conversation; asks by wanting the key twice."""
+        chosen = self._highlighted()
+        if chosen is None or self.within is not None:
+            return
+        if chosen.turn_id:
+            self.query_one("#found", Static).update("a turn is removed in its conversation: Enter opens it there")
+        elif self._removing != chosen:
+            self._removing = chosen
+            self.query_one("#found", Static).update("press Ctrl+X again to remove it for good")
+        else:
+            try:
+                self.history.delete(chosen.conversation_id)
+            except LocalLLMError as e:
+                self._removing = None
+                self.query_one("#found", Static).update(e.message)
+            else:
+                self._fill(self.query_one(Input).value)
+
+    def _highlighted(self) -> Place | None:
+        node = self._tree.cursor_node
+        return node.data if node is not None else None
+
+    # -- what is listed ------------------------------------------------------------------------------------------
+
+    def _fill(self, query: str) -> None:
+        self._removing = None
+        self._tree.clear()
+        try:
+            said = self._fill_all(query) if self.within is None else self._fill_within(query, self.within)
+        except LocalLLMError as e:
+            said = e.message
+        self.query_one("#found", Static).update(said)
+        if self._tree.root.children:
+            self._tree.move_cursor_to_line(0)
+
+    def _fill_all(self, query: str) -> str:
+        found = self.history.list(query.strip() or None, limit=LISTED)
+        hits: dict[str, list[Hit]] = defaultdict(list)
+        for hit in self.history.search(query) if query.strip() else ():
+            hits[hit.conversation_id].append(hit)
+        for summary in found:
+            node = self._tree.root.add(_line(summary, self._width), Place(summary.id), allow_expand=True)
+            for hit in hits[summary.id][:HITS_SHOWN]:
+                node.add_leaf(_hit(hit, self._width - 4), Place(summary.id, hit.message_id))
+            if hits[summary.id]:
+                node.expand()
+        if not found:
+            return "nothing found" if query else "no conversations yet"
+        return f"{len(found)} conversation{'' if len(found) == 1 else 's'}"
+
+    def _fill_within(self, query: str, conv_id: str) -> str:
+        if not query.strip():
+            self._add_turns(self._tree.root, conv_id)
+            return "type what to find, or choose a turn"
+        hits = [h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id]
+        for hit in hits[:LISTED]:
+            self._tree.root.add_leaf(_hit(hit, self._width), Place(conv_id, hit.message_id))
+        return f"{len(hits)} turn{'' if len(hits) == 1 else 's'}" if hits else "nothing found"
+
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Place]) -> None:
+        node = event.node
+        if node.data is not None and not node.data.turn_id and not node.children:
+            try:
+                self._add_turns(node, node.data.conversation_id)
+            except LocalLLMError as e:
+                self.query_one("#found", Static).update(e.message)
+
+    def _unfold(self) -> None:
+        if self._tree.cursor_node is not None and self._tree.cursor_node.allow_expand:
+            self._tree.cursor_node.expand()
+
+    def _fold(self) -> None:
+        node = self._tree.cursor_node
+        if node is None:
+            return
+        if not node.is_expanded and node.parent is not None and node.parent is not self._tree.root:
+            self._tree.move_cursor(node.parent)
+            node = node.parent
+        node.collapse()
+
+    def _add_turns(self, node: TreeNode[Place], conv_id: str) -> None:
+        """The questions of a conversation below `node`; what has versions has a branch for each."""
+        turns = [t for t in self.history.tree(conv_id)[0] if t.role != "system"]
+        after: dict[int, list[StoredMessage]] = defaultdict(list)
+        for turn in turns:
+            after[turn.parent_id].append(turn)
+        todo = [(node, 0)]
+        while todo:
+            below, turn_id = todo.pop()
+            while len(following := after[turn_id]) == 1:
+                (turn,) = following
+                if turn.role == "user":
+                    below.add_leaf(_turn(turn, self._width - 4), Place(conv_id, turn.id))
+                turn_id = turn.id
+            for n, turn in enumerate(following, 1):
+                label = _turn(turn, self._width - 8, f"{n}/{len(following)} ")
+                todo.append((below.add(label, Place(conv_id, turn.id), expand=True), turn.id))
+
+    @property
+    def _width(self) -> int:
+        return max(30, min(110, self.app.size.width * 9 // 10) - 8)
+
+
+def _line(summary: ConversationSummary, width: int) -> RichText:
+    facts = f"{ago(time.time() - summary.updated_s)} · {summary.n_messages} messages"
+    title = elide(printable(summary.title).replace("\n", " "), width - len(facts) - 2)
+    # A Text, because brackets in a plain string would be read as markup.
+    return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)
+
+
+def _hit(hit: Hit, width: int) -> RichText:
+    who = "You: " if hit.role == "user" else "Answer: "
+    line = RichText(who)
+    line.append(printable(hit.snippet[: hit.at]))
+    line.append(printable(hit.snippet[hit.at : hit.end]), "bold underline")
+    line.append(printable(hit.snippet[hit.end :]))
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _turn(turn: StoredMessage, width: int, version: str = "") -> RichText:
+    who = "" if turn.role == "user" else "Answer: "
+    return RichText(elide(version + who + " ".join(printable(typed_in(turn)[:400]).split()), width))

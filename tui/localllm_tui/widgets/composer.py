@@ -1,0 +1,117 @@
+"""The input at the bottom: many lines, Enter sends, slash commands complete, earlier questions come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from textual import events
+from textual.binding import BindingType
+from textual.widgets import TextArea
+
+from localllm_tui.bindings import bindings_of, caught_by
+from localllm_tui.control.commands import matching
+from localllm_tui.control.files import dropped
+from localllm_tui.control.keys import COMPOSER
+from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
+
+# Laid out in one input, this much makes each key slow: it goes along as a file.
+MUCH_CHARS = 300_000
+
+_CAUGHT = caught_by(COMPOSER)
+
+
+class Composer(TextArea):
+    """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears itself."""
+
+    DEFAULT_CSS = """
+    Composer {
+        height: auto; min-height: 3; max-height: 10;
+        border: round $foreground 40%; padding: 0 1;
+        background: transparent;
+        &:focus { border: round $accent; }
+        & .text-area--cursor-line { background: transparent; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPOSER)
+
+    def __init__(self) -> None:
+        super().__init__(id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+        self.recall: list[str] = []
+        self._recalled = 0
+
+    async def _on_key(self, event: events.Key) -> None:
+        action = _CAUGHT.get(event.key)
+        if action is not None and self._act(action):
+            event.stop()
+            event.prevent_default()
+        else:
+            await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        paths = dropped(event.text)
+        if paths or len(event.text) > MUCH_CHARS:
+            event.stop()
+            event.prevent_default()
+            self.post_message(FilesDropped(paths) if paths else MuchPasted(event.text))
+        # Else TextArea's own handler comes next and writes it.
+
+    def _at(self) -> bool:
+        """An @ where a word begins asks for a file, and is written all the same."""
+        row, column = self.cursor_location
+        before = self.document.get_line(row)[:column]
+        if not before or before[-1].isspace():
+            self.post_message(FilesWanted())
+        return False
+
+    def _act(self, action: str) -> bool:
+        """Do a caught key's action; False leaves the key to TextArea."""
+        acts: dict[str, Callable[[], bool]] = {
+            "send": self._send,
+            "complete": self._complete,
+            "earlier": lambda: self._browse(-1),
+            "later": lambda: self._browse(1),
+            "files": self._at,
+        }
+        return acts[action]()
+
+    def replace_text(self, text: str) -> None:
+        """Set the text with the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_scroll_transcript(self, pages: int) -> None:
+        self.post_message(ScrollTranscript(pages))
+
+    def _send(self) -> bool:
+        self.post_message(QuestionSubmitted(self.text))
+        return True
+
+    def _complete(self) -> bool:
+        found = matching(self.text)
+        # What stands whole already becomes the longer name.
+        found = [c for c in found if self.text != f"/{c.name}"] or found
+        if found:
+            common = found[0].name
+            for command in found[1:]:
+                while not command.name.startswith(common):
+                    common = common[:-1]
+            whole = len(found) == 1
+            self.replace_text(f"/{common}" + (" " if whole and found[0].argument else ""))
+        return True  # a tab would only move the focus
+
+    def _browse(self, step: int) -> bool:
+        """Bring back an earlier question, unless something else is being written."""
+        if self._recalled and self.text != self.recall[-self._recalled]:
+            self._recalled = 0
+        if not self.recall or (self.text and not self._recalled):
+            return False
+        wanted = self._recalled - step
+        if wanted < 0 or wanted > len(self.recall):
+            return bool(self._recalled)
+        self._recalled = wanted
+        self.replace_text(self.recall[-wanted] if wanted else "")
+        return True

@@ -1,0 +1,54 @@
+"""The glass panel beside the conversation: it folds away by itself where the terminal is too narrow for both."""
+
+from __future__ import annotations
+
+from textual.widgets import Static
+
+from localllm_tui.control import glass
+from localllm_tui.control.physics import Physics, Seen
+
+# Narrower, the panel would leave the conversation less than 60 columns.
+LEAST_COLUMNS = 100
+
+
+class GlassPanel(Static):
+    """Shows what `show` was last told; hidden until asked for."""
+
+    DEFAULT_CSS = f"""
+    GlassPanel {{
+        dock: right; width: {glass.WIDTH + 4}; height: 1fr; padding: 1 2; display: none;
+        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap;
+    }}
+    GlassPanel.wanted {{ display: block; }}
+    GlassPanel.wanted.narrow {{ display: none; }}
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", id="glass", markup=False)
+        self.physics: Physics | None = None
+        self.seen: Seen | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it was asked for."""
+        return self.has_class("wanted")
+
+    def toggle(self) -> bool:
+        """Ask for it, or no longer; True where it is asked for now."""
+        self.toggle_class("wanted")
+        self._draw()
+        return self.wanted
+
+    def fold(self, *, narrow: bool) -> None:
+        """Make room for the conversation where the terminal is `narrow`."""
+        self.set_class(narrow, "narrow")
+
+    def show(self, physics: Physics | None, seen: Seen | None) -> None:
+        """Show these figures."""
+        if (physics, seen) != (self.physics, self.seen):
+            self.physics, self.seen = physics, seen
+            self._draw()
+
+    def _draw(self) -> None:
+        if self.wanted:
+            self.update("\n".join(glass.lines(self.physics, self.seen)))

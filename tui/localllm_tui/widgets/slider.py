@@ -1,0 +1,91 @@
+"""A choice among a few values in a row: one line, moved with the arrows or a click."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from textual import events
+from textual.binding import BindingType
+from textual.message import Message
+from textual.widgets import Static
+
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control.keys import SLIDER
+from localllm_tui.control.meter import elide
+
+T = TypeVar("T")
+_LABEL = 9
+_LEAST_TRACK = 4
+
+
+class Slider(Static, Generic[T]):
+    """Posts Moved when its value changes."""
+
+    DEFAULT_CSS = """
+    Slider { height: 1; width: 1fr; }
+    Slider:focus { text-style: bold; color: $accent; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(SLIDER)
+    can_focus = True
+
+    class Moved(Message):
+        """Another value was chosen."""
+
+    def __init__(self, label: str, values: Sequence[T], words: Callable[[T], str], *, value: T, name: str) -> None:
+        super().__init__("", id=name, markup=False)
+        self.label, self.values, self.words = label, list(values), words
+        self._at = self.values.index(value)
+
+    @property
+    def value(self) -> T:
+        """What is chosen."""
+        return self.values[self._at]
+
+    def choose(self, value: T) -> None:
+        """Choose a value, which becomes one of them if it is not."""
+        if value not in self.values:
+            self.values.append(value)
+        self._to(self.values.index(value))
+
+    def action_move(self, step: int) -> None:
+        """Go to the next value, or the one before."""
+        self._to(max(0, min(len(self.values) - 1, self._at + step)))
+
+    def action_first(self) -> None:
+        """Go to the first value."""
+        self._to(0)
+
+    def action_last(self) -> None:
+        """Go to the last value."""
+        self._to(len(self.values) - 1)
+
+    def _to(self, at: int) -> None:
+        if at != self._at:
+            self._at = at
+            self._draw()
+            self.post_message(self.Moved())
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def on_click(self, event: events.Click) -> None:
+        self.focus()
+        track = self._track()
+        x = event.x - _LABEL
+        if 0 <= x < track:
+            self._to(round(x / max(1, track - 1) * (len(self.values) - 1)))
+
+    def _track(self) -> int:
+        said = max(len(self.words(v)) for v in self.values)
+        return max(_LEAST_TRACK, min(24, self.size.width - _LABEL - 2 - min(said, 18)))
+
+    def _draw(self) -> None:
+        track = self._track()
+        knob = round(self._at / max(1, len(self.values) - 1) * (track - 1))
+        line = "━" * knob + "●" + "─" * (track - knob - 1)
+        room = max(4, self.size.width - _LABEL - track - 1)
+        self.update(f"{self.label:<{_LABEL}}{line} {elide(self.words(self.value), room)}")

@@ -1,0 +1,170 @@
+"""The conversation on screen: scrolls, and follows its end while that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from textual import events
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
+from textual.widget import Widget
+
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control.keys import TURN
+from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked
+from localllm_tui.widgets.parts import AnswerText
+from localllm_tui.widgets.turn import TurnView
+
+
+class Transcript(VerticalScroll):
+    """Scrolls; stays at its end while new text arrives, until the user scrolls up."""
+
+    DEFAULT_CSS = """
+    Transcript { height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; }
+    Transcript > * { height: auto; }
+    """
+
+    # Textual 4 keeps an anchored widget at its end within the layout; before it, this class does so afterwards.
+    _ANCHORS = hasattr(Widget, "release_anchor")
+    following = True
+    _anchored_here = False
+    _columns = 0  # as wide as it was laid out last
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
+
+    def on_mount(self) -> None:
+        # Reading is done with the keys the input passes on: focus stays in the input, but while a turn is selected.
+        self.can_focus = False
+
+    # -- the turn that is selected --------------------------------------------------------------------------------
+
+    @property
+    def _turns(self) -> list[TurnView]:
+        # Without a query, which would look at every cell of every table.
+        return [child for child in self.children if isinstance(child, TurnView)]
+
+    @property
+    def views(self) -> list[TurnView]:
+        """The turns on screen that have a place in the conversation."""
+        return [view for view in self._turns if view.turn_id]
+
+    @property
+    def selected(self) -> TurnView | None:
+        """The turn the keys are for."""
+        return next((view for view in self._turns if view.has_class("-selected")), None)
+
+    def select(self, view: TurnView | None) -> None:
+        """Give the keys to a turn; None: back to the input."""
+        for other in self._turns:
+            other.set_class(other is view, "-selected")
+        self.can_focus = view is not None
+        if view is None:
+            self.post_message(SelectionEnded())
+            return
+        self.focus()
+        self.following = False
+        self.release()
+        self.call_after_refresh(self.scroll_to_widget, view, animate=False)
+
+    def action_select(self, step: int) -> None:
+        """Go to the turn before or after; after the last one is the input."""
+        views, selected = self.views, self.selected
+        if selected not in views:
+            self.select(views[-1] if views else None)
+            return
+        at = views.index(selected) + step
+        if at < 0:
+            self.post_message(EarlierWanted())
+        else:
+            self.select(views[at] if at < len(views) else None)
+
+    def action_turn(self, what: str, argument: int = 0) -> None:
+        """Ask for something to be done with the turn."""
+        if self.selected is not None:
+            self.post_message(TurnAsked(self.selected.turn_id, what, argument))
+
+    def action_unselect(self) -> None:
+        self.select(None)
+
+    # -- what is laid out ------------------------------------------------------------------------------------------
+
+    def fold_far(self) -> None:
+        """Leave out of the layout what is far from the screen of long answers; what is selected is needed whole."""
+        if not self.size.height or self.screen.selections:
+            return
+        for view, text in self._texts():
+            if len(text.children) > 1:
+                top = int(self.scroll_y) - view.virtual_region.y - text.virtual_region.y
+                text.fold_far(top, top + self.size.height)
+
+    def _texts(self) -> Iterator[tuple[Widget, AnswerText]]:
+        """The texts of the answers."""
+        return ((view, text) for view in self.children for text in view.children if isinstance(text, AnswerText))
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.fold_far()
+
+    def on_resize(self, event: events.Resize) -> None:
+        if event.size.width != self._columns:
+            self._columns = event.size.width
+            for _, text in self._texts():
+                text.unfold_all()
+            self.call_after_refresh(self.fold_far)
+
+    # -- scrolling ------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Stay where the reader is."""
+        if self._ANCHORS:
+            self.anchor(False)
+        self._anchored_here = False
+
+    def follow(self, *, always: bool = False) -> None:
+        """Stay at the end as it moves, if the user is (or `always`) there."""
+        if always:
+            self.following = True
+            self._anchored_here = False
+        if not self._ANCHORS:
+            if self.following:
+                self.call_after_refresh(self._to_end)
+        elif not self._anchored_here:
+            self.call_after_refresh(self._anchor_when_full)
+
+    def restart(self) -> None:
+        """The content was replaced: begin at its top, and follow it once it is longer than the screen."""
+        if self._ANCHORS:
+            self.anchor(False)
+        self.follow(always=True)
+
+    def watch_virtual_size(self) -> None:
+        """What is in it has a new height: only now is it known whether that is more than the screen's."""
+        if self.following and self._ANCHORS and not self._anchored_here:
+            self.call_after_refresh(self._anchor_when_full)
+
+    def _anchor_when_full(self) -> None:
+        # Textual would push content shorter than the screen down to its end.
+        if self.max_scroll_y > 0 and not self._anchored_here:
+            self._anchored_here = True
+            self.anchor()
+
+    def page(self, pages: int) -> None:
+        """Scroll by screenfuls; at either end, more is wanted."""
+        if pages < 0 and self.scroll_y <= 0:
+            self.post_message(EarlierWanted())
+        if pages > 0 and self.scroll_y >= self.max_scroll_y:
+            self.post_message(LaterWanted())
+        before = self.scroll_target_y
+        self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
+        self.following = pages > 0 and before + self.size.height >= self.max_scroll_y - 1
+
+    def _to_end(self) -> None:
+        if self.following:
+            self.scroll_end(animate=False)
+
+    def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
+        self.following = False
+
+    def on_mouse_scroll_down(self, _: events.MouseScrollDown) -> None:
+        self.following = self.scroll_target_y >= self.max_scroll_y - 3

@@ -1,0 +1,134 @@
+"""What stands between the answers: questions, notes of the chat itself, errors."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import Markdown, Static
+
+from localllm.conversation.history import StoredMessage
+from localllm_tui.control.images import urls_in
+from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import printable
+from localllm_tui.control.texts import files_of, typed_in
+from localllm_tui.messages import EarlierWanted, LaterWanted
+from localllm_tui.widgets import thumbnails
+from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.turn import TurnView
+
+
+class Question(TurnView):
+    """What the user said."""
+
+    DEFAULT_CSS = """
+    Question { border-left: heavy $accent; }
+    """
+
+    @classmethod
+    def of(cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False) -> Question:
+        """A stored question: what was typed, and the names of the files. `left_out`: it failed, and is not sent on."""
+        view = cls(typed_in(turn), list(turn.meta.get("attached", ())), left_out=left_out)
+        view.pictures = urls_in(files_of(turn)[0])
+        view.turn_id, view.place = turn.id, place
+        return view
+
+    def __init__(self, text: str, attached: list[str] | None = None, *, left_out: bool = False) -> None:
+        super().__init__("You")
+        self._said = text
+        self.left_out = left_out
+        self.attached = attached or []
+        self.pictures: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What was typed."""
+        return self._said
+
+    def compose(self) -> ComposeResult:
+        yield self._headline()
+        if self.attached:
+            yield Static("attached: " + printable(", ".join(self.attached)), classes="files", markup=False)
+        if self.pictures and thumbnails.drawing is not None:
+            yield thumbnails.Thumbnails(self.pictures)
+        if self.text:
+            yield Static(printable(self.text), markup=False)
+        if self.left_out:
+            yield Static("not answered, and left out of what the model gets", classes="note", markup=False)
+
+
+class Earlier(Static):
+    """Stands for the turns before the first one shown."""
+
+    DEFAULT_CSS = """
+    Earlier { padding: 0 2; text-style: dim; margin-top: 1; }
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(f"▴ {hidden:,} earlier turns: PageUp at the top shows more", markup=False)
+
+    def on_click(self) -> None:
+        self.post_message(EarlierWanted())
+
+
+class Note(Vertical):
+    """Something the chat itself says, as Markdown or plain text; kept out of the conversation."""
+
+    DEFAULT_CSS = """
+    Note { margin-top: 1; padding-left: 2; }
+    Note > Markdown { height: auto; padding: 0; margin: 0; background: transparent; }
+    Note > Static { text-style: dim; }
+    """
+
+    def __init__(self, text: str, *, markdown: bool = False) -> None:
+        super().__init__()
+        self.text = text
+        self.markdown = markdown
+
+    def compose(self) -> ComposeResult:
+        yield Markdown(self.text) if self.markdown else Static(printable(self.text), markup=False)
+
+
+class Trouble(Vertical):
+    """An error, what to do about it, and the way on."""
+
+    DEFAULT_CSS = """
+    Trouble { margin-top: 1; padding-left: 1; border-left: double $error; }
+    Trouble > .message { text-style: bold; }
+    """
+
+    def __init__(self, message: str, hint: str = "", way_on: str = "") -> None:
+        super().__init__()
+        self.lines = (message, hint, way_on)
+
+    def compose(self) -> ComposeResult:
+        message, hint, way_on = (printable(line) for line in self.lines)
+        yield Static(f"Error: {message}", classes="message", markup=False)
+        if hint:
+            yield Static(f"Hint: {hint}", markup=False)
+        if way_on:
+            yield Static(way_on, markup=False)
+
+
+class Later(Static):
+    """Stands for the turns after the last one shown."""
+
+    DEFAULT_CSS = """
+    Later { padding: 0 2; text-style: dim; margin-top: 1; }
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(f"▾ {hidden:,} later turns: PageDown at the end shows more", markup=False)
+
+    def on_click(self) -> None:
+        self.post_message(LaterWanted())
+
+
+def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> Question | AnswerView:
+    """A turn of the branch that is shown; `sent` are the ids of those the model gets."""
+    place = session.place(turn)
+    if turn.role == "assistant":
+        return AnswerView.of(turn, session.model, place)
+    return Question.of(turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1])
+
+
+UNANSWERED = "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
