@@ -55,18 +55,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 NO_MLX = mlx.available()
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny MLX checkpoints by the name of their shape, each written once."""
-    root = tmp_path_factory.mktemp("mlx")
-
-    def written(name: str) -> Path:
-        folder = root / name
-        return folder if folder.exists() else tiny_mlx.SHAPES[name](folder)
-
-    return written
-
-
 @pytest.fixture(
     params=[
         pytest.param(name, marks=[pytest.mark.mlx, pytest.mark.skipif(NO_MLX is not None, reason=str(NO_MLX))])
@@ -78,13 +66,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def backend(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    checkpoints: Callable[[str], Path],
+    checkpoint: Callable[[str], Path],
 ) -> Iterator[Backend]:
     write = SHAPES[request.param]
     made: Backend
     if request.param.startswith("mlx-"):
         name, _, setting = request.param.removeprefix("mlx-").partition("+")
-        path = checkpoints(name)
+        path = checkpoint(name)
         made = mlx.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
     elif write is None:
         shape = request.param.removeprefix("scripted").removeprefix("-")

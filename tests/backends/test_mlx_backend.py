@@ -1,11 +1,10 @@
-"""What MLX adds to the contract: steps started ahead, rows that come and go, rewound state, honest limits, no leaks."""
+"""What MLX adds to the contract: steps started ahead, rows that come and go, rewound state, no leaks."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,17 @@ from localllm_backends.contract import (
     BackendFailure,
     CannotRewindError,
     Chunk,
-    LoadError,
-    LoadSpec,
     NoCellsError,
     OutOfMemoryError,
     StepError,
 )
-from localllm_backends.mlx import MlxType, backend_type, needs_compiler
-from models import tiny_mlx
+from localllm_backends.mlx import backend_type
 
 pytestmark = [
     pytest.mark.mlx,
     pytest.mark.skipif(backend_type.available() is not None, reason=str(backend_type.available())),
 ]
 NOISE = 2e-2
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("mlx")
-
-    def written(name: str) -> Path:
-        folder = root / name
-        return folder if folder.exists() else tiny_mlx.SHAPES[name](folder)
-
-    return written
-
-
-@pytest.fixture
-def load(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
-
-    def loaded(name: str = "llama", **spec: Any) -> Any:
-        spec = {"n_ctx": 1024, "n_seq_max": 6, "n_batch": 64, **spec}
-        made.append(backend_type.load(LoadSpec(str(checkpoint(name)), **spec)))
-        return made[-1]
-
-    yield loaded
-    for backend in made:
-        backend.check_integrity()
-        backend.close()
 
 
 def line(n: int, seed: int = 0) -> list[int]:
@@ -226,59 +196,6 @@ def step(backend: Any, judge: Any, held: dict[int, list[int]], guess: dict[int, 
             assert_same(alone(judge, held[chunks[i].sequence]), result.logits(i)[-1])
 
 
-# --- limits that are said -------------------------------------------------------------------------------------------
-
-
-def test_only_a_linux_cpu_needs_a_compiler() -> None:
-    assert needs_compiler("linux", lambda _: None)
-    assert not needs_compiler("linux", lambda name: f"/usr/bin/{name}")
-    assert not needs_compiler("darwin", lambda _: None)
-    assert not needs_compiler("linux", lambda _: None, cuda=True)
-
-
-def test_a_missing_compiler_is_said_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    said = MlxType().available()
-    assert said is not None
-    assert "compiler" in said
-    assert "g++" in said
-
-
-def test_it_accepts_checkpoint_folders_and_their_weight_files(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = checkpoint("llama")
-    assert backend_type.accepts(str(folder))
-    assert backend_type.accepts(str(folder / "model.safetensors"))
-    assert not backend_type.accepts(str(folder / "config.json"))
-    assert not backend_type.accepts(str(tmp_path))
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    assert not backend_type.accepts(str(tmp_path / "x.gguf"))
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"n_threads": 4}, "threads"),
-        ({"flash_attention": False}, "attention"),
-        ({"kv_type_k": "q8_0"}, "one type"),
-        ({"kv_type_k": "q5_0", "kv_type_v": "q5_0"}, "f32"),
-        ({"kv_type_k": "bf16", "kv_type_v": "bf16"}, "f32"),
-    ],
-)
-def test_what_mlx_has_no_setting_for_is_refused(load: Callable[..., Any], spec: dict[str, Any], said: str) -> None:
-    with pytest.raises(LoadError, match=said):
-        load(**spec)
-
-
-@pytest.mark.parametrize("shape", ["sliding", "mla"])
-def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], shape: str) -> None:
-    assert load(shape).capabilities.kv_types == ("f32",)
-    with pytest.raises(LoadError, match="can't be stored as q8_0"):
-        load(shape, kv_type_k="q8_0", kv_type_v="q8_0")
-
-
 def test_quantised_memory_is_smaller_and_near(load: Callable[..., Any]) -> None:
     tokens = line(250)
     plain = load()
@@ -292,59 +209,6 @@ def test_quantised_memory_is_smaller_and_near(load: Callable[..., Any]) -> None:
         start(backend, tokens)
         assert backend.memory().kv_bytes <= most * plain.memory().kv_bytes
         assert backend.info.kv_type_k == kind
-
-
-def test_broken_checkpoints_are_load_errors(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    good = checkpoint("llama")
-
-    def copy(name: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        for file in good.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        return folder
-
-    def config(folder: Path, **changes: Any) -> None:
-        said = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**said, **changes}))
-
-    cut = copy("cut")
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    alien = copy("alien")
-    config(alien, model_type="no_such_thing")
-    code = copy("code")
-    (code / "model.py").write_text("raise SystemExit('the checkpoint ran its own code')")
-    config(code, model_file="model.py")
-    shape = copy("shape")
-    config(shape, hidden_size=128)
-    words = copy("words")
-    (words / "tokenizer.json").write_text("{")
-    nothing = copy("nothing")
-    (nothing / "model.safetensors").unlink()
-    for folder in (cut, alien, code, shape, words, nothing, tmp_path / "absent", good / "config.json"):
-        with pytest.raises(LoadError):
-            backend_type.load(LoadSpec(str(folder), n_ctx=128))
-
-
-def test_too_much_is_refused_before_it_is_loaded_with_both_figures(load: Callable[..., Any]) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"needs .* GB and .* GB can be used"):
-        load(n_ctx=10**10)
-
-
-def test_the_working_set_apple_recommends_is_the_limit_on_metal() -> None:
-    from localllm_backends.mlx.memory import usable_bytes
-
-    # Measured on an M5 Max with 128 GB: 107.52 GiB (github.com/antirez/ds4/pull/893).
-    recommended = int(107.52 * 2**30)
-    device = {"max_recommended_working_set_size": recommended, "memory_size": 128 * 2**30}
-    # What the system calls available says nothing there: the working set is the limit.
-    assert usable_bytes(device, 100 * 10**9, 10**9, 5 * 10**9) == recommended - 100 * 10**9
-    assert usable_bytes({"architecture": "x86_64"}, 0, 10**9, 5 * 10**9) == 6 * 10**9 - 256 * 2**20
-    cuda = {"architecture": "sm_120", "total_memory": 32 * 10**9, "free_memory": 20 * 10**9}
-    assert usable_bytes(cuda, 4 * 10**9, 10**9, 5 * 10**9) == 21 * 10**9 - 256 * 2**20
-    # A figure of when it was first asked, and the memory has been filled since.
-    assert usable_bytes(cuda, 30 * 10**9, 0, 5 * 10**9) == 2 * 10**9 - 256 * 2**20
 
 
 def test_the_wired_limit_is_left_alone(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
