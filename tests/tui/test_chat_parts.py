@@ -17,6 +17,7 @@ from localllm_tui.control.meter import Meter, Numbers, ago, bar, elide, status_t
 from localllm_tui.control.registry import as_text
 from localllm_tui.control.registry import commands as registry_commands
 from localllm_tui.control.terminal import printable
+from support.pdfs import needs_pdf, pdf
 
 
 class Clock:
@@ -151,6 +152,30 @@ def test_reading_a_file(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfgr\xc3\xbc\xc3\x9fe")
     assert read_text(file) == ("a.txt", "grüße")
+
+
+@needs_pdf()
+def test_a_pdf_goes_along_as_its_text(tmp_path: Path) -> None:
+    (tmp_path / "two.pdf").write_bytes(pdf(["first words", "", "last words"]))
+    assert read_text(tmp_path / "two.pdf") == ("two.pdf", "first words\n\n[page 2 is a picture]\n\nlast words")
+
+
+@needs_pdf()
+@pytest.mark.parametrize(("pages", "cut", "why"), [([""], None, "its pages are pictures"), (["words"], 60, "damaged")])
+def test_a_pdf_without_text_is_refused_with_the_reason(
+    tmp_path: Path, pages: list[str], cut: int | None, why: str
+) -> None:
+    (tmp_path / "bad.pdf").write_bytes(pdf(pages)[:cut])
+    with pytest.raises(UsageError, match=why):
+        read_text(tmp_path / "bad.pdf")
+
+
+def test_a_pdf_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.conversation.pdf.installed", lambda: False)
+    (tmp_path / "some.pdf").write_bytes(b"%PDF-1.7")
+    with pytest.raises(UsageError) as refusal:
+        read_text(tmp_path / "some.pdf")
+    assert "localllm[pdf]" in refusal.value.hint
 
 
 def test_what_is_not_a_text_file_is_refused_with_the_reason(tmp_path: Path) -> None:

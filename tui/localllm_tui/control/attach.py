@@ -1,10 +1,11 @@
-"""Files that go with a question: read as text, or as images, refused with a clear reason when they are not or can't fit."""
+"""Files that go with a question: text, the text of a PDF, or an image; refused with a clear reason where it is none, or can't fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from localllm.conversation import pdf
 from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control.images import data_url, is_image
 
@@ -14,8 +15,13 @@ MAX_BYTES_PER_TOKEN = 8
 MAX_BYTES = 16_000_000
 
 
+def is_pdf(data: bytes) -> bool:
+    """Whether a file that begins so is a PDF."""
+    return data.startswith(b"%PDF-")
+
+
 def read_text(path: Path) -> tuple[str, str]:
-    """(name, text) of a UTF-8 file; of an image its data URL. Raises UsageError."""
+    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data URL. Raises UsageError."""
     path = path.expanduser()
     try:
         if path.is_dir():
@@ -29,6 +35,8 @@ def read_text(path: Path) -> tuple[str, str]:
     url = data_url(data)
     if url:
         return path.name, url
+    if is_pdf(data):
+        return path.name, _text_of_pdf(path.name, data)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -38,6 +46,18 @@ def read_text(path: Path) -> tuple[str, str]:
     if "\0" in text:
         raise UsageError(f"{path.name} is a binary file, and models read text and images")
     return path.name, text
+
+
+def _text_of_pdf(name: str, data: bytes) -> str:
+    """Its pages, one after another. One that is a picture says so; a PDF of nothing else is refused."""
+    if not pdf.installed():
+        raise UsageError(f"{name} is a PDF, and {pdf.MISSING.partition(': ')[0]}", hint=pdf.MISSING.partition(": ")[2])
+    found = pdf.read(data, pictures=False)
+    if found.problem:
+        raise UsageError(f"{name}: {found.problem}", hint="attach its text, or pictures of its pages")
+    if not any(page.text for page in found.pages):
+        raise UsageError(f"{name} has no text: its pages are pictures", hint="attach pictures of its pages")
+    return "\n\n".join(page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1))
 
 
 def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:

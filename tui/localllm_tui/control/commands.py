@@ -86,7 +86,7 @@ COMMANDS = (
     ),
     Command("title", doing.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", doing.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
-    Command("attach", doing.attach, "send a text file along with the next question (- takes back)", "FILE"),
+    Command("attach", doing.attach, "send a file along with the next question (- takes back)", "FILE"),
     Command(
         "system", doing.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,13 +189,13 @@ async def import_from(chat: Chat, name: str) -> None:
 
 
 async def attach(chat: Chat, name: str) -> None:
-    """A text file for the next question; "-" takes back all of them."""
+    """A file for the next question; "-" takes back all of them."""
     if not name:
         raise UsageError("/attach needs a file name", hint="for example /attach notes.txt; /attach - takes all back")
     if name == "-":
         chat.detach()
         return
-    attach_text(chat, *read_text(Path(name)))
+    attach_text(chat, *await asyncio.to_thread(read_text, Path(name)))
 
 
 def attach_text(chat: Chat, name: str, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from localllm.errors import UsageError
-from localllm_tui.control.attach import MAX_BYTES_PER_TOKEN, read_text
+from localllm_tui.control.attach import MAX_BYTES_PER_TOKEN, is_pdf, read_text
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.images import data_url
 from localllm_tui.control.texts import fenced
@@ -61,10 +62,11 @@ class FileCost:
         try:
             size = path.stat().st_size
             with path.open("rb") as f:
-                picture = bool(data_url(f.read(16)))
-            if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture:
+                head = f.read(16)
+            picture = bool(data_url(head))
+            if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture and not is_pdf(head):
                 return cls(refused=f"too long: {size:,} bytes")
-            name, text = read_text(path)
+            name, text = await asyncio.to_thread(read_text, path)
         except UsageError as e:
             return cls(refused=e.message.removeprefix(f"{path.name} is ").removeprefix("a ").split(",")[0])
         except OSError as e:
