@@ -82,9 +82,16 @@ class AnswerView(TurnView):
         for part in fold.walk_children(Widget):
             part.can_focus = False  # a click folds; the keys stay with the input
         if self._shown:
-            self.call_after_refresh(self._text.mark_ends)
+            self.call_after_refresh(self._ends_of_stored)
         self.query_one(".progress").display = False
         self.query_one(".note").display = bool(self._note)
+
+    def _ends_of_stored(self) -> None:
+        self._text.mark_ends(all_of_it=True)
+        # What was folded before that had the margins of before.
+        self._text.unfold_all()
+        if isinstance(self.parent, Transcript):
+            self.call_after_refresh(self.parent.fold_far)
 
     @property
     def text(self) -> str:

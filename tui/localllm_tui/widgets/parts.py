@@ -5,8 +5,11 @@ Each frame Textual lays out all blocks of a Markdown anew, down to the cells of 
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
+from markdown_it import MarkdownIt
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Markdown
@@ -15,6 +18,30 @@ from textual.widgets import Markdown
 PART_BLOCKS = 8
 # A part is folded once it is this many rows off the screen, so that the next screenful is there when it is scrolled to.
 NEAR_ROWS = 30
+
+
+# A text up to this long is laid out at once wherever it stands.
+SHORT_CHARS = 4_000
+
+
+def in_parts(text: str) -> list[str]:
+    """`text` cut between blocks, a part of it for each `PART_BLOCKS`. Whole where it is short, or where a part would lack what
+    another defines: the addresses of links are one list for all of it."""
+    if len(text) <= SHORT_CHARS:
+        return [text]
+    told: dict[str, Any] = {}
+    tokens = MarkdownIt("gfm-like").parse(text, told)
+    begins = [token.map[0] for token in tokens if not token.level and token.nesting >= 0 and token.map]
+    if told.get("references"):
+        return [text]
+    lines = _lines(text)
+    cuts = [0, *begins[PART_BLOCKS::PART_BLOCKS], len(lines)]
+    return ["".join(lines[start:stop]) for start, stop in itertools.pairwise(cuts)]
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as Markdown counts them, each with its end."""
+    return re.split(r"(?<=\n)", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 class AnswerText(Vertical):
@@ -35,7 +62,9 @@ class AnswerText(Vertical):
         self._heights: dict[Markdown, int] = {}  # of the folded parts, in rows
 
     def compose(self) -> ComposeResult:
-        yield Markdown(self._whole)
+        # Only from Textual 4 on can the last part grow.
+        for text in in_parts(self._whole) if hasattr(Markdown, "append") else [self._whole]:
+            yield Markdown(text)
 
     @property
     def parts(self) -> list[Markdown]:
@@ -60,7 +89,7 @@ class AnswerText(Vertical):
         if len(blocks) <= PART_BLOCKS or not hasattr(blocks[-1], "source_range"):
             return
         begins = blocks[-1].source_range[0]
-        lines = part.source.splitlines(keepends=True)
+        lines = _lines(part.source)
         if not 0 < begins < len(lines):
             return
         following: Any = Markdown("")
@@ -69,14 +98,15 @@ class AnswerText(Vertical):
             await self.mount(following)
             await following.append("".join(lines[begins:]))
 
-    def mark_ends(self) -> None:
-        """Class the outer blocks, for the margins: :last-child is not looked at again when a block is appended.
+    def mark_ends(self, *, all_of_it: bool = False) -> None:
+        """Class the outer blocks of what is new, or of `all_of_it`, for the margins: :last-child is not looked at again when a block
+        is appended.
 
         Two parts are as far apart as two blocks: the margin below the one is enough. The margins are set whole, because
         margin-top alone would take the others away.
         """
         parts = self.parts if self.is_attached else []  # else removed before the screen came to draw it
-        for part in (*parts[:1], *parts[-2:]):
+        for part in parts if all_of_it else (*parts[:1], *parts[-2:]):
             blocks = part.children
             for i, block in enumerate(blocks):
                 block.set_class(i == 0, "-first")
