@@ -18,6 +18,10 @@ from localllm import paths
 from localllm.conversation import history_schema, history_search
 from localllm.errors import LocalLLMError, NotFoundError
 
+# Another window may be bringing the file to a newer schema.
+_OPENING_S = 10.0
+_LOCKED_MS = 500
+
 
 class HistoryError(LocalLLMError):
     """The conversations' file can't be opened or written."""
@@ -82,7 +86,7 @@ class History:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
             if os.name == "posix":
                 os.chmod(self.path, 0o600)
-            self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=10.0)
+            self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA foreign_keys=ON")
@@ -95,6 +99,8 @@ class History:
                     hint="upgrade localllm, or move conversations.db away to start a new one",
                 )
             history_schema.prepare(self._db)
+            # From here on a screen waits with it. Others write for milliseconds; what they refuse can be written later.
+            self._db.execute(f"PRAGMA busy_timeout = {_LOCKED_MS}")
         except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:  # the last three: an old row unreadable
             if hasattr(self, "_db"):
                 self._db.close()

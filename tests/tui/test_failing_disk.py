@@ -87,7 +87,6 @@ def test_an_answer_that_ends_while_another_program_holds_the_file_is_written_aft
 ) -> None:
     gate = Gate()
     server.play(gate, Say([LONG]), Finish())
-    history._db.execute("PRAGMA busy_timeout=50")
     other = sqlite3.connect(history.path, isolation_level=None)
 
     async def play(d: Driver) -> None:

@@ -25,7 +25,6 @@ def test_a_locked_file_is_said_and_what_was_typed_stays(
     drive: Any, server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answer("ok")
-    history._db.execute("PRAGMA busy_timeout=50")
     other = sqlite3.connect(history.path, isolation_level=None)
 
     async def play(d: Driver) -> None:
