@@ -1,7 +1,7 @@
 """How well `recommend --link` predicts published speeds of several machines: rows and sources in data/clusters.csv.
 
-Usage: python -m benchmarks.clusters. Layers are taken to lie as llama.cpp puts them, by each machine's memory. Rows that
-state what one machine alone had with the same file gave `cluster.RPC_S`: the others were never seen by it.
+Usage: python -m benchmarks.clusters. Of rows split by layers, these are taken to lie as llama.cpp puts them, by each machine's
+memory. Rows that state what one machine alone had with the same file gave `cluster.RPC_S`: the others were never seen by it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.planner_fit.rows import variant_of
 from localllm.cli.recommend_cluster import machines
-from localllm.planner import cluster
+from localllm.planner import cluster, sharing
 from localllm.planner.types import Range, RunSettings
 from localllm_catalog import catalog
 from localllm_catalog.types import Model
@@ -27,7 +27,7 @@ _ROOM_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class Compared:
     """A published row and its prediction, tokens/s. `seen`: it gave RPC's cost. `today`: measured with an engine of 2026,
-    which is what is predicted."""
+    which is what is predicted. `shared`: every machine had a share of each layer."""
 
     what: str
     n_machines: int
@@ -36,6 +36,7 @@ class Compared:
     predicted: Range
     seen: bool
     today: bool
+    shared: bool = False
 
     @property
     def error(self) -> float:
@@ -51,8 +52,8 @@ def compared() -> list[Compared]:
 
 
 def _compare(record: dict[str, str], models: dict[str, Model]) -> Compared:
-    model = models[record["model"]]
-    variant = variant_of(model, record["quant"], record["file_bytes"], mlx=False)
+    model, shared = models[record["model"]], record["split"] == "shared"
+    variant = variant_of(model, record["quant"], record["file_bytes"], mlx=shared)
     if variant is None:
         raise ValueError(f"{record['model']} {record['quant']}: its size is not known")
     boxes, depth, test = machines(record["devices"]), int(record["depth"]), record["test"]
@@ -66,13 +67,15 @@ def _compare(record: dict[str, str], models: dict[str, Model]) -> Compared:
     layers[-1] = len(model.layers) - sum(layers[:-1])
     shares = [cluster.Share(b, n, 0, b.memory.limit_bytes) for b, n in zip(boxes, layers, strict=True)]
     link = cluster.LINKS.get(record["link"], cluster.LINKS["10gbe"])
-    if decoding:
+    if shared:
+        said = sharing.decode_over(model, variant, settings, boxes, link, depth=depth + n_tokens // 2)
+    elif decoding:
         said = cluster.decode_over(model, variant, settings, shares, link, depth=depth + n_tokens // 2)
     else:
         said = cluster.prefill_over(model, variant, settings, shares, link, prompt_tokens=n_tokens, depth=depth)
     return Compared(
         f"{record['devices']:33} {record['model'][:22]:22} {record['quant']:9} {test:7} @{depth:<6}", len(boxes),
-        decoding, float(record["tok_s"]), said, bool(record["alone_tok_s"]), record["build"] >= "2025-11",
+        decoding, float(record["tok_s"]), said, bool(record["alone_tok_s"]), record["build"] >= "2025-11", shared,
     )  # fmt: skip
 
 
@@ -85,8 +88,9 @@ def main() -> None:
             f"{row.what} {row.measured:7.1f} tok/s, predicted {p.value:6.1f} ({p.low:.1f}-{p.high:.1f}) {row.error:+.0%}"
         )
     groups: Sequence[tuple[str, Callable[[Compared], bool]]] = (
-        ("decode, two machines", lambda r: r.decoding and r.n_machines == 2),
-        ("decode, two machines, never seen", lambda r: r.decoding and r.n_machines == 2 and not r.seen),
+        ("decode, two machines", lambda r: r.decoding and r.n_machines == 2 and not r.shared),
+        ("decode, two machines, never seen", lambda r: r.decoding and r.n_machines == 2 and not (r.seen or r.shared)),
+        ("decode, two machines, every layer shared (MLX)", lambda r: r.shared),
         ("decode, three and four machines (engines of August 2025)", lambda r: r.decoding and r.n_machines > 2),
         ("prompts, two machines", lambda r: not r.decoding),
         ("all of two machines", lambda r: r.n_machines == 2),

@@ -11,10 +11,12 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.planner.cluster import ClusterPlan
+    from localllm.planner.sharing import SharedPlan
     from localllm.planner.types import Workload
 
 _COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
 _MOST_MACHINES = 32
+_PARTS = {2: "half", 3: "third", 4: "quarter"}
 
 
 def machines(text: str) -> list[Device]:
@@ -37,7 +39,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
 
     from localllm.cli.asked import find_model
     from localllm.library.catalog import load_catalog
-    from localllm.planner import cluster, plan
+    from localllm.planner import cluster, plan, sharing
     from localllm.planner.types import RunSettings
 
     if link not in cluster.LINKS:
@@ -56,13 +58,22 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
         for variant in model.variants
         if variant.format == "gguf" and (not quant or variant.quant.lower() == quant.lower())
     ]
+    shared = [
+        (variant.quant, sharing.plan(model, variant, settings, boxes, cluster.LINKS[link]))
+        for variant in model.variants
+        if (not quant or variant.quant.lower() == quant.lower()) and not sharing.why_not(model, variant, boxes)
+    ]
     if as_json:
-        return [json.dumps([_json(q, p) for q, p in plans], indent=2)]
+        return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
     lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {cluster.LINKS[link].name}"]
     for name, found in plans:
         lines += [f"{name:8} does not fit on all of them together"] if found is None else _lines(name, found)
-    shown = next((p for _, p in plans if p is not None), None)
-    return lines if shown is None else [*lines, f"basis: {shown.decode_tok_s.basis}"]
+    if shared:
+        lines.append(f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, `serve --with`):")
+    for name, whole in shared:
+        lines += [f"{name:8} does not fit so"] if whole is None else _shared_lines(name, whole)
+    bases = [next((p.decode_tok_s.basis for _, p in found if p is not None), "") for found in (plans, shared)]
+    return [*lines, *(f"basis: {basis}" for basis in bases if basis)]
 
 
 def _lines(quant: str, plan: ClusterPlan) -> list[str]:
@@ -79,11 +90,38 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
     ]
 
 
-def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
+def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
+    decode, prefill = plan.decode_tok_s, plan.prefill_tok_s
+    return [
+        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one alone {plan.alone_tok_s:.1f}), prompt "
+        f"{prefill.low:.0f}-{prefill.high:.0f} tok/s; {plan.needs_bytes / 1e9:.0f} of {plan.limit_bytes / 1e9:.0f} GB on each"
+    ]
+
+
+def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
     if plan is None:
-        return {"quant": quant, "fits": False}
+        return {"quant": quant, "split": "shared", "fits": False}
     return {
         "quant": quant,
+        "split": "shared",
+        "fits": True,
+        "n_ctx": plan.settings.n_ctx,
+        "shares": [
+            {"device": d.name, "needs_bytes": plan.needs_bytes, "limit_bytes": d.memory.limit_bytes}
+            for d in plan.devices
+        ],
+        "decode_tok_s": asdict(plan.decode_tok_s),
+        "prefill_tok_s": asdict(plan.prefill_tok_s),
+        "alone_tok_s": plan.alone_tok_s,
+    }
+
+
+def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
+    if plan is None:
+        return {"quant": quant, "split": "layers", "fits": False}
+    return {
+        "quant": quant,
+        "split": "layers",
         "fits": True,
         "n_ctx": plan.settings.n_ctx,
         "shares": [

@@ -95,7 +95,7 @@ def test_the_command_says_it_and_asks_whole_questions() -> None:
 def test_published_speeds_of_two_machines_are_met() -> None:
     """Rows and sources: benchmarks/data/clusters.csv. Prompts are met worse than writing: the bar is over both."""
     rows = [r for r in compared() if r.n_machines == 2]
-    writing = [r for r in rows if r.decoding]
+    writing = [r for r in rows if r.decoding and not r.shared]
     assert len(rows) >= 20
     assert statistics.median(abs(r.error) for r in rows) <= 0.2
     assert statistics.median(abs(r.error) for r in writing) <= 0.15

@@ -1,0 +1,88 @@
+"""A share of every layer on each machine: what lies on each, how fast it is, and who can share what."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.clusters import compared
+from localllm.cli.main import app
+from localllm.cli.recommend_cluster import machines
+from localllm.library.catalog import load_catalog
+from localllm.planner import cluster, sharing
+from localllm.planner.types import RunSettings
+from localllm_catalog.types import Model, Variant
+
+SETTINGS = RunSettings(n_ctx=32768)
+LINK = cluster.LINKS["thunderbolt5"]
+
+
+def found(name: str, quant: str = "4bit") -> tuple[Model, Variant]:
+    model = next(m for m in load_catalog().models if m.id == name)
+    return model, next(v for v in model.variants if v.format == "mlx" and v.quant == quant)
+
+
+@pytest.mark.parametrize("name", ["qwen3-235b-a22b-instruct-2507", "llama-3.3-70b-instruct"])
+def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_are_more(name: str) -> None:
+    model, variant = found(name)
+    needs, speeds = [], []
+    for n in (1, 2, 4):
+        plan = sharing.plan(model, variant, SETTINGS, machines(f"{n}x m3 ultra 512gb"), LINK)
+        assert plan is not None
+        needs.append(plan.needs_bytes)
+        speeds.append(plan.decode_tok_s.value)
+        assert plan.decode_tok_s.low <= plan.decode_tok_s.value <= plan.decode_tok_s.high
+        assert plan.decode_tok_s.value <= n * plan.alone_tok_s
+    # What every machine has whole is a small part of these.
+    assert needs[0] / 2 < needs[1] < 0.6 * needs[0]
+    assert needs[1] / 2 < needs[2] < 0.65 * needs[1]
+    assert speeds[0] < speeds[1] < 2 * speeds[0]
+    assert speeds[1] < speeds[2] < 2 * speeds[1]
+
+
+def test_over_ethernet_the_sums_cost_more_than_sharing_gains() -> None:
+    model, variant = found("qwen3-235b-a22b-instruct-2507")
+    boxes = machines("2x m3 ultra 512gb")
+    plan = sharing.plan(model, variant, SETTINGS, boxes, cluster.LINKS["10gbe"])
+    assert plan is not None
+    assert plan.decode_tok_s.value < plan.alone_tok_s
+    assert plan.decode_tok_s.value < sharing.decode_over(model, variant, SETTINGS, boxes, LINK).value
+
+
+def test_what_does_not_fit_on_each_is_no_plan() -> None:
+    model, variant = found("qwen3-235b-a22b-instruct-2507")
+    assert sharing.plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "boxes", "says"),
+    [
+        ("qwen3-235b-a22b-instruct-2507", "4bit", "3x m3 ultra 512gb", "3 machines can't share 4 heads evenly"),
+        ("gemma-3-27b-it", "4bit", "2x m3 ultra 512gb", "no form of gemma-3"),
+        ("llama-3.3-70b-instruct", "4bit", "2x dgx spark", "among Macs"),
+        ("llama-3.3-70b-instruct", "4bit", "2x m3 ultra 512gb", ""),
+    ],
+)
+def test_who_can_share_what_is_said(name: str, quant: str, boxes: str, says: str) -> None:
+    model, variant = found(name, quant)
+    assert says in sharing.why_not(model, variant, machines(boxes))
+    assert bool(says) == bool(sharing.why_not(model, variant, machines(boxes)))
+
+
+def test_the_command_shows_both_ways_to_use_two_macs() -> None:
+    asked = ["recommend", "--device", "2x m3 ultra 512gb", "-m", "llama-3.3-70b-instruct", "--link", "thunderbolt5"]
+    said = CliRunner().invoke(app, asked)
+    assert said.exit_code == 0, said.output
+    assert "a half of every layer on each" in said.output
+    assert "one alone" in said.output
+    told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert {plan["split"] for plan in told} == {"layers", "shared"}
+
+
+def test_published_rows_are_in_the_range_or_said_to_be_too_fast() -> None:
+    """Two rows are no law: docs/many-machines.md has both, with their errors."""
+    shared = [r for r in compared() if r.shared]
+    assert len(shared) >= 2
+    assert all(0 < r.error < 0.5 for r in shared)
