@@ -81,7 +81,13 @@ TABLE: tuple[Setting, ...] = (
         "cpu_moe", str, "auto", "layers whose experts stay in system memory, from the first: auto, all or a number"
     ),
     Setting("split", str, None, "each GPU's share of the layers, such as 3,1 (automatic: by their memory)"),
-    Setting("workers", str, (), "machines (host:port) where `localllm worker` runs, to put layers on", many=True),
+    Setting(
+        "workers",
+        str,
+        (),
+        "machines that share the model: host:port of `localllm worker`; for MLX SSH destinations, or a hostfile of MLX",
+        many=True,
+    ),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
     Setting("threads", int, None, "CPU threads (automatic: fast physical cores, within a container's quota)"),
     Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),

@@ -58,7 +58,11 @@ def serve(
     parallel: Annotated[int | None, typer.Option(help="Requests served at once (default 8).")] = None,
     workers: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="HOST:PORT", help="Put layers on that `localllm worker` too (repeatable)."),
+        typer.Option(
+            "--with",
+            metavar="MACHINE",
+            help="Share the model with it (repeatable): HOST:PORT of a `localllm worker`; for MLX, as ssh calls it.",
+        ),
     ] = None,
     pool: Annotated[
         list[str] | None,

@@ -156,6 +156,8 @@ class WorkerClient(ProcessEngine):
         death = self._process.death()
         if not self._workers:
             return Failure(request_id, death.code, death.message, death.hint)
-        # llama.cpp ends the process that loses a machine it computes on.
-        there = f"parts of the model are on {', '.join(self._workers)}: is `localllm worker` still running there?"
+        # The process that loses a machine it computes on ends.
+        there = (
+            f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its worker still running?"
+        )
         return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")

@@ -72,8 +72,9 @@ class MlxType:
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load a checkpoint; raises LoadError or OutOfMemoryError."""
         from localllm_backends.mlx.load import load
+        from localllm_backends.mlx.shared import load_shared
 
-        return load(spec, on_progress)
+        return load_shared(spec, on_progress) if spec.placement.workers else load(spec, on_progress)
 
 
 backend_type = MlxType()

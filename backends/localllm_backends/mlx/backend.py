@@ -52,10 +52,13 @@ class Loaded:
     n_ctx_train: int
     n_batch: int
     weights_bytes: int
+    n_params: int
+    # So many machines hold a share of every layer each.
+    n_shares: int = 1
 
 
 class MlxBackend:
-    """One mlx-lm checkpoint. See lines.py for how its memory is laid out."""
+    """One mlx-lm checkpoint. See sequence_cache.py for how its memory is laid out."""
 
     def __init__(self, loaded: Loaded) -> None:
         spec, layout, shapes, n_batch = loaded.spec, loaded.layout, loaded.shapes, loaded.n_batch
@@ -66,8 +69,10 @@ class MlxBackend:
         self._next = 0
         self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
         self._stepper = Stepper(
-            loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind
-        )
+            loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
+            # What others are to compute is what was asked for, never what one of them expects.
+            looks_ahead=loaded.n_shares == 1,
+        )  # fmt: skip
         self._bound = memory.BufferBound(_total_bytes())
         self.capabilities = Capabilities(
             rewind="any" if layout.plain else "none" if layout.recurrent and not self._n_rewind else "bounded",
@@ -78,7 +83,7 @@ class MlxBackend:
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
             # On a CPU putting a vocabulary in order takes far longer than our own look at the logits.
-            draws=mx.default_device() != mx.Device(mx.cpu),
+            draws=mx.default_device() != mx.Device(mx.cpu) and loaded.n_shares == 1,
         )
         self.info = _model_info(loaded)
         self._identity = f"{self.info.fingerprint} {shapes.kv_type}"
@@ -379,8 +384,6 @@ class MlxBackend:
 
 
 def _model_info(loaded: Loaded) -> ModelInfo:
-    from mlx_lm.utils import get_total_parameters
-
     words, spec, config = loaded.vocabulary, loaded.spec, loaded.config
 
     def text(token: int | None) -> str:
@@ -398,7 +401,7 @@ def _model_info(loaded: Loaded) -> ModelInfo:
         n_seq_max=max(1, spec.n_seq_max),
         n_batch=loaded.n_batch,
         n_outputs=min(loaded.n_batch, asked),
-        n_params=int(get_total_parameters(loaded.model)),
+        n_params=loaded.n_params,
         weights_bytes=loaded.weights_bytes,
         eog_tokens=words.eog_tokens,
         bos_token=words.bos_token,
@@ -409,7 +412,7 @@ def _model_info(loaded: Loaded) -> ModelInfo:
         chat_template=words.chat_template,
         kv_type_k=loaded.shapes.kv_type,
         kv_type_v=loaded.shapes.kv_type,
-        kv_meaning=kv_meaning(),
+        kv_meaning=kv_meaning() + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
         fim_tokens=words.fim_tokens,
         metadata={
             "general.architecture": str(config.get("model_type", "")),

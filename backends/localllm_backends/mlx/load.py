@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import get_total_parameters, load_model
 
 from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError, Placement
 from localllm_backends.mlx import memory
@@ -38,7 +39,7 @@ def check_spec(spec: LoadSpec) -> None:
         raise LoadError("MLX has one attention kernel and no setting to turn it off")
     if spec.kv_type_k != spec.kv_type_v:
         raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
-    if spec.placement != Placement() or spec.n_gpu_layers > 0:
+    if replace(spec.placement, workers=()) != Placement() or spec.n_gpu_layers > 0:
         raise LoadError("MLX keeps a model in one memory: its layers and experts can't be placed one by one")
 
 
@@ -116,12 +117,18 @@ def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> MlxBackend:
     """Load an mlx-lm checkpoint as a Backend."""
+    return MlxBackend(read_checkpoint(spec, on_progress))
+
+
+def read_checkpoint(spec: LoadSpec, on_progress: Callable[[float], None] | None = None, group: Any = None) -> Loaded:
+    """All that a backend is made from; with a `group` of mx.distributed, this machine's share of it. LoadError or
+    OutOfMemoryError."""
     check_spec(spec)
     folder = check_folder(spec.path)
     if spec.n_gpu_layers == 0:
         mx.set_default_device(mx.cpu)
     try:
-        return _load(spec, folder, on_progress)
+        return _read(spec, folder, on_progress, group)
     except BackendFailure:
         mx.clear_cache()
         raise
@@ -132,12 +139,16 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         raise LoadError(f"{folder.name!r} can't be loaded: {_short(e)}") from e
 
 
-def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None) -> MlxBackend:
+def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None, group: Any) -> Loaded:
     model, config = read_model(folder)
+    n_params = int(get_total_parameters(model))
+    weights_bytes = sum(p.stat().st_size for p in weight_files(folder))
+    if group is not None:
+        shard(model, config, group)
+        weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
     n_batch = n_batch_for(spec)
     layout, shapes = probe(model, spec, n_batch)
     n_ctx, n_trained = n_ctx_for(spec, config)
-    weights_bytes = sum(p.stat().st_size for p in weight_files(folder))
     sizes = Sizes.of(shapes)
     memory.require(
         weights_bytes + n_ctx * sizes.token_bytes + spec.n_seq_max * sizes.line_bytes,
@@ -145,12 +156,25 @@ def _load(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
     )
     weights_bytes = read_weights(model, folder.name, on_progress)
     vocabulary = Vocabulary(folder, config, shapes.n_vocab)
-    return MlxBackend(
-        Loaded(
-            model, vocabulary, layout, shapes, sizes, spec, folder, config,
-            n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes,
-        )
+    return Loaded(
+        model, vocabulary, layout, shapes, sizes, spec, folder, config,
+        n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes, n_params=n_params,
+        n_shares=1 if group is None else int(group.size()),
     )  # fmt: skip
+
+
+def shard(model: Any, config: dict[str, Any], group: Any) -> None:
+    """Leave `model` with this machine's share of every layer (tensor parallel, as mlx-lm does it). LoadError where it has no
+    such form, or can't be shared evenly by as many."""
+    n, kind = int(group.size()), str(config.get("model_type", ""))
+    if not hasattr(model, "shard"):
+        raise LoadError(f"mlx-lm has no form of {kind!r} models that several machines can share")
+    text = config.get("text_config", config)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % n:
+            raise LoadError(f"{n} machines can't share this model evenly: its {name} are {heads}")
+    model.shard(group)
 
 
 def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Any]:

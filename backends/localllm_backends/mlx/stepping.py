@@ -93,11 +93,13 @@ class Stepper:
     """Runs steps over `lines` (those alive, by id) and owns what outlives one: the batch, and the step begun early."""
 
     def __init__(
-        self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *, n_vocab: int, n_ctx: int, n_rewind: int
-    ) -> None:
+        self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *,
+        n_vocab: int, n_ctx: int, n_rewind: int, looks_ahead: bool = True,
+    ) -> None:  # fmt: skip
         self.model = model
         self._layout, self._lines = layout, lines
         self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
+        self._looks_ahead = looks_ahead
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
         self.last: Result | None = None
@@ -125,7 +127,7 @@ class Stepper:
             line.length += len(chunk.tokens)
         try:
             decoding = [i for i, c in enumerate(chunks) if len(c.tokens) == 1 and c.outputs]
-            guessed = bool(decoding) and all(chunks[i].tokens[0] == expected[i] for i in decoding)
+            guessed = self._looks_ahead and bool(decoding) and all(chunks[i].tokens[0] == expected[i] for i in decoding)
             if guessed and self.last is not None and self.last.asked_best and not self.last.asked_logits:
                 self._look_ahead(decoding, chunks, lines, result)
             mx.eval(waiting)

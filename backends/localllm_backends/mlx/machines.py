@@ -1,0 +1,262 @@
+"""The machines that share one MLX model: who they are, how they reach each other, and the pipe to each of their processes.
+
+mlx.launch would start them too, but hands output on ten times a second and keeps a core busy; a stream of tokens wants
+neither. The hostfile is the same one, the environment that MLX reads as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from localllm_backends.other_machines import OtherMachineError
+
+Frame = dict[str, Any]
+# A machine that is cut off says nothing: ssh notices within 20 seconds, and its end is what we hear.
+_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *_ALIVE)
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+# Where mlx.launch begins to count ports.
+_FIRST_PORT = 32323
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One of them. `ssh`: how it is reached by SSH ("": this one). `addresses`: its own, one for each cable. `rdma`: its
+    device toward each of the machines (None: itself), where it has Thunderbolt 5's."""
+
+    ssh: str
+    addresses: tuple[str, ...]
+    rdma: tuple[str | None, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What people are told."""
+        return self.ssh or "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """All machines, this one first, and what they speak as mlx.launch calls it: "ring", "jaccl" or "jaccl-ring"."""
+
+    machines: tuple[Machine, ...]
+    kind: str = "ring"
+    environment: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """Its name in mx.distributed."""
+        return self.kind.partition("-")[0]
+
+    def files(self, ports: Sequence[int]) -> dict[str, str]:
+        """What MLX wants in a file, by the variable that names it; `ports`: one for each address of each machine."""
+        if self.backend == "jaccl":
+            return {"MLX_IBV_DEVICES": json.dumps([m.rdma for m in self.machines])}
+        numbers = iter(ports)
+        at = [[f"{address}:{next(numbers)}" for address in m.addresses] for m in self.machines]
+        return {"MLX_HOSTFILE": json.dumps(at)}
+
+    def variables(self, ports: Sequence[int]) -> dict[str, str]:
+        """What MLX wants in the environment of every machine, its files and MLX_RANK aside."""
+        told = dict(e.partition("=")[::2] for e in self.environment)
+        if self.backend == "jaccl":
+            told |= {"MLX_JACCL_RING": "1"} if self.kind == "jaccl-ring" else {}
+            told["MLX_JACCL_COORDINATOR"] = f"{self.machines[0].addresses[0]}:{ports[0]}"
+        return told
+
+
+def ring_of(named: Sequence[str]) -> Ring:
+    """The machines named: SSH destinations beside this machine, or one hostfile as `mlx.distributed_config` writes it.
+    OtherMachineError where that can't be."""
+    if len(named) == 1 and named[0].endswith(".json"):
+        return _of_hostfile(Path(named[0]))
+    others = tuple(Machine("" if _is_here(n) else n, (_address_of(n),)) for n in named)
+    return Ring((Machine("", (_own_address(others[0].addresses[0]),)), *others))
+
+
+def _of_hostfile(path: Path) -> Ring:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        told = said if isinstance(said, dict) else {"hosts": said}
+        machines = tuple(
+            Machine(
+                "" if i == 0 or _is_here(str(host["ssh"])) else _destination(str(host["ssh"])),
+                tuple(str(ipaddress.ip_address(ip)) for ip in host["ips"]),
+                tuple(host.get("rdma") or ()),
+            )
+            for i, host in enumerate(told["hosts"])
+        )
+        kind = str(told.get("backend") or "ring")
+        environment = tuple(str(e) for e in told.get("envs") or ())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})") from e
+    if len(machines) < 2 or not all(m.addresses for m in machines):
+        raise OtherMachineError(
+            f"{path.name!r} must name at least two machines, this one first, each with its addresses"
+        )
+    if kind not in ("ring", "jaccl", "jaccl-ring"):
+        raise OtherMachineError(f"{path.name!r} asks for {kind!r}: MLX's ring and JACCL are what is spoken here")
+    if kind != "ring" and any(len(m.rdma) != len(machines) for m in machines):
+        raise OtherMachineError(f"{path.name!r} lacks RDMA devices: JACCL needs one from each machine to each other")
+    return Ring(machines, kind, environment)
+
+
+def _is_here(destination: str) -> bool:
+    return destination.rpartition("@")[2] in _LOCAL
+
+
+def _destination(text: str) -> str:
+    """An SSH destination that is no option of ssh's."""
+    if not text or text.startswith("-") or any(c.isspace() for c in text):
+        raise OtherMachineError(f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local")
+    return text
+
+
+def _address_of(destination: str) -> str:
+    """The address behind an SSH destination; names of ~/.ssh/config count."""
+    host = _destination(destination).rpartition("@")[2]
+    if _is_here(host):
+        return "127.0.0.1"
+    if not _resolves(host):
+        asked = subprocess.run(["ssh", "-G", destination], capture_output=True, text=True, check=False)
+        host = next((x.split()[1] for x in asked.stdout.splitlines() if x.startswith("hostname ")), host)
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+    except OSError as e:
+        raise OtherMachineError(f"{host!r} has no address ({e.strerror or e})") from e
+
+
+def _resolves(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def _own_address(other: str) -> str:
+    """This machine's address on the way to `other`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect((other, 9))
+        except OSError as e:
+            raise OtherMachineError(f"there is no way from here to {other} ({e.strerror or e})") from e
+        return str(s.getsockname()[0])
+
+
+def ports_for(ring: Ring) -> list[int]:
+    """A port for every address: such as are free here where all of them are ours, else those that mlx.launch takes."""
+    n = sum(len(m.addresses) for m in ring.machines)
+    if any(m.ssh for m in ring.machines):
+        return list(range(_FIRST_PORT, _FIRST_PORT + n))
+    held = [socket.socket() for _ in range(n)]
+    for s in held:
+        s.bind(("127.0.0.1", 0))
+    found = [int(s.getsockname()[1]) for s in held]
+    for s in held:
+        s.close()
+    return found
+
+
+class Follower:
+    """A process on another machine that does what this one does. Frames: one line of JSON, then as many bytes as its
+    "bytes" says."""
+
+    def __init__(self, machine: Machine, program: Sequence[str]) -> None:
+        self.machine = machine
+        self._process = subprocess.Popen(
+            _command(machine, program), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._into, self._out = self._process.stdin, self._process.stdout
+
+    def say(self, frame: Frame, body: bytes | memoryview = b"") -> None:
+        """Tell it `frame`. OtherMachineError where it has gone."""
+        try:
+            write_frame(self._into, frame, body)
+        except (OSError, ValueError) as e:
+            raise OtherMachineError(f"{self.machine.name} is gone ({self._ended()})") from e
+
+    def hear(self) -> tuple[Frame, bytes]:
+        """What it says next. OtherMachineError where it has gone, or says that it can't."""
+        heard = read_frame(self._out)
+        if heard is None:
+            raise OtherMachineError(f"{self.machine.name} does not answer ({self._ended()})")
+        if "failed" in heard[0]:
+            raise OtherMachineError(f"{self.machine.name}: {heard[0]['failed']}")
+        return heard
+
+    def end(self) -> None:
+        """The end of its input is its order to end."""
+        for stream in (self._into, self._out):
+            try:
+                stream.close()
+            except OSError:
+                pass
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def when_gone(self, call: Callable[[str], None]) -> None:
+        """`call` with its name once its process has ended, in a thread of its own."""
+
+        def wait() -> None:
+            self._process.wait()
+            call(self.machine.name)
+
+        threading.Thread(target=wait, name=f"watch {self.machine.name}", daemon=True).start()
+
+    def _ended(self) -> str:
+        try:
+            code = self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            return "it said nothing"
+        # ssh's own failures (ssh(1)).
+        return "ssh could not reach it" if self.machine.ssh and code == 255 else f"its process ended with {code}"
+
+
+def _command(machine: Machine, program: Sequence[str]) -> list[str]:
+    """How `program` (a module and its arguments, for our Python) is started there: with the Python at the same place, also
+    below another home folder."""
+    if not machine.ssh:
+        return [sys.executable, "-m", *program]
+    python, home = sys.executable, str(Path.home())
+    inside = f'"$HOME"{shlex.quote(python.removeprefix(home))}' if python.startswith(home + os.sep) else "''"
+    there = (
+        f'p={inside}; [ -x "$p" ] || p={shlex.quote(python)}; '
+        f'[ -x "$p" ] || {{ echo "localllm is not installed there at $p" >&2; exit 3; }}; '
+        f'exec "$p" -m {shlex.join(program)}'
+    )
+    return [*_SSH, machine.ssh, "--", f"sh -c {shlex.quote(there)}"]
+
+
+def write_frame(stream: BinaryIO | Any, frame: Frame, body: bytes | memoryview = b"") -> None:
+    """Write one."""
+    stream.write(json.dumps({**frame, "bytes": len(body)}, separators=(",", ":")).encode() + b"\n")
+    stream.write(body)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO | Any) -> tuple[Frame, bytes] | None:
+    """Read one; None at the end, or where it is cut off."""
+    try:
+        line = stream.readline()
+        frame = json.loads(line) if line.endswith(b"\n") else None
+        if not isinstance(frame, dict):
+            return None
+        body = stream.read(int(frame["bytes"]))
+    except (OSError, ValueError, KeyError):
+        return None
+    return (frame, body) if len(body) == frame["bytes"] else None

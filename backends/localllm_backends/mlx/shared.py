@@ -1,0 +1,317 @@
+"""One MLX model on several machines: each holds a share of every layer (mlx-lm's tensor parallelism) and does every
+operation, this one's first. What a sweep adds up goes over mx.distributed; which operations, over a pipe to each machine.
+
+As a program it is another machine's process, asked over its input until that ends:
+
+    python -m localllm_backends.mlx.shared
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import mlx.core as mx
+
+from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, Placement, SequenceId
+from localllm_backends.mlx.backend import Loaded, MlxBackend
+from localllm_backends.mlx.files import check_folder, fingerprint
+from localllm_backends.mlx.load import read_checkpoint
+from localllm_backends.mlx.machines import Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
+from localllm_backends.mlx.stepping import Result
+from localllm_backends.other_machines import OtherMachineError
+
+_PROGRAM = ("localllm_backends.mlx.shared",)
+_PARTS = struct.Struct("<4sI")
+_MAGIC = b"LMXS"
+_LENGTH = struct.Struct("<Q")
+
+
+class SharedBackend(MlxBackend):
+    """This machine's share, which the `others` follow. One that ends, ends this process: nothing can be computed without."""
+
+    def __init__(self, loaded: Loaded, others: Seq[Follower]) -> None:
+        self._others = others
+        # The others warm up by themselves.
+        self._following, self._closing = False, False
+        super().__init__(loaded)
+        self._following = True
+        for other in others:
+            other.when_gone(self._lost)
+
+    def new_sequence(self) -> SequenceId:
+        """See Backend; so everywhere below."""
+        made = super().new_sequence()
+        self._tell({"do": "new"})
+        return made
+
+    def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
+        # It begins with a new sequence, which the others make when they fork.
+        self._following = False
+        try:
+            made = super().fork(source, n_tokens)
+        finally:
+            self._following = True
+        self._tell({"do": "fork", "of": source, "n": n_tokens})
+        return made
+
+    def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
+        super().truncate(sequence, n_tokens)
+        self._tell({"do": "truncate", "of": sequence, "n": n_tokens})
+
+    def drop(self, sequence: SequenceId) -> None:
+        super().drop(sequence)
+        self._tell({"do": "drop", "of": sequence})
+
+    def step(self, chunks: Seq[Chunk]) -> Result:
+        self._check_owner()
+        self._checked(chunks)
+        self._tell({"do": "step", "chunks": [[c.sequence, list(c.tokens), c.outputs] for c in chunks]})
+        try:
+            return super().step(chunks)
+        except BackendFailure:
+            # The others have done this step or hang in it: their memory is no longer this one's.
+            self._lost("one of the machines")
+            raise
+
+    def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
+        """All shares of it."""
+        self._tell({"do": "export", "of": sequence, "start": start, "stop": stop})
+        failure: BackendFailure | None = None
+        parts: list[bytes] = []
+        try:
+            parts.append(super().export_range(sequence, start, stop))
+        except BackendFailure as e:
+            failure = e
+        for other in self._others:
+            frame, body = other.hear()
+            parts.append(body)
+            if "refused" in frame and failure is None:
+                failure = BackendFailure(f"{other.machine.name}: {frame['refused']}")
+        if failure is not None:
+            raise failure
+        return b"".join([_PARTS.pack(_MAGIC, len(parts)), *(_LENGTH.pack(len(p)) for p in parts), *parts])
+
+    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+        parts = _shares_in(data, 1 + len(self._others))
+        super().import_range(sequence, parts[0], start, stop)
+        for other, part in zip(self._others, parts[1:], strict=True):
+            other.say({"do": "import", "of": sequence, "start": start, "stop": stop}, part)
+        refused = [(other, frame["refused"]) for other in self._others if "refused" in (frame := other.hear()[0])]
+        if refused:
+            self.truncate(sequence, start)
+            other, why = refused[0]
+            raise BackendFailure(f"{other.machine.name}: {why}")
+
+    def close(self) -> None:
+        self._closing, self._following = True, False
+        for other in self._others:
+            other.end()
+        super().close()
+
+    def _tell(self, frame: Frame) -> None:
+        if self._following:
+            for other in self._others:
+                other.say(frame)
+
+    def _lost(self, name: str) -> None:
+        """Without it nothing more can be computed, and the sweep that runs may never end."""
+        if not self._closing:
+            print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _shares_in(data: bytes | memoryview, n: int) -> list[memoryview]:
+    """The `n` shares that `export_range` put together. BackendFailure where it did not."""
+    view = memoryview(data).cast("B")
+    at = _PARTS.size + n * _LENGTH.size
+    if len(view) < at or _PARTS.unpack_from(view) != (_MAGIC, n):
+        raise BackendFailure(f"this is not an exported KV block of a model that {n} machines share")
+    found = []
+    for i in range(n):
+        (length,) = _LENGTH.unpack_from(view, _PARTS.size + i * _LENGTH.size)
+        found.append(view[at : at + length])
+        at += length
+    if at != len(view):
+        raise BackendFailure("this KV block is damaged: it has another length than it says")
+    return found
+
+
+def load_shared(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> SharedBackend:
+    """Load `spec` over this machine and those that its placement names. OtherMachineError by the name of one that can't."""
+    folder = check_folder(spec.path)
+    ring = ring_of(spec.placement.workers)
+    followers: list[Follower] = []
+    try:
+        for machine in ring.machines[1:]:
+            followers.append(Follower(machine, _PROGRAM))
+        group = _meet(spec, ring, followers, _identity(folder))
+        # Side by side: each reads its own disk.
+        loaded = read_checkpoint(spec, on_progress, group)
+        for follower in followers:
+            follower.hear()
+            follower.say({"do": "begin"})
+        return SharedBackend(loaded, followers)
+    except BaseException:
+        for follower in followers:
+            follower.end()
+        raise
+
+
+def _meet(spec: LoadSpec, ring: Ring, followers: Seq[Follower], ours: Mapping[str, str]) -> Any:
+    """The group of all machines, once each has said that it has the same as this one."""
+    ports = ports_for(ring)
+    order: Frame = {
+        "spec": asdict(replace(spec, placement=Placement(), path=_portable(spec.path))),
+        "files": ring.files(ports), "variables": ring.variables(ports), "backend": ring.backend,
+    }  # fmt: skip
+    for rank, follower in enumerate(followers, 1):
+        follower.say({**order, "rank": rank})
+    for follower in followers:
+        _agree(follower, ours)
+    for follower in followers:
+        follower.say({"do": "join"})
+    met: list[Any] = []
+    # Apart, since who waits for one that will never come is not told so.
+    joining = threading.Thread(target=lambda: met.append(_join({**order, "rank": 0})), name="join", daemon=True)
+    joining.start()
+    for follower in followers:
+        follower.hear()
+    joining.join()
+    if not met:
+        raise OtherMachineError(f"the machines can't reach each other over MLX's {ring.backend}")
+    return met[0]
+
+
+def _portable(path: str) -> str:
+    """`path` as it is called on a machine with another home folder."""
+    absolute, home = Path(path).absolute(), Path.home()
+    return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)
+
+
+def _identity(folder: Path) -> dict[str, str]:
+    """What must be the same on all machines."""
+    return {
+        "the model's files": fingerprint(folder),
+        **{name: version(name) for name in ("localllm", "mlx", "mlx-lm")},
+    }
+
+
+def _agree(follower: Follower, ours: Mapping[str, str]) -> None:
+    theirs = follower.hear()[0]["is"]
+    for what, value in ours.items():
+        if theirs.get(what) != value:
+            other = f" ({theirs.get(what)} there, {value} here)" if what != "the model's files" else ""
+            raise OtherMachineError(f"{follower.machine.name} differs in {what}{other}: all must have the same")
+
+
+def _join(order: Frame) -> Any:
+    """Meet the others: MLX reads how from the environment and files. OtherMachineError where they can't be met."""
+    with tempfile.TemporaryDirectory() as kept:
+        for name, text in order["files"].items():
+            (Path(kept) / name).write_text(text, encoding="utf-8")
+            os.environ[name] = str(Path(kept) / name)
+        os.environ.update(order["variables"])
+        os.environ["MLX_RANK"] = str(order["rank"])
+        try:
+            return mx.distributed.init(strict=True, backend=order["backend"])
+        except RuntimeError as e:
+            raise OtherMachineError(f"it can't reach the others over MLX's {order['backend']}: {e}") from e
+
+
+class _Following:
+    """What another machine's process does with what it is told."""
+
+    def __init__(self, backend: MlxBackend, sink: BinaryIO) -> None:
+        self._backend, self._sink = backend, sink
+
+    def do(self, frame: Frame, body: bytes) -> None:
+        """One operation. What the first machine was refused never comes here."""
+        backend = self._backend
+        match frame["do"]:
+            case "new":
+                backend.new_sequence()
+            case "fork":
+                backend.fork(frame["of"], frame["n"])
+            case "truncate":
+                backend.truncate(frame["of"], frame["n"])
+            case "drop":
+                backend.drop(frame["of"])
+            case "step":
+                backend.step([Chunk(of, tokens, outputs) for of, tokens, outputs in frame["chunks"]])
+            case "export":
+                self._answer(lambda: backend.export_range(frame["of"], frame["start"], frame["stop"]))
+            case "import":
+                self._answer(lambda: self._take(frame, body))
+
+    def _take(self, frame: Frame, body: bytes) -> bytes:
+        self._backend.import_range(frame["of"], body, frame["start"], frame["stop"])
+        return b""
+
+    def _answer(self, find: Callable[[], bytes]) -> None:
+        try:
+            found = find()
+        except BackendFailure as e:
+            write_frame(self._sink, {"refused": str(e)})
+        else:
+            write_frame(self._sink, {}, found)
+
+
+def _follow(source: BinaryIO, sink: BinaryIO) -> None:
+    """Be told what to load, meet the others, and do what the first machine does until its process ends."""
+    inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (heard := read_frame(source)) is not None:
+            inbox.put(heard)
+        # Nobody is left to compute for, whatever this process is at.
+        os._exit(0)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    try:
+        order, _ = inbox.get()
+        spec = LoadSpec.from_json(order["spec"])
+        spec = replace(spec, path=str(Path(spec.path).expanduser()))
+        write_frame(sink, {"is": _identity(check_folder(spec.path))})
+        inbox.get()
+        group = _join(order)
+        write_frame(sink, {"joined": True})
+        loaded = read_checkpoint(spec, None, group)
+        write_frame(sink, {"loaded": True})
+        inbox.get()
+        following = _Following(MlxBackend(loaded), sink)
+    except BackendFailure as e:
+        write_frame(sink, {"failed": str(e)})
+        raise SystemExit(1) from e
+    while True:
+        following.do(*inbox.get())
+
+
+def _main() -> None:
+    # Ctrl-C and a service's SIGTERM reach the whole group: the first machine decides, the end of our input says so.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # Native code prints at times.
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        _follow(source, sink)
+    except BackendFailure as e:
+        print(f"this machine's share of the model failed: {e}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()
