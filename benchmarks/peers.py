@@ -63,6 +63,7 @@ def main() -> None:
     model = named[arguments.model]() if arguments.model in named else Path(arguments.model)
     names = against.chosen(arguments.scenarios, ProcessScenarios.means)
     runs: list[Run] = []
+    command = " ".join(["python -m benchmarks.peers", *_told(arguments)])
     with tempfile.TemporaryDirectory() as logs:
         for title in arguments.only.split(","):
             try:
@@ -70,11 +71,15 @@ def main() -> None:
                 runs.append(measure(group, names, arguments.rounds))
             except NotHereError as e:
                 print(f"left out: {e}", file=sys.stderr, flush=True)
-    command = " ".join(["python -m benchmarks.peers", *_told(arguments)])
-    text = page(runs, model.name, command)
-    print(text)
+                continue
+            # After every group: what an hour has measured is not lost with the next one.
+            _write(runs, model.name, command, arguments)
+    print(page(runs, model.name, command))
+
+
+def _write(runs: list[Run], model: str, command: str, arguments: argparse.Namespace) -> None:
     if arguments.page:
-        arguments.page.write_text(text, encoding="utf-8")
+        arguments.page.write_text(page(runs, model, command), encoding="utf-8")
     if arguments.json:
         body = {"command": command, "groups": {run.group.title: run.found.to_json() for run in runs}}
         arguments.json.write_text(json.dumps(body, indent=1), encoding="utf-8")

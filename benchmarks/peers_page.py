@@ -40,7 +40,7 @@ def page(runs: Sequence[Run], model: str, command: str) -> str:
         "",
         *_machine(),
         f"- model: {model}",
-        *[f"- {name}: {said}" for run in runs for name, said in run.group.versions.items()],
+        *dict.fromkeys(f"- {name}: {said}" for run in runs for name, said in run.group.versions.items()),
     ]
     return "\n".join([*first, *_summary(runs), *[line for run in runs for line in _group(run)], ""])
 
