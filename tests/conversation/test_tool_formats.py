@@ -101,7 +101,8 @@ def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[st
 
 
 def _cuts(text: str) -> list[list[str]]:
-    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+    """Whole, letter by letter, and cut in two: at every letter, or at some two hundred places of a long text."""
+    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 200))]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
