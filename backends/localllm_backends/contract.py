@@ -22,6 +22,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from localllm_backends.failures import BackendFailure as BackendFailure
+from localllm_backends.failures import CannotRewindError as CannotRewindError
+from localllm_backends.failures import InterruptedStepError as InterruptedStepError
+from localllm_backends.failures import LoadError as LoadError
+from localllm_backends.failures import NoCellsError as NoCellsError
+from localllm_backends.failures import OutOfMemoryError as OutOfMemoryError
+from localllm_backends.failures import StepError as StepError
 from localllm_backends.kv_comparison import KvComparison as KvComparison
 from localllm_backends.kv_comparison import KvFidelity as KvFidelity
 from localllm_backends.pictures import ImagePart as ImagePart
@@ -36,34 +43,6 @@ if TYPE_CHECKING:
 
 SequenceId: TypeAlias = int
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-
-
-class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
-    """Base of everything a backend raises: `str(e)` says what happened and why."""
-
-
-class LoadError(BackendFailure):
-    """The files can't be loaded: missing, truncated, another format, an unknown architecture."""
-
-
-class OutOfMemoryError(BackendFailure):
-    """Loading or stepping needs more memory than there is."""
-
-
-class NoCellsError(BackendFailure):
-    """A step would need more KV cells than are free. Nothing was appended."""
-
-
-class StepError(BackendFailure):
-    """The engine failed inside a step. Sequences named in it must be dropped."""
-
-
-class InterruptedStepError(BackendFailure):
-    """Somebody called `interrupt` while the step ran. Nothing was appended, and nothing is lost."""
-
-
-class CannotRewindError(BackendFailure):
-    """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,10 @@ def reason(error: Exception) -> str:
 
 
 def _named(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
-    return error if isinstance(error, LocalLLMError) else otherwise(reason(error))
+    if isinstance(error, LocalLLMError):
+        return error
+    hint = error.hint if isinstance(error, BackendFailure) else ""
+    return otherwise(reason(error), hint=hint) if hint else otherwise(reason(error))
 
 
 def _words(error: LocalLLMError) -> dict[str, str]:

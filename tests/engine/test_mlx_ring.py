@@ -202,6 +202,7 @@ def refused(named: Sequence[str], folder: Path) -> str:
     options = WorkerOptions(LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=tuple(named))))
     with pytest.raises(LocalLLMError) as refusal:
         asyncio.run(Supervisor(options).engine())
+    assert "download" not in refusal.value.hint
     return str(refusal.value)
 
 
@@ -220,8 +221,9 @@ def test_a_machine_that_can_not_be_reached_is_named(
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     options = WorkerOptions(LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=("anna@127.0.0.9",))))
-    with pytest.raises(OtherMachineGoneError, match=r"anna@127\.0\.0\.9 .*ssh could not reach it"):
+    with pytest.raises(OtherMachineGoneError, match=r"anna@127\.0\.0\.9 .*ssh could not reach it") as refusal:
         asyncio.run(Supervisor(options).engine())
+    assert "without a password" in refusal.value.hint
 
 
 def test_over_ssh_the_same_program_is_started_from_the_same_place(

@@ -168,12 +168,13 @@ def shard(model: Any, config: dict[str, Any], group: Any) -> None:
     such form, or can't be shared evenly by as many."""
     n, kind = int(group.size()), str(config.get("model_type", ""))
     if not hasattr(model, "shard"):
-        raise LoadError(f"mlx-lm has no form of {kind!r} models that several machines can share")
+        raise LoadError(f"mlx-lm has no form of {kind!r} models that several machines can share", "run it on one")
     text = config.get("text_config", config)
+    even = "take a number of machines that divides it"
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(name)
         if isinstance(heads, int) and heads % n:
-            raise LoadError(f"{n} machines can't share this model evenly: its {name} are {heads}")
+            raise LoadError(f"{n} machines can't share this model evenly: its {name} are {heads}", even)
     model.shard(group)
 
 

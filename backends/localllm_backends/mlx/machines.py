@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from localllm_backends.other_machines import OtherMachineError
 
 Frame = dict[str, Any]
+HINT = "`ssh` must reach each machine without a password, and find the same releases and files there: docs/many-machines.md"
 # A machine that is cut off says nothing: ssh notices within 20 seconds, and its end is what we hear.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *_ALIVE)
@@ -99,15 +100,18 @@ def _of_hostfile(path: Path) -> Ring:
         kind = str(told.get("backend") or "ring")
         environment = tuple(str(e) for e in told.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})") from e
+        raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT) from e
     if len(machines) < 2 or not all(m.addresses for m in machines):
         raise OtherMachineError(
-            f"{path.name!r} must name at least two machines, this one first, each with its addresses"
+            f"{path.name!r} must name at least two machines, this one first, each with its addresses",
+            HINT,
         )
     if kind not in ("ring", "jaccl", "jaccl-ring"):
-        raise OtherMachineError(f"{path.name!r} asks for {kind!r}: MLX's ring and JACCL are what is spoken here")
+        raise OtherMachineError(f"{path.name!r} asks for {kind!r}: MLX's ring and JACCL are what is spoken here", HINT)
     if kind != "ring" and any(len(m.rdma) != len(machines) for m in machines):
-        raise OtherMachineError(f"{path.name!r} lacks RDMA devices: JACCL needs one from each machine to each other")
+        raise OtherMachineError(
+            f"{path.name!r} lacks RDMA devices: JACCL needs one from each machine to each other", HINT
+        )
     return Ring(machines, kind, environment)
 
 
@@ -118,7 +122,7 @@ def _is_here(destination: str) -> bool:
 def _destination(text: str) -> str:
     """An SSH destination that is no option of ssh's."""
     if not text or text.startswith("-") or any(c.isspace() for c in text):
-        raise OtherMachineError(f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local")
+        raise OtherMachineError(f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local", HINT)
     return text
 
 
@@ -133,7 +137,7 @@ def _address_of(destination: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError as e:
-        raise OtherMachineError(f"{host!r} has no address ({e.strerror or e})") from e
+        raise OtherMachineError(f"{host!r} has no address ({e.strerror or e})", HINT) from e
 
 
 def _resolves(host: str) -> bool:
@@ -149,7 +153,7 @@ def _own_address(other: str) -> str:
         try:
             s.connect((other, 9))
         except OSError as e:
-            raise OtherMachineError(f"there is no way from here to {other} ({e.strerror or e})") from e
+            raise OtherMachineError(f"there is no way from here to {other} ({e.strerror or e})", HINT) from e
         return str(s.getsockname()[0])
 
 
@@ -185,15 +189,15 @@ class Follower:
         try:
             write_frame(self._into, frame, body)
         except (OSError, ValueError) as e:
-            raise OtherMachineError(f"{self.machine.name} is gone ({self._ended()})") from e
+            raise OtherMachineError(f"{self.machine.name} is gone ({self._ended()})", HINT) from e
 
     def hear(self) -> tuple[Frame, bytes]:
         """What it says next. OtherMachineError where it has gone, or says that it can't."""
         heard = read_frame(self._out)
         if heard is None:
-            raise OtherMachineError(f"{self.machine.name} does not answer ({self._ended()})")
+            raise OtherMachineError(f"{self.machine.name} does not answer ({self._ended()})", HINT)
         if "failed" in heard[0]:
-            raise OtherMachineError(f"{self.machine.name}: {heard[0]['failed']}")
+            raise OtherMachineError(f"{self.machine.name}: {heard[0]['failed']}", HINT)
         return heard
 
     def end(self) -> None:

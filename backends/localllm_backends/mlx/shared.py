@@ -28,7 +28,7 @@ from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, Placemen
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
-from localllm_backends.mlx.machines import Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
+from localllm_backends.mlx.machines import HINT, Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
 from localllm_backends.mlx.stepping import Result
 from localllm_backends.other_machines import OtherMachineError
 
@@ -190,7 +190,7 @@ def _meet(spec: LoadSpec, ring: Ring, followers: Seq[Follower], ours: Mapping[st
         follower.hear()
     joining.join()
     if not met:
-        raise OtherMachineError(f"the machines can't reach each other over MLX's {ring.backend}")
+        raise OtherMachineError(f"the machines can't reach each other over MLX's {ring.backend}", HINT)
     return met[0]
 
 
@@ -213,7 +213,7 @@ def _agree(follower: Follower, ours: Mapping[str, str]) -> None:
     for what, value in ours.items():
         if theirs.get(what) != value:
             other = f" ({theirs.get(what)} there, {value} here)" if what != "the model's files" else ""
-            raise OtherMachineError(f"{follower.machine.name} differs in {what}{other}: all must have the same")
+            raise OtherMachineError(f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT)
 
 
 def _join(order: Frame) -> Any:
@@ -227,7 +227,7 @@ def _join(order: Frame) -> Any:
         try:
             return mx.distributed.init(strict=True, backend=order["backend"])
         except RuntimeError as e:
-            raise OtherMachineError(f"it can't reach the others over MLX's {order['backend']}: {e}") from e
+            raise OtherMachineError(f"it can't reach the others over MLX's {order['backend']}: {e}", HINT) from e
 
 
 class _Following:
