@@ -15,6 +15,7 @@ from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import Placement
 from localllm_catalog import quants
+from localllm_catalog.remembered import by_identities
 from localllm_catalog.types import Model, Variant
 
 
@@ -40,25 +41,9 @@ class Parts:
         return sum(experts for _, experts in self.layers)
 
 
-# Keyed by identity, with what they are of kept alive beside them, as facts are.
-_known: dict[tuple[int, int], tuple[Model, Variant, Parts]] = {}
-_KEEP = 4096
-
-
+@by_identities
 def parts(model: Model, variant: Variant) -> Parts:
     """The parts of `variant`: from its header, or from shapes and format, with layers of a kind taken as equal."""
-    key = id(model), id(variant)
-    found = _known.get(key)
-    if found is not None and found[0] is model and found[1] is variant:
-        return found[2]
-    if len(_known) >= _KEEP:
-        _known.clear()
-    counted = _count(model, variant)
-    _known[key] = model, variant, counted
-    return counted
-
-
-def _count(model: Model, variant: Variant) -> Parts:
     total = variant.weights_bytes or variant.file_bytes
     if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
         layers = variant.layer_bytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from localllm.planner.facts import facts
 from localllm_catalog import quants, shapes
+from localllm_catalog.remembered import by_identities
 from localllm_catalog.types import Model, Variant
 
 
@@ -52,26 +53,9 @@ def _shared_bits(quant: str, average_bits: float, released: str) -> float:
     return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
 
 
-# Keyed by identity, with what they are of kept alive beside them, as facts are.
-_known: dict[tuple[int, int], tuple[Model, Variant, Streamed]] = {}
-_KEEP = 4096
-
-
+@by_identities
 def streamed(model: Model, variant: Variant) -> Streamed:
-    """What one token of `variant` reads, counted on the first call."""
-    key = id(model), id(variant)
-    found = _known.get(key)
-    if found is not None and found[0] is model and found[1] is variant:
-        return found[2]
-    if len(_known) >= _KEEP:
-        _known.clear()
-    counted = _count(model, variant)
-    _known[key] = model, variant, counted
-    return counted
-
-
-def _count(model: Model, variant: Variant) -> Streamed:
-    """What one token of `variant` reads, from the header's figure when known, else from shapes and format.
+    """What one token of `variant` reads, counted on the first call: from the header's figure when known, else from shapes and format.
 
     Experts are nearly all of a mixture's file, so their bits are found as what the file leaves after the rest at its
     format's usual bits; taking the rest as the remainder instead would turn a 2 % error of the file into 50 % here.

@@ -215,7 +215,10 @@ class MlxBackend:
     def step(self, chunks: Seq[Chunk]) -> Result:
         """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one graph."""
         self._check_owner()
-        lines = self._checked(chunks)
+        return self._sweep(chunks, self._checked(chunks))
+
+    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
+        """A step that may be made."""
         try:
             return self._stepper.run(chunks, lines)
         except BackendFailure:

@@ -29,6 +29,7 @@ from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
 from localllm_backends.mlx.machines import HINT, Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
+from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.stepping import Result
 from localllm_backends.other_machines import OtherMachineError
 
@@ -74,12 +75,10 @@ class SharedBackend(MlxBackend):
         super().drop(sequence)
         self._tell({"do": "drop", "of": sequence})
 
-    def step(self, chunks: Seq[Chunk]) -> Result:
-        self._check_owner()
-        self._checked(chunks)
+    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
         self._tell({"do": "step", "chunks": [[c.sequence, list(c.tokens), c.outputs] for c in chunks]})
         try:
-            return super().step(chunks)
+            return super()._sweep(chunks, lines)
         except BackendFailure:
             # The others have done this step or hang in it: their memory is no longer this one's.
             self._lost("one of the machines")
