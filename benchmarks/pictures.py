@@ -23,7 +23,7 @@ from localllm_tui.screens.models import ModelsScreen
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = (120, 36)
-QUESTION = "Write a haiku about a lighthouse, then say in two sentences why lighthouses were painted in stripes."
+QUESTION = "Which planet is the largest, and how many moons does the Earth have? Answer in a list."
 LONGEST_S = 300.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 _OWNERS = {
     "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
     "folder": "a folder of yours", "starter": "a Python package", "path": "a file of yours",
+}  # fmt: skip
+_LEFT_OUT = {
+    "memory": "too large", "speed": "too slow", "context": "of a shorter context", "purpose": "for other purposes",
+    "ranking": "that others match",
 }  # fmt: skip
 _DOING = {
     "listing": "asking the hub about", "checking": "checking", "downloading": "pulling", "waiting": "waiting for the hub:",
@@ -48,7 +53,8 @@ class ModelDesk:
         soon = [p for p in answer.plans if not wish.longest_wait_s or waits[p.model.id] <= wish.longest_wait_s]
         here = {} if wish.machine else self._installed(soon)
         offers = tuple(_offer(p, waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon)
-        return Planned(wish, _described(device), offers, len(answer.rejected), len(answer.plans) - len(soon))
+        others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
+        return Planned(wish, _described(device), offers, dict(others.most_common()), len(answer.plans) - len(soon))
 
     def check(self, wish: Wish) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""

@@ -24,29 +24,36 @@ MIB = 1 << 20
 # what is available, so that measuring never pushes a loaded machine into swap.
 _CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
 _SANE_GBPS = (0.5, 4000.0)
+# Where other programs have more than this share of the processor, what is left of the memory is not what it gives. Such
+# a figure serves until a better one, which is tried for so many times: some machines are never quiet.
+_BUSY_SHARE = 0.15
+_MOST_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads."""
+    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads.
+    `others_share`: of the processor's time, what other programs had meanwhile."""
 
     copy_gbps: float
     read_gbps: float
     threads: int
     array_bytes: int
     date: str
+    others_share: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """True where other programs had so much of the machine that the figure is theirs as much as the memory's."""
+        return self.others_share > _BUSY_SHARE
 
     @property
     def figure(self) -> Figure:
         """What a model's weights stream at: the better of the two, as both are floors of what the memory gives."""
         value = round(max(self.copy_gbps, self.read_gbps), 1)
         how = f"{self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
-        return Figure(value, "measured", f"copy and read in memory, {how}, {self.date}")
-
-
-def measure(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Figure:
-    """This machine's memory bandwidth in decimal GB/s, timed for about `seconds` (see `rates`), as a dated Figure."""
-    return rates(threads=threads, available_bytes=available_bytes, cache_bytes=cache_bytes, seconds=seconds).figure
+        beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
+        return Figure(value, "measured", f"copy and read in memory, {how}, {self.date}{beside}")
 
 
 def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Measurement:
@@ -84,13 +91,40 @@ def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, s
         best = {copy: float("inf"), read: float("inf")}
         for kernel in best:
             sweep(kernel)
+        before = _Used.now()
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             for kernel, seen in best.items():
                 best[kernel] = min(seen, sweep(kernel))
+        others = before.others_share(_Used.now())
     moved = 2 * 8 * per_thread * threads
     rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
-    return Measurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"))
+    return Measurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others)
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Processor time so far, in seconds over all cores: of this process, of all, and what there was of it."""
+
+    own_s: float
+    all_s: float
+    there_s: float
+
+    @classmethod
+    def now(cls) -> _Used:
+        import psutil
+
+        times = psutil.cpu_times()._asdict()
+        # A guest's time is part of its host's `user` (proc_stat(5)).
+        spent = {name: s for name, s in times.items() if not name.startswith("guest")}
+        idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
+        return cls(time.process_time(), sum(spent.values()) - idle, sum(spent.values()))
+
+    def others_share(self, later: _Used) -> float:
+        """Of the processor's time between this and `later`, what other programs had."""
+        there = later.there_s - self.there_s
+        others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
+        return min(max(others / there, 0.0), 1.0) if there > 0 else 0.0
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
@@ -117,16 +151,21 @@ def cached(folder: Path, machine: str) -> Figure | None:
     return figure if _SANE_GBPS[0] <= figure.value <= _SANE_GBPS[1] else None
 
 
-def keep(folder: Path, machine: str, figure: Figure) -> None:
-    """Remember `figure` for `machine`; a cache that can't be written is no error (it is measured again)."""
-    file = _cache_file(folder)
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
-    known[machine] = {"value": figure.value, "source": figure.source}
+def due(folder: Path, machine: str) -> bool:
+    """True where `machine` has no measurement, or one of a busy moment that was not tried often enough to better."""
+    if cached(folder, machine) is None:
+        return True
+    return 0 < _tries(_known(folder).get(machine)) < _MOST_TRIES
+
+
+def keep(folder: Path, machine: str, taken: Measurement) -> Figure:
+    """Remember what was `taken` for `machine`, and return it; a cache that can't be written is no error (it is measured
+    again). A figure of a busy moment gives way to a higher one alone: memory is never faster than it is."""
+    file, known, figure = _cache_file(folder), _known(folder), taken.figure
+    tries = _tries(known.get(machine))
+    if tries and (kept := cached(folder, machine)) is not None and kept.value > figure.value:
+        figure = kept
+    known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
@@ -134,6 +173,21 @@ def keep(folder: Path, machine: str, figure: Figure) -> None:
         temporary.replace(file)
     except OSError:
         pass
+    return figure
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(_cache_file(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _tries(entry: object) -> int:
+    """How often a machine was measured while it was busy; 0 once it was measured in quiet."""
+    tries = entry.get("tries", 0) if isinstance(entry, dict) else 0
+    return tries if isinstance(tries, int) else 0
 
 
 def _cache_file(folder: Path) -> Path:

@@ -43,7 +43,7 @@ def from_readings(readings: Readings, *, measure: bool = False, remeasure: bool 
     kept = bandwidth.cached(paths.cache_dir(), _machine(device))
     if not measures_ram(device):
         return device
-    if remeasure or (measure and kept is None):
+    if remeasure or (measure and bandwidth.due(paths.cache_dir(), _machine(device))):
         kept = _measure(readings, device)
     return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
 
@@ -55,9 +55,8 @@ def measures_ram(device: Device) -> bool:
 
 def _measure(readings: Readings, device: Device) -> Figure:
     pool = device.host or device.memory
-    taken = bandwidth.measure(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))
-    bandwidth.keep(paths.cache_dir(), _machine(device), taken)
-    return taken
+    taken = bandwidth.rates(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))
+    return bandwidth.keep(paths.cache_dir(), _machine(device), taken)
 
 
 def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:

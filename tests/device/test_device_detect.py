@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,6 @@ from localllm.device.named import resolve
 from localllm.device.parsers import nvidia as parsers
 from localllm.device.probes import nvidia as probes
 from localllm.device.probes import read
-from localllm.device.types import Figure
 
 MIB = 1 << 20
 
@@ -95,8 +96,53 @@ def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, cont
     own_cache.mkdir()
     (own_cache / "bandwidth.json").write_text(content, encoding="utf-8")
     assert bandwidth.cached(own_cache, "m") is None
-    bandwidth.keep(own_cache, "m", Figure(42.0, "measured", "test"))
-    assert bandwidth.cached(own_cache, "m") == Figure(42.0, "measured", "test")
+    bandwidth.keep(own_cache, "m", _taken(42.0))
+    assert bandwidth.cached(own_cache, "m") == _taken(42.0).figure
+
+
+def _taken(gbps: float, others: float = 0.0) -> bandwidth.Measurement:
+    return bandwidth.Measurement(gbps / 2, gbps, 2, 512 * MIB, "2026-11-23", others)
+
+
+def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None:
+    spin = "print('on', flush=True)\nwhile True: pass"
+    with ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1)):
+            other = stack.enter_context(subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE))
+            stack.callback(other.kill)
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"on\n"
+        measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.5)
+    assert measured.busy
+    assert "while other programs had" in measured.figure.source
+
+
+def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(own_cache: Path) -> None:
+    assert bandwidth.due(own_cache, "m")
+    bandwidth.keep(own_cache, "m", _taken(7.0, others=0.6))
+    assert bandwidth.due(own_cache, "m")
+    # Memory is never faster than it is: a lower figure, busy or not, teaches nothing.
+    assert bandwidth.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
+    assert bandwidth.keep(own_cache, "m", _taken(20.0)).value == 20.0
+    assert not bandwidth.due(own_cache, "m")
+    assert bandwidth.cached(own_cache, "m") == _taken(20.0).figure
+
+
+def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path) -> None:
+    tried = 0
+    while bandwidth.due(own_cache, "m"):
+        bandwidth.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
+        tried += 1
+        assert tried < 20
+    assert tried == 5
+    figure = bandwidth.cached(own_cache, "m")
+    assert figure is not None
+    assert figure.value == 11.0
+
+
+def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:
+    bandwidth.keep(own_cache, "m", _taken(20.0))
+    assert bandwidth.keep(own_cache, "m", _taken(18.0)).value == 18.0
 
 
 class FakeNvml:

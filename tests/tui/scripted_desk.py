@@ -37,7 +37,8 @@ class ScriptedDesk:
         self.wishes.append(wish)
         fitting = self.offers[: max(1, len(self.offers) - wish.context // 65536)]
         machine = wish.machine or "this machine"
-        return Planned(wish, machine, tuple(fitting), len(self.offers) - len(fitting))
+        too_large = len(self.offers) - len(fitting)
+        return Planned(wish, machine, tuple(fitting), {"too large": too_large} if too_large else {})
 
     def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
         return [f"the arithmetic of {ref} with {wish.context} tokens"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 PURPOSES = ("chat", "coding", "autocomplete", "long")
@@ -61,12 +61,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What fits, best first: `machine` in a line, `n_left_out` models that do not, `n_too_slow` that answer too late."""
+    """What fits, best first: `machine` in a line, `n_too_slow` that answer too late. `left_out`: how many others there
+    are, by why they are left out ("too large")."""
 
     wish: Wish
     machine: str
     offers: tuple[Offer, ...]
-    n_left_out: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
     n_too_slow: int = 0
 
 

@@ -367,4 +367,5 @@ def _summary(planned: Planned | None) -> str:
     if planned is None:
         return "planning …"
     slow = f", {planned.n_too_slow} answer too late" if planned.n_too_slow else ""
-    return f"{len(planned.offers)} fit, {planned.n_left_out} do not{slow} · {planned.machine}"
+    others = "".join(f", {n} {why}" for why, n in planned.left_out.items())
+    return f"{len(planned.offers)} fit{others}{slow} · {planned.machine}"
