@@ -35,6 +35,8 @@ DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "canc
 _ALONE, _STALLED = 60, 600
 # An answer of fewer tokens says nothing about speed.
 _FEWEST = 8
+# Of fewer gaps the 95th percentile is the largest.
+_ENOUGH_GAPS = 20
 # What a server does behind an answer's end (keeping its KV) is not the next request's.
 _SETTLE_S = 0.5
 
@@ -50,6 +52,7 @@ class Figure:
 
 _TOGETHER = "aggregate, {} streams"
 SINGLE = Figure("decode, one stream", "tok/s")
+GAP = Figure("one stream: 95th percentile of the gaps", "ms", "less")
 PREFILL = Figure("prefill, 3,000 new tokens", "tok/s")
 FIRST = Figure("first token of 3,000 new ones", "s", "less")
 STALL = Figure("stall: largest gap ÷ gap before", "×", "less")
@@ -105,9 +108,11 @@ class Scenarios:
     # --- speed ---------------------------------------------------------------------------------------------------
 
     def run_single(self, t: Target) -> None:
-        """Decode speed of one stream."""
+        """Decode speed of one stream, and how evenly it comes: a draft that is verified holds the words before it back."""
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
+        if len(answer.gaps_s) >= _ENOUGH_GAPS:
+            self.put(GAP, t, statistics.quantiles(answer.gaps_s, n=20)[-1] * 1000)
 
     def run_prefill(self, t: Target) -> None:
         """A prompt of about 3,000 tokens that no cache has seen."""
