@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,23 @@ def test_a_start_with_one_thread_is_noticed(smollm2: Path, monkeypatch: pytest.M
         pytest.skip("other programs have the processors: the slow start could not be judged")
     assert len(said) == 1
     assert "threads: automatic → 1" in said[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_twenty_starts_beside_other_programs_raise_no_false_notice(smollm2: Path) -> None:
+    """One to four programs that compute all the while, on however many cores: what they take is not the model's."""
+    said: list[str] = []
+    for _ in range(2):
+        if not asyncio.run(_start(smollm2, said)):
+            pytest.skip("other programs have the processors: no start could be judged")
+    for n in range(20):
+        with ExitStack() as stack:
+            for _ in range(1 + n % 4):
+                other = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                stack.callback(other.kill)
+            asyncio.run(_start(smollm2, said, tokens=120))
+    assert said == []
 
 
 class _Measured(ScriptedEngine):
