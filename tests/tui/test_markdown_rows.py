@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,8 @@ from localllm_tui.widgets.markdown import Rows
 PIECES = (
     "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
     "  - inner\n", "1. first\n", "\n   more\n", "> said\n", "```python\n", "x = 1\n", "```\n", "| a | b |\n|---|---|\n",
-    "| 1 | 2 |\n", "---\n", "    indented\n", "<b>html</b>\n", "[a](http://x) ", "日本語 ", "===\n", "~~gone~~", "![i](u)",
+    "| 1 | 2 |\n", "-", "\n-", "1.", ">", "---\n", "    indented\n", "<b>html</b>\n", "[a](http://x) ", "日本語 ", "===\n",
+    "~~gone~~", "![i](u)",
 )  # fmt: skip
 
 
@@ -56,6 +59,28 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
         return most
 
     assert anew(19_000) <= anew(200) + 1
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> None:
+    said = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=8)))
+    grown = Rows()
+    grown.at(40)
+    for start, end in itertools.pairwise([0, *cuts, len(said)]):
+        grown.add(said[start:end])
+    assert [(r.text, r.soft) for r in grown.at(40)] == [(r.text, r.soft) for r in Rows(said).at(40)]
+
+
+def test_a_long_list_is_laid_out_once() -> None:
+    rows = Rows("".join(f"{n}. point\n" for n in range(1, 500)))
+    before = rows.at(80)[:]
+    for piece in ("500", ". the", " last\n", "501. more"):
+        rows.add(piece)
+    after = rows.at(80)
+    assert [row.text.plain for row in after[-2:]] == ["500. the last", "501. more"]
+    assert sum(a is not b for a, b in zip(after, before, strict=False)) <= 2
 
 
 def test_a_long_listing_is_coloured_once() -> None:

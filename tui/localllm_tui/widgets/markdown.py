@@ -27,6 +27,7 @@ CODE_LINES = 60
 # Only `Text.wrap` asks for it, and it wants it for nothing that is used here.
 _CONSOLE = Console(width=80)
 _BULLETS = "•▪‣⭑◦"
+_LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike"}
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
@@ -41,6 +42,15 @@ class Row:
     fill: str = ""  # the style up to the right edge
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is laid out at once: its rows, the line of the tail it begins at, and which item of a list it is, but the first."""
+
+    rows: list[Row]
+    line: int
+    number: int | None = None
+
+
 class Rows:
     """A text that grows by `add`, as rows. `plain`: it is no Markdown."""
 
@@ -51,6 +61,7 @@ class Rows:
         self._plain = plain
         self._width = 0
         self._rows: list[Row] = []
+        self._number: int | None = None  # of the item that the tail begins with, where its list began before
         # Where links lead may be said at the end, for all of the text.
         self._links: dict[str, Any] = {}
         self._links_came = False
@@ -77,37 +88,45 @@ class Rows:
         return late
 
     def _anew(self) -> None:
-        self._rows, self.finished, self._tail = [], 0, self.source
+        self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
         self._lay_out()
         self._links_came = False
 
     def _lay_out(self) -> None:
-        """Lay out the last block again, and those after it."""
+        """Lay out the last piece again, and those after it."""
         del self._rows[self.finished :]
-        blocks = self._lines() if self._plain else self._blocks()
         lines = _lines(self._tail)
-        for block, begins, last in blocks:
-            if last:
-                self.finished = len(self._rows)
-                self._tail = "".join(lines[begins:])
-            self._rows += block
+        pieces = [*(self._lines(lines) if self._plain else self._pieces())]
+        # What a line begins is not known before the end of that line: "-" may become "--- ", or a word of the line before.
+        begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
+        for n, piece in enumerate(pieces):
+            if n == begun and n:
+                self.finished, self._number = len(self._rows), piece.number
+                self._tail = "".join(lines[piece.line :])
+            self._rows += piece.rows
 
-    def _lines(self) -> Iterator[tuple[list[Row], int, bool]]:
-        lines = self._tail.split("\n")
+    def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
         for n, line in enumerate(lines):
-            yield [*_wrapped(Text(line), self._width)], n, n == len(lines) - 1
+            yield _Piece([*_wrapped(Text(line.rstrip("\n")), self._width)], n)
 
-    def _blocks(self) -> Iterator[tuple[list[Row], int, bool]]:
-        """The rows of each block of the tail, the line it begins at, and whether it is the last one."""
+    def _pieces(self) -> Iterator[_Piece]:
+        """The blocks of the tail, of a list each item: lists grow long."""
         links = dict(self._links)
-        told: dict[str, Any] = {"references": links}
-        nodes = SyntaxTreeNode(_parser().parse(self._tail, told)).children
+        nodes = SyntaxTreeNode(_parser().parse(self._tail, {"references": links})).children
         self._links_came |= len(links) > len(self._links)
         self._links = links
         for n, node in enumerate(nodes):
             gap = [Row(Text(""))] if self.finished or n else []
-            begins = node.map[0] if node.map else 0
-            yield [*gap, *_block(node, self._width)], begins, n == len(nodes) - 1
+            if node.type in _LISTS:
+                goes_on = self._number is not None and n == 0
+                first = self._number if self._number is not None and n == 0 else _first(node)
+                for k, item in enumerate(node.children):
+                    rows = _item(node, item, first + k, self._width)
+                    begins = item.map[0] if item.map else 0
+                    later = k > 0 or goes_on
+                    yield _Piece([*([] if later else gap), *rows], begins, first + k if later else None)
+            else:
+                yield _Piece([*gap, *_block(node, self._width)], node.map[0] if node.map else 0)
 
 
 @lru_cache(maxsize=1)
@@ -127,8 +146,9 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Row]:
     width = max(1, width)
     if node.type == "heading":
         yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
-    elif node.type in ("bullet_list", "ordered_list"):
-        yield from _list(node, width, depth)
+    elif node.type in _LISTS:
+        for n, item in enumerate(node.children):
+            yield from _item(node, item, _first(node) + n, width, depth)
     elif node.type == "blockquote":
         inside = _stacked(node.children, width - 2, depth)
         yield from _led(inside, Text("▌ ", "quote"), Text("▌ ", "quote"))
@@ -147,21 +167,21 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Row]:
 def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[Row]:
     """Blocks below each other, a free row between them."""
     for n, node in enumerate(nodes):
-        if n and not (tight and node.type in ("bullet_list", "ordered_list", "paragraph")):
+        if n and not (tight and node.type in (*_LISTS, "paragraph")):
             yield Row(Text(""))
         yield from _block(node, width, depth)
 
 
-def _list(node: SyntaxTreeNode, width: int, depth: int) -> Iterator[Row]:
-    first = int(node.attrs.get("start", 1))
-    bullets = [
-        f"{first + n}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
-        for n in range(len(node.children))
-    ]
-    room = max(map(len, bullets), default=0)
-    for item, bullet in zip(node.children, bullets, strict=True):
-        inside = list(_stacked(item.children, width - room, depth + 1, tight=True)) or [Row(Text(""))]
-        yield from _led(inside, Text(bullet.rjust(room), "bullet"), Text(" " * room))
+def _first(node: SyntaxTreeNode) -> int:
+    """The number of a list's first item."""
+    return int(node.attrs.get("start", 1))
+
+
+def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[Row]:
+    """An item of the list `node`."""
+    bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
+    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [Row(Text(""))]
+    yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
 
 def _led(rows: Iterable[Row], first: Text, others: Text) -> Iterator[Row]:
