@@ -160,9 +160,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
 def _on_screen(opening: Opening) -> None:
     """The chat's screen, until it is left."""
     from localllm_tui.app import ChatApp
-    from localllm_tui.widgets import thumbnails
 
-    thumbnails.prepare()
     app = ChatApp(opening)
     app.run()
     if app.return_code:

@@ -49,7 +49,7 @@ class Question(TurnView):
         yield self._headline()
         if self.attached:
             yield Static("attached: " + printable(", ".join(self.attached)), classes="files", markup=False)
-        if self.pictures and thumbnails.drawing is not None:
+        if self.pictures and thumbnails.possible():
             yield thumbnails.Thumbnails(self.pictures)
         if self.text:
             yield Static(printable(self.text), markup=False)
