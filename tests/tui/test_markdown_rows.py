@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -25,6 +25,7 @@ def shown(rows: Rows, width: int = 40) -> str:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(1, 60))
+@example([">", "\n", "# Head\n", "# Head\n"], 40)  # a quote of nothing has no rows to stand apart from
 @settings(max_examples=300, deadline=None)
 def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
     grown = Rows()

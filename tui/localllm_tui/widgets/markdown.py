@@ -115,18 +115,25 @@ class Rows:
         nodes = SyntaxTreeNode(_parser().parse(self._tail, {"references": links})).children
         self._links_came |= len(links) > len(self._links)
         self._links = links
+        above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
         for n, node in enumerate(nodes):
-            gap = [Row(Text(""))] if self.finished or n else []
+            gap = [Row(Text(""))] if above else []
             if node.type in _LISTS:
-                goes_on = self._number is not None and n == 0
-                first = self._number if self._number is not None and n == 0 else _first(node)
+                begun = self._number if n == 0 else None
                 for k, item in enumerate(node.children):
-                    rows = _item(node, item, first + k, self._width)
-                    begins = item.map[0] if item.map else 0
-                    later = k > 0 or goes_on
-                    yield _Piece([*([] if later else gap), *rows], begins, first + k if later else None)
+                    number = (_first(node) if begun is None else begun) + k
+                    rows = [*_item(node, item, number, self._width)]
+                    later = k > 0 or begun is not None
+                    yield _Piece(rows if later else gap + rows, _line(item), number if later else None)
+                above = True
             else:
-                yield _Piece([*gap, *_block(node, self._width)], node.map[0] if node.map else 0)
+                rows = [*_block(node, self._width)]
+                yield _Piece(gap + rows if rows else [], _line(node))
+                above = above or bool(rows)
+
+
+def _line(node: SyntaxTreeNode) -> int:
+    return node.map[0] if node.map else 0
 
 
 @lru_cache(maxsize=1)
