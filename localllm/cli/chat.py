@@ -97,6 +97,8 @@ class _Asked:
 
 
 def _run(stack: ExitStack, asked: _Asked) -> None:
+    import gc
+
     from localllm.cli import engines
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
@@ -117,6 +119,8 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
     screen = question is None and not asked.plain
+    if not screen:
+        gc.enable()  # the screen does so once it is drawn
     engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
     client, name = ChatClient.of(engine, sampling), engine.model
     resume = last.id if last else None
@@ -156,9 +160,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
 def _on_screen(opening: Opening) -> None:
     """The chat's screen, until it is left."""
     from localllm_tui.app import ChatApp
-    from localllm_tui.widgets import thumbnails
 
-    thumbnails.prepare()
     app = ChatApp(opening)
     app.run()
     if app.return_code:

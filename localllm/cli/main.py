@@ -65,8 +65,9 @@ app.add_typer(config.app, name="config")
 app.command(short_help="Show the licences of libraries and models.")(licences.licences)
 
 
-# Commands that end before there is anything worth looking for among what they made.
-_SOON_OVER = ("recommend",)
+# Commands that end before there is anything worth looking for among what they made; and the chat, which looks once its screen
+# is there (None: the chat, without its name).
+_LOOKS_LATER = ("recommend", "chat", None)
 
 
 def _version(value: bool) -> None:
@@ -83,7 +84,7 @@ def root(
     ] = False,
 ) -> None:
     """Without a command: the chat on the best model at hand."""
-    if context.invoked_subcommand not in _SOON_OVER:
+    if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
     engine_build.activate(context.invoked_subcommand)
     if context.invoked_subcommand is None:

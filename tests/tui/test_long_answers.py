@@ -1,112 +1,131 @@
-"""A long answer: drawn in parts, of which those far off the screen cost nothing, and all of it is there when one looks."""
+"""A long answer: one widget, of which a frame draws what is on screen, and all of it is there when one looks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from textual.color import Color
 
 from benchmarks.chat_frames import words
-from localllm_tui.widgets import parts
-from localllm_tui.widgets.parts import PART_BLOCKS, AnswerText, in_parts
+from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.text import GrowingText
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Say, ScriptedServer
 
 
-def laid_out(text: AnswerText) -> int:
-    """The blocks that the layout looks at."""
-    return sum(block.display for part in text.parts for block in part.children)
+async def reopen(d: Driver) -> None:
+    """Show the conversation as one that is opened from disk."""
+    streamed = d.app.screen.query_one(AnswerView)
+    await d.app.chat.open(type(d.app.session)(d.app.session.history, "m", conv_id=d.app.session.id))
+    await d.until(lambda: [v is not streamed for v in d.app.screen.query(AnswerView)] == [True])
+    await d.pilot.pause()
 
 
-def test_parts_far_from_the_screen_are_folded_and_come_back(drive: Any, server: ScriptedServer) -> None:
+def test_however_long_an_answer_is_the_screen_has_as_many_widgets(drive: Any, server: ScriptedServer) -> None:
+    counted: list[int] = []
+    for tokens in (20, 2000):
+        server.play(Say(list(words(tokens))), Finish())
+
+    async def play(d: Driver) -> None:
+        for _ in range(2):
+            await d.ask("go on")
+            counted.append(len(d.app.screen.query(AnswerView).last().query("*")))
+
+    drive(play)
+    assert counted[0] == counted[1]
+
+
+def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: ScriptedServer) -> None:
     server.play(Say([*list(words(1500)), "\n\nthe very end"]), Finish())
 
     async def play(d: Driver) -> None:
         await d.ask("go on")
         await d.until(lambda: "the very end" in d.screen())
-        text = d.app.screen.query_one(AnswerText)
-        assert "".join(words(1500)).startswith("\n\n## Section 1")
-        blocks = sum(len(part.children) for part in text.parts)
-        assert blocks > 3 * PART_BLOCKS
-        await d.until(lambda: laid_out(text) < blocks)
         height = d.app.transcript.virtual_size.height
         seen: list[str] = []
         while d.app.transcript.scroll_y > 0:
             await d.press("pageup")
             await d.until(lambda: d.app.transcript.scroll_y == d.app.transcript.scroll_target_y)
             seen += [line.strip() for line in d.screen().splitlines()]
-            assert laid_out(text) < blocks
         assert d.app.transcript.virtual_size.height == height  # nothing jumps
         for n in range(1, 5):
             assert any(f"Section {n}" in line for line in seen), n
         assert any(line.endswith("go on") for line in seen)
         await d.pilot.resize_terminal(100, 30)
-        await d.until(lambda: laid_out(text) < blocks)
+        await d.until(lambda: d.app.transcript.virtual_size.height != height)
         await d.press(*["pagedown"] * 60)
         await d.until(lambda: "the very end" in d.screen())
 
     drive(play)
 
 
-def test_a_text_in_parts_looks_like_the_text_in_one(
-    drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "".join(words(700))
-    server.play(Say([said[i : i + 7] for i in range(0, len(said), 7)]), Finish())
-
-    async def play(d: Driver) -> None:
-        def answer() -> list[str]:
-            lines = [line.rstrip(" ▁▂▃▄▅▆▇█") for line in d.screen().splitlines()]
-            return (
-                "\n".join(lines[next(n for n, line in enumerate(lines) if "Section 1" in line) : -6])
-                .rstrip()
-                .splitlines()
-            )
-
-        await d.ask("go on")
-        d.app.transcript.release()
-        d.app.transcript.scroll_home(animate=False)
-        await d.until(lambda: "Section 1" in d.screen())
-        streamed = answer()
-        assert len(d.app.screen.query_one(AnswerText).parts) > 1
-        monkeypatch.setattr(parts, "SHORT_CHARS", len(said) + 1)
-        await d.app.chat.open(type(d.app.session)(d.app.session.history, "m", conv_id=d.app.session.id))
-        await d.until(lambda: len(d.app.screen.query(AnswerText)) == 1)
-        d.app.transcript.release()
-        d.app.transcript.scroll_home(animate=False)
-        await d.until(lambda: "Section 1" in d.screen())
-        assert len(d.app.screen.query_one(AnswerText).parts) == 1
-        await d.until(lambda: answer() == streamed)
-
-    drive(play, size=(100, 160))
-
-
-def test_a_stored_long_answer_opens_in_parts_and_looks_as_it_did(drive: Any, server: ScriptedServer) -> None:
+def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer) -> None:
     said = "".join(words(1500)) + "\n\nthe very end"
-    server.play(Say([said]), Finish())
+    server.play(Say([said[i : i + 7] for i in range(0, len(said), 7)]), Finish())
 
     async def play(d: Driver) -> None:
         await d.ask("go on")
         await d.until(lambda: "the very end" in d.screen())
         shown, height = d.screen(), d.app.transcript.virtual_size.height
-        await d.app.chat.open(type(d.app.session)(d.app.session.history, "m", conv_id=d.app.session.id))
-        await d.until(lambda: len(d.app.screen.query(AnswerText)) == 1)
-        text = d.app.screen.query_one(AnswerText)
+        await reopen(d)
         await d.until(lambda: "the very end" in d.screen())
-        blocks = sum(len(part.children) for part in text.parts)
-        assert blocks > 3 * PART_BLOCKS
-        await d.until(lambda: laid_out(text) < blocks)
         await d.until(lambda: d.app.transcript.virtual_size.height == height)
         assert d.screen() == shown
-        assert text.parts[-1].source.endswith("the very end")
-        assert "".join(part.source for part in text.parts) == said
+        assert d.app.screen.query_one(AnswerView).text == said
 
     drive(play)
 
 
-def test_a_text_is_cut_between_blocks_and_loses_nothing() -> None:
-    said = "".join(words(1500))
-    assert "".join(in_parts(said)) == said
-    assert all(part.count("```") % 2 == 0 for part in in_parts(said))
-    linked = said + "\n\nsee [there][1]\n\n[1]: https://example.org\n"
-    assert in_parts(linked) == [linked]
+def test_what_is_selected_is_copied_as_it_was_said(drive: Any, server: ScriptedServer) -> None:
+    line = (
+        "a line of so many words that the screen has to break it somewhere in the middle, twice or more often, for sure"
+    )
+    server.play(Say([f"{line}\n\n- {line}\n\n```python\nif x:\n    y\n```\n"]), Finish())
+    copied: list[str] = []
+
+    async def play(d: Driver) -> None:
+        await d.ask("go on")
+        text = d.app.screen.query_one(AnswerView).query(GrowingText).last()
+        text.text_select_all()
+        await d.pilot.pause()
+        await d.press("ctrl+c")
+        assert copied == [f"{line}\n\n• {line}\n\n  if x:\n      y"]
+
+    def copy(text: str) -> bool:
+        copied.append(text.strip("\n"))
+        return True
+
+    drive(play, copy=copy)
+
+
+def test_a_click_opens_a_link_and_nothing_else(drive: Any, server: ScriptedServer) -> None:
+    server.play(Say(["see [there](https://example.org/a'b) and **that**"]), Finish())
+
+    async def play(d: Driver) -> None:
+        opened: list[str] = []
+        d.app.open_url = lambda url, **_: opened.append(url)  # type: ignore[method-assign]
+        await d.ask("go on")
+        text = d.app.screen.query_one(AnswerView).query(GrowingText).last()
+        await d.pilot.click(text, offset=(1, 0))
+        assert not opened
+        await d.pilot.click(text, offset=(5, 0))
+        assert opened == ["https://example.org/a'b"]
+
+    drive(play)
+
+
+def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
+    server.play(Say(["# Title"]), Finish())
+
+    async def play(d: Driver) -> None:
+        def colour() -> object:
+            strips = d.app.screen._compositor.render_strips()
+            return next(s.style.color for strip in strips for s in strip if "Title" in s.text and s.style)
+
+        await d.ask("go on")
+        for theme in ("nord", "solarized-light"):
+            d.app.theme = theme
+            primary = d.app.available_themes[theme].primary
+            await d.until(lambda primary=primary: colour() == Color.parse(primary).rich_color)  # type: ignore[misc]
+
+    drive(play)

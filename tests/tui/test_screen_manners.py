@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,14 @@ def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None
         assert toast < d.app.composer.region.y - 3
 
     drive(play, toasts=True)
+
+
+def test_the_start_looks_for_nothing_to_clear_away_and_the_chat_does(drive: Any) -> None:
+    async def play(d: Driver) -> None:
+        await d.until(gc.isenabled)
+
+    gc.disable()  # as the command does
+    try:
+        drive(play)
+    finally:
+        gc.enable()

@@ -10,10 +10,13 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App
 from textual.widgets import Static
 
 from localllm_tui.control.attach import read_text
@@ -104,6 +107,41 @@ def test_without_the_extra_or_such_a_terminal_words_stand_there(
     seen: list[Any] = []
     _ask(drive, shot, seen)
     assert seen == []
+
+
+def test_the_terminal_is_asked_with_the_first_picture_while_the_screen_is_closed(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    @contextmanager
+    def suspended(_: App[None]) -> Iterator[None]:
+        asked.append("closed")
+        yield
+        asked.append("open")
+
+    def prepare() -> None:
+        asked.append("asked")
+        monkeypatch.setattr(thumbnails, "_asked", True)
+
+    monkeypatch.setattr(thumbnails, "drawing", None)
+    monkeypatch.setattr(thumbnails, "_asked", False)
+    monkeypatch.setattr(thumbnails, "prepare", prepare)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(App, "suspend", suspended)
+    shot = tmp_path / "shot.png"
+    shot.write_bytes(png(64, 64, 1))
+
+    async def play(d: Any) -> None:
+        await d.ask("no picture")
+        assert asked == []
+        for _ in range(2):
+            d.app.chat.attach(*read_text(shot))
+            await d.ask("and now?")
+            await d.until(lambda: not d.app.query(Thumbnails))
+            assert asked == ["closed", "asked", "open"]
+
+    drive(play)
 
 
 def test_where_pictures_are_drawn_each_image_is_one(

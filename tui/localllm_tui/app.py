@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
@@ -59,6 +60,7 @@ class ChatApp(App[None]):
         if chosen in self.available_themes:
             self.theme = chosen
         self.theme_changed_signal.subscribe(self, self._remember_theme)
+        self.chat.call_after_refresh(gc.enable)  # what a start makes stays: the command switched off looking through it
 
     def _remember_theme(self, theme: Theme) -> None:
         self._preferences.set("theme", theme.name)

@@ -340,7 +340,8 @@ class Answer:
     @property
     def text(self) -> str:
         """The answer so far."""
-        return "".join(self._text)
+        self._text = ["".join(self._text)]  # put together once: the screen asks often, and an answer may be long
+        return self._text[0]
 
     @property
     def reasoning(self) -> str:

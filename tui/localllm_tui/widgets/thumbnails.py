@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import io
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from textual.app import SuspendNotSupported
 from textual.containers import Horizontal
 from textual.widget import Widget
 
@@ -25,12 +28,19 @@ _MOST = 4
 
 # How pictures are drawn here; None: they are not, and words stand for them.
 drawing: type[Widget] | None = None
+_asked = False
+
+
+def possible() -> bool:
+    """Whether pictures may be drawn here, which the terminal says when there is one."""
+    return drawing is not None or (not _asked and importlib.util.find_spec("textual_image") is not None)
 
 
 def prepare() -> None:
-    """Ask the terminal whether it draws pictures (Sixel, or Kitty's protocol). Before the screen is opened: after that the
+    """Ask the terminal whether it draws pictures (Sixel, or Kitty's protocol). Not while the screen is open: then the
     terminal's answers would be taken for keys."""
-    global drawing
+    global drawing, _asked
+    _asked = True
     # What it has to say of a terminal would be written over the screen, tracebacks and all.
     logging.getLogger("textual_image").addHandler(logging.NullHandler())
     logging.getLogger("textual_image").propagate = False
@@ -58,6 +68,14 @@ class Thumbnails(Horizontal):
         self.run_worker(self._draw())
 
     async def _draw(self) -> None:
+        if drawing is None and not _asked:
+            # With the first picture, not with the start: what knows of terminals takes a third of a second to load, and
+            # waits for those that do not answer.
+            with suppress(SuspendNotSupported), self.app.suspend():
+                prepare()
+        if drawing is None:
+            self.remove()
+            return
         for url in self._urls:
             picture = await asyncio.to_thread(small, url)
             # Named in the line above; what is no picture after all stays words.

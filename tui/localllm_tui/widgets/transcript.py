@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from textual import events
@@ -13,7 +12,6 @@ from textual.widget import Widget
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
 from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked
-from localllm_tui.widgets.parts import AnswerText
 from localllm_tui.widgets.turn import TurnView
 
 
@@ -29,7 +27,6 @@ class Transcript(VerticalScroll):
     _ANCHORS = hasattr(Widget, "release_anchor")
     following = True
     _anchored_here = False
-    _columns = 0  # as wide as it was laid out last
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
 
@@ -41,7 +38,6 @@ class Transcript(VerticalScroll):
 
     @property
     def _turns(self) -> list[TurnView]:
-        # Without a query, which would look at every cell of every table.
         return [child for child in self.children if isinstance(child, TurnView)]
 
     @property
@@ -86,32 +82,6 @@ class Transcript(VerticalScroll):
 
     def action_unselect(self) -> None:
         self.select(None)
-
-    # -- what is laid out ------------------------------------------------------------------------------------------
-
-    def fold_far(self) -> None:
-        """Leave out of the layout what is far from the screen of long answers; what is selected is needed whole."""
-        if not self.size.height or self.screen.selections:
-            return
-        for view, text in self._texts():
-            if len(text.children) > 1:
-                top = int(self.scroll_y) - view.virtual_region.y - text.virtual_region.y
-                text.fold_far(top, top + self.size.height)
-
-    def _texts(self) -> Iterator[tuple[Widget, AnswerText]]:
-        """The texts of the answers."""
-        return ((view, text) for view in self.children for text in view.children if isinstance(text, AnswerText))
-
-    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        super().watch_scroll_y(old_value, new_value)
-        self.fold_far()
-
-    def on_resize(self, event: events.Resize) -> None:
-        if event.size.width != self._columns:
-            self._columns = event.size.width
-            for _, text in self._texts():
-                text.unfold_all()
-            self.call_after_refresh(self.fold_far)
 
     # -- scrolling ------------------------------------------------------------------------------------------------
 

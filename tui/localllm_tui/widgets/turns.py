@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.widgets import Markdown, Static
+from textual.widgets import Static
 
 from localllm.conversation.history import StoredMessage
 from localllm_tui.control.images import urls_in
@@ -14,6 +14,7 @@ from localllm_tui.control.texts import files_of, typed_in
 from localllm_tui.messages import EarlierWanted, LaterWanted
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView
+from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.turn import TurnView
 
 
@@ -48,7 +49,7 @@ class Question(TurnView):
         yield self._headline()
         if self.attached:
             yield Static("attached: " + printable(", ".join(self.attached)), classes="files", markup=False)
-        if self.pictures and thumbnails.drawing is not None:
+        if self.pictures and thumbnails.possible():
             yield thumbnails.Thumbnails(self.pictures)
         if self.text:
             yield Static(printable(self.text), markup=False)
@@ -75,7 +76,6 @@ class Note(Vertical):
 
     DEFAULT_CSS = """
     Note { margin-top: 1; padding-left: 2; }
-    Note > Markdown { height: auto; padding: 0; margin: 0; background: transparent; }
     Note > Static { text-style: dim; }
     """
 
@@ -85,7 +85,7 @@ class Note(Vertical):
         self.markdown = markdown
 
     def compose(self) -> ComposeResult:
-        yield Markdown(self.text) if self.markdown else Static(printable(self.text), markup=False)
+        yield GrowingText(self.text) if self.markdown else Static(printable(self.text), markup=False)
 
 
 class Trouble(Vertical):

@@ -1,0 +1,120 @@
+"""Markdown as rows: the same however it came, whole at every width, and what is finished is not laid out again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from benchmarks.chat_frames import words
+from localllm_tui.widgets.markdown import Rows
+
+PIECES = (
+    "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
+    "  - inner\n", "1. first\n", "\n   more\n", "> said\n", "```python\n", "x = 1\n", "```\n", "| a | b |\n|---|---|\n",
+    "| 1 | 2 |\n", "-", "\n-", "1.", ">", "---\n", "    indented\n", "<b>html</b>\n", "[a](http://x) ", "日本語 ", "===\n",
+    "~~gone~~", "![i](u)",
+)  # fmt: skip
+
+
+def shown(rows: Rows, width: int = 40) -> str:
+    return "\n".join(row.text.plain.rstrip() for row in rows.at(width))
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(1, 60))
+@example([">", "\n", "# Head\n", "# Head\n"], 40)  # a quote of nothing has no rows to stand apart from
+@settings(max_examples=300, deadline=None)
+def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
+    grown = Rows()
+    grown.at(width)
+    for piece in pieces:
+        grown.add(piece)
+    whole = Rows("".join(pieces))
+    assert [(r.text, r.soft, r.lead, r.fill) for r in grown.at(width)] == [
+        (r.text, r.soft, r.lead, r.fill) for r in whole.at(width)
+    ]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(30, 60))
+@settings(max_examples=200, deadline=None)
+def test_no_row_is_wider_than_the_screen(pieces: list[str], width: int) -> None:
+    assert all(cell_len(row.text.plain) <= width for row in Rows("".join(pieces)).at(width))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
+    said = list(words(20_000))
+
+    def anew(before: int) -> int:
+        """The most rows that a piece makes anew behind so much text."""
+        rows = Rows("".join(said[:before]), plain=plain)
+        kept, most = {id(row): row for row in rows.at(100)}, 0
+        for piece in said[before : before + 400]:
+            rows.add(piece)
+            made = [row for row in rows.at(100) if id(row) not in kept]
+            most = max(most, len(made))
+            kept = {id(row): row for row in rows.at(100)}
+        return most
+
+    assert anew(19_000) <= anew(200) + 1
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> None:
+    said = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=8)))
+    grown = Rows()
+    grown.at(40)
+    for start, end in itertools.pairwise([0, *cuts, len(said)]):
+        grown.add(said[start:end])
+    assert [(r.text, r.soft) for r in grown.at(40)] == [(r.text, r.soft) for r in Rows(said).at(40)]
+
+
+def test_a_long_list_is_laid_out_once() -> None:
+    rows = Rows("".join(f"{n}. point\n" for n in range(1, 500)))
+    before = rows.at(80)[:]
+    for piece in ("500", ". the", " last\n", "501. more"):
+        rows.add(piece)
+    after = rows.at(80)
+    assert [row.text.plain for row in after[-2:]] == ["500. the last", "501. more"]
+    assert sum(a is not b for a, b in zip(after, before, strict=False)) <= 2
+
+
+def test_a_long_listing_is_coloured_once() -> None:
+    code = "".join(f"value_{n} = {n}\n" for n in range(1000))
+    rows = Rows("```python\n" + code)
+    before = rows.at(80)[:]
+    rows.add("more = 1\n")
+    after = rows.at(80)
+    assert len(after) == len(before) + 1
+    assert sum(a is not b for a, b in zip(after, before, strict=False)) <= 60
+
+
+def test_where_a_link_leads_may_be_said_at_the_end() -> None:
+    rows = Rows()
+    rows.at(60)
+    rows.add("see [there][1]\n\nand more\n\n")
+    rows.add("[1]: https://example.org\n")
+    assert rows.end()
+    assert shown(rows) == "see there\n\nand more"
+
+
+def test_lists_tables_quotes_and_code_are_drawn() -> None:
+    text = (
+        "# Title\n\n1. one\n2. two\n   - inner\n10. ten\n\n> said\n> more\n\n| name | n o |\n|---|--:|\n| a<br>b | 1 |\n\n"
+        "```nonsense\nif x:\n\ty\n```\n\nline  \nbroken\n\n---\n"
+    )
+    assert shown(Rows(text), 30) == (
+        "Title\n\n1. one\n2. two\n   ▪ inner\n3. ten\n\n▌ said more\n\n"
+        "name │ n o\n─────┼────\na    │   1\nb    │\n\n  if x:\n      y\n\nline\nbroken\n\n" + "─" * 30
+    )
+
+
+def test_a_table_too_wide_for_the_screen_wraps_in_its_cells() -> None:
+    rows = Rows("| a | b |\n|---|---|\n| " + "word " * 20 + "| x |\n").at(30)
+    assert all(cell_len(row.text.plain) <= 30 for row in rows)
+    assert sum("word" in row.text.plain for row in rows) > 2

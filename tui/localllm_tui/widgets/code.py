@@ -1,0 +1,96 @@
+"""Colours of an answer by the theme's names: what code and the marks of Markdown look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.color import Color as RichColor
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+from rich.theme import Theme
+from textual.color import Color, ColorParseError
+
+# Each is the name of one of the theme's colours (or none), and what else there is to it.
+STYLES = {
+    "heading.h1": "primary bold",
+    "heading.h2": "primary underline",
+    "heading.h3": "primary bold",
+    "heading.h4": "- bold underline",
+    "heading.h5": "- bold",
+    "heading.h6": "- bold dim",
+    "bullet": "text-primary",
+    "quote": "text-primary dim",
+    "rule": "- dim",
+    "link": "- underline",
+    "table.head": "text-primary bold",
+    "code.inline": "text-warning",
+    "code.Comment": "- dim",
+    "code.Error": "text-error",
+    "code.Keyword": "text-accent",
+    "code.Keyword.Constant": "text-success bold",
+    "code.Keyword.Namespace": "text-error",
+    "code.Keyword.Type": "- bold",
+    "code.Literal.Number": "text-warning",
+    "code.Literal.String": "text-success",
+    "code.Name": "text-primary",
+    "code.Name.Attribute": "text-warning",
+    "code.Name.Builtin": "text-accent",
+    "code.Name.Class": "text-warning bold",
+    "code.Name.Constant": "text-error",
+    "code.Name.Decorator": "text-primary bold",
+    "code.Name.Function": "text-warning underline",
+    "code.Name.Tag": "text-primary bold",
+    "code.Name.Variable": "text-secondary",
+    "code.Operator": "- bold",
+    "code.Operator.Word": "text-error bold",
+    "code.Generic.Heading": "text-primary underline",
+    "code.Generic.Subheading": "text-primary",
+    "code.Generic.Inserted": "text-success",
+    "code.Generic.Deleted": "text-error",
+}
+# How much of black or of the theme's warning goes into the background behind code.
+_BEHIND_DARK, _BEHIND_LIGHT, _BEHIND_INLINE = 0.1, 0.04, 0.1
+
+
+def palette(variables: Mapping[str, str]) -> Console:
+    """What gives the names of `STYLES` the look that a theme's variables say."""
+    styles = {}
+    for name, look in STYLES.items():
+        colour, _, marks = look.partition(" ")
+        styles[name] = Style.parse(marks or "none") + Style(color=_rich(_colour(variables, colour)))
+    behind, warning = _colour(variables, "background"), _colour(variables, "warning")
+    styles["code.block"] = Style()
+    if behind is not None and behind.ansi is None and warning is not None:  # the terminal's own has no shades
+        shade = behind.blend(Color(0, 0, 0), _BEHIND_DARK if behind.brightness < 0.5 else _BEHIND_LIGHT)
+        styles["code.block"] = Style(bgcolor=_rich(shade))
+        styles["code.inline"] += Style(bgcolor=_rich(behind.blend(warning, _BEHIND_INLINE)))
+    return Console(theme=Theme(styles), width=80)
+
+
+def _colour(variables: Mapping[str, str], name: str) -> Color | None:
+    try:
+        return Color.parse(variables[name])
+    except (KeyError, ColorParseError):
+        return None
+
+
+def _rich(colour: Color | None) -> RichColor | None:
+    return colour.rich_color if colour is not None else None
+
+
+def highlighted(code: str, language: str) -> Text:
+    """Code with its styles; as it is where nobody knows the language."""
+    from pygments.lexers import get_lexer_by_name  # most answers have no code
+    from pygments.util import ClassNotFound
+
+    try:
+        lexer = get_lexer_by_name(language or "text", stripnl=False, ensurenl=False)
+    except ClassNotFound:
+        return Text(code, "code.block")
+    text = Text(style="code.block")
+    for kind, piece in lexer.get_tokens(code):
+        while kind is not None and f"code.{str(kind)[6:]}" not in STYLES:
+            kind = kind.parent
+        text.append(piece, f"code.{str(kind)[6:]}" if kind is not None else "")
+    return text

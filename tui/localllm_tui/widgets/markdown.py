@@ -1,0 +1,306 @@
+"""Markdown as rows of text at a width, so that what an answer said before costs nothing while it goes on.
+
+Textual's own Markdown is a widget for each block, item and cell, and every frame looks at all of them: at 8,000 characters a
+frame took 130 ms, at 100,000 it took 300. Here a finished block is laid out once, and what is drawn are the rows on screen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
+from rich.cells import cell_len
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from localllm_tui.widgets.code import highlighted
+
+# Code is coloured and wrapped in runs of so many lines, each of them once: a long listing still grows.
+CODE_LINES = 60
+# Only `Text.wrap` asks for it, and it wants it for nothing that is used here.
+_CONSOLE = Console(width=80)
+_BULLETS = "•▪‣⭑◦"
+_LISTS = ("bullet_list", "ordered_list")
+_MARKS = {"strong": "bold", "em": "italic", "s": "strike"}
+_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line on screen. Its styles are names of `code.STYLES`, for a theme to say what they look like."""
+
+    text: Text
+    soft: bool = False  # goes on with the line of the row before
+    lead: int = 0  # as many characters at its beginning are no part of that line
+    fill: str = ""  # the style up to the right edge
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is laid out at once: its rows, the line of the tail it begins at, and which item of a list it is, but the first."""
+
+    rows: list[Row]
+    line: int
+    number: int | None = None
+
+
+class Rows:
+    """A text that grows by `add`, as rows. `plain`: it is no Markdown."""
+
+    def __init__(self, text: str = "", *, plain: bool = False) -> None:
+        self.source = text
+        self._tail = text  # from the beginning of its last block on: only that may become another one
+        self.finished = 0  # the rows of what is before
+        self._plain = plain
+        self._width = 0
+        self._rows: list[Row] = []
+        self._number: int | None = None  # of the item that the tail begins with, where its list began before
+        # Where links lead may be said at the end, for all of the text.
+        self._links: dict[str, Any] = {}
+        self._links_came = False
+
+    def at(self, width: int) -> list[Row]:
+        """All rows, in so many columns."""
+        if width != self._width:
+            self._width = width
+            self._anew()
+        return self._rows
+
+    def add(self, new: str) -> None:
+        """Go on with the text."""
+        self.source += new
+        self._tail += new
+        if self._width:
+            self._lay_out()
+
+    def end(self) -> bool:
+        """Nothing more comes; whether that changed what was finished."""
+        late = self._links_came and bool(self._width)
+        if late:
+            self._anew()
+        return late
+
+    def _anew(self) -> None:
+        self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
+        self._lay_out()
+        self._links_came = False
+
+    def _lay_out(self) -> None:
+        """Lay out the last piece again, and those after it."""
+        del self._rows[self.finished :]
+        lines = _lines(self._tail)
+        pieces = [*(self._lines(lines) if self._plain else self._pieces())]
+        # What a line begins is not known before the end of that line: "-" may become "--- ", or a word of the line before.
+        begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
+        for n, piece in enumerate(pieces):
+            if n == begun and n:
+                self.finished, self._number = len(self._rows), piece.number
+                self._tail = "".join(lines[piece.line :])
+            self._rows += piece.rows
+
+    def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
+        for n, line in enumerate(lines):
+            yield _Piece([*_wrapped(Text(line.rstrip("\n")), self._width)], n)
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """The blocks of the tail, of a list each item: lists grow long."""
+        links = dict(self._links)
+        nodes = SyntaxTreeNode(_parser().parse(self._tail, {"references": links})).children
+        self._links_came |= len(links) > len(self._links)
+        self._links = links
+        above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
+        for n, node in enumerate(nodes):
+            gap = [Row(Text(""))] if above else []
+            if node.type in _LISTS:
+                begun = self._number if n == 0 else None
+                for k, item in enumerate(node.children):
+                    number = (_first(node) if begun is None else begun) + k
+                    rows = [*_item(node, item, number, self._width)]
+                    later = k > 0 or begun is not None
+                    yield _Piece(rows if later else gap + rows, _line(item), number if later else None)
+                above = True
+            else:
+                rows = [*_block(node, self._width)]
+                yield _Piece(gap + rows if rows else [], _line(node))
+                above = above or bool(rows)
+
+
+def _line(node: SyntaxTreeNode) -> int:
+    return node.map[0] if node.map else 0
+
+
+@lru_cache(maxsize=1)
+def _parser() -> MarkdownIt:
+    return MarkdownIt("gfm-like")
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as Markdown counts them, each with its end."""
+    return re.split(r"(?<=\n)", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Row]:
+    width = max(1, width)
+    if node.type == "heading":
+        yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
+    elif node.type in _LISTS:
+        for n, item in enumerate(node.children):
+            yield from _item(node, item, _first(node) + n, width, depth)
+    elif node.type == "blockquote":
+        inside = _stacked(node.children, width - 2, depth)
+        yield from _led(inside, Text("▌ ", "quote"), Text("▌ ", "quote"))
+    elif node.type in ("fence", "code_block"):
+        yield from _code(node.content, node.info.split(maxsplit=1)[0] if node.info.strip() else "", width)
+    elif node.type == "table":
+        yield from _table(node, width)
+    elif node.type == "hr":
+        yield Row(Text("─" * width, "rule"))
+    elif node.type == "html_block":
+        yield from _wrapped(Text(node.content.rstrip("\n")), width)
+    else:
+        yield from _wrapped(_inline(node), width)
+
+
+def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[Row]:
+    """Blocks below each other, a free row between them."""
+    for n, node in enumerate(nodes):
+        if n and not (tight and node.type in (*_LISTS, "paragraph")):
+            yield Row(Text(""))
+        yield from _block(node, width, depth)
+
+
+def _first(node: SyntaxTreeNode) -> int:
+    """The number of a list's first item."""
+    return int(node.attrs.get("start", 1))
+
+
+def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[Row]:
+    """An item of the list `node`."""
+    bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
+    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [Row(Text(""))]
+    yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
+
+
+def _led(rows: Iterable[Row], first: Text, others: Text) -> Iterator[Row]:
+    """The rows behind what leads each of them."""
+    for n, row in enumerate(rows):
+        lead = first if n == 0 else others
+        yield replace(row, text=Text.assemble(lead, row.text), lead=len(lead) + row.lead)
+
+
+def _code(code: str, language: str, width: int) -> Iterator[Row]:
+    lines = code.removesuffix("\n").expandtabs(4).split("\n")
+    for start in range(0, len(lines), CODE_LINES):
+        yield from _code_run("\n".join(lines[start : start + CODE_LINES]), language, width)
+
+
+@lru_cache(maxsize=256)
+def _code_run(code: str, language: str, width: int) -> Sequence[Row]:
+    rows = _wrapped(highlighted(code, language), width - 4, fill="code.block")
+    return [*_led(rows, Text("  ", "code.block"), Text("  ", "code.block"))]
+
+
+def _table(node: SyntaxTreeNode, width: int) -> Iterator[Row]:
+    parts = node.children
+    lines = [
+        [_inline(cell, "table.head" if part.type == "thead" else "") for cell in line.children]
+        for part in parts
+        for line in part.children
+    ]
+    widths = _columns(lines, width)
+    right = ["right" in str(cell.attrs.get("style", "")) for cell in parts[0].children[0].children]
+    for n, line in enumerate(lines):
+        cells = [[row.text for row in _wrapped(cell, room)] for cell, room in zip(line, widths, strict=True)]
+        for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
+            yield Row(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
+        if n == 0:
+            yield Row(Text("─┼─".join("─" * room for room in widths), "rule"))
+
+
+def _beside(pieces: Sequence[Text]) -> Text:
+    line = Text()
+    for n, piece in enumerate(pieces):
+        line.append(" │ " if n else "", "rule").append_text(piece)
+    return line
+
+
+def _padded(piece: Text, room: int, right: bool) -> Text:
+    free = " " * (room - cell_len(piece.plain))
+    return Text.assemble(free, piece) if right else Text.assemble(piece, free)
+
+
+def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
+    """How wide each column is: as its text, while there is room; then the widest ones give."""
+    wanted = [
+        max(max((cell_len(part) for part in cell.plain.split("\n")), default=0) for cell in column)
+        for column in zip(*lines, strict=True)
+    ]
+    widths = [max(1, room) for room in wanted]
+    too_much = sum(widths) + 3 * (len(widths) - 1) - width
+    while too_much > 0 and max(widths) > 1:
+        widest = max(widths)
+        others = [room for room in widths if room < widest]
+        step = min(widest - max(others, default=1), max(1, too_much // widths.count(widest)))
+        for n, room in enumerate(widths):
+            if room == widest and too_much > 0:
+                widths[n] -= min(step, too_much)
+                too_much -= min(step, too_much)
+    return widths
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[Row]:
+    """The rows of a text that may have lines of its own."""
+    for line in text.split("\n", allow_blank=True) if "\n" in text.plain else [text]:
+        for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
+            yield Row(piece, soft=n > 0, fill=fill)
+
+
+def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
+    """The words of a block, with their styles."""
+    text = Text(style=style)
+    for inline in node.children:
+        _words(inline, text)
+    return text
+
+
+def _words(node: SyntaxTreeNode, text: Text) -> None:
+    start = len(text)
+    if node.type == "text":
+        text.append(re.sub(r"\s+", " ", node.content))
+    elif node.type == "code_inline":
+        text.append(node.content, "code.inline")
+    elif node.type == "softbreak":
+        text.append(" ")
+    elif node.type == "hardbreak" or (node.type == "html_inline" and _BREAK.fullmatch(node.content)):
+        text.append("\n")
+    elif node.type == "html_inline":
+        text.append(node.content)
+    elif node.type == "image":
+        text.append(f"🖼  {node.content}".rstrip())
+        text.stylize(_link(str(node.attrs.get("src", ""))), start)
+    else:
+        for child in node.children:
+            _words(child, text)
+        if node.type in _MARKS:
+            text.stylize(_MARKS[node.type], start)
+        elif node.type == "link":
+            text.stylize("link", start)
+            text.stylize(_link(str(node.attrs.get("href", ""))), start)
+
+
+def _link(address: str) -> Style:
+    """What a click on it does, which Textual reads from the style."""
+    return Style(meta={"@click": ("link", (address,))})

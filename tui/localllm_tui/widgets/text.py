@@ -1,0 +1,118 @@
+"""A long text as one widget: however much there is above it, a frame draws the rows on screen and lays out its last block."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Region, Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
+
+from localllm_tui.widgets.code import palette
+from localllm_tui.widgets.markdown import Row, Rows
+
+
+class GrowingText(Widget):
+    """Markdown, or plain text (`plain`), that grows by `add`. A click on a link opens it; the mouse selects text."""
+
+    DEFAULT_CSS = """
+    GrowingText { height: auto; width: 1fr; }
+    """
+
+    def __init__(self, text: str = "", *, plain: bool = False, classes: str | None = None) -> None:
+        super().__init__(classes=classes)
+        self.rows = Rows(text, plain=plain)
+        self._strips: dict[int, Strip] = {}
+        self._drawn_as: tuple[int, str, Style] | None = None
+        self._look: Console
+
+    @property
+    def source(self) -> str:
+        """All that was added."""
+        return self.rows.source
+
+    def add(self, new: str) -> None:
+        """Show more text."""
+        self.rows.add(new)
+        self._changed(self.rows.finished)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        if self.rows.end():
+            self._changed(0)
+
+    def _changed(self, first: int) -> None:
+        for y in [y for y in self._strips if y >= first]:
+            del self._strips[y]
+        taller = self.size.height != len(self.rows.at(self.size.width)) if self.size.width else True
+        self.refresh(Region(0, first, self.size.width, max(1, self.size.height - first)), layout=taller)
+
+    # -- what Textual asks --------------------------------------------------------------------------------------------
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        return container.width
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return len(self.rows.at(width))
+
+    def render_line(self, y: int) -> Strip:
+        width, base = self.size.width, self.rich_style
+        rows = self.rows.at(width)
+        if y >= len(rows):
+            return Strip.blank(width, base)
+        drawn_as = (width, self.app.theme, base)
+        if drawn_as != self._drawn_as:
+            self._drawn_as = drawn_as
+            self._look = _look(tuple(sorted(self.app.theme_variables.items())))
+            self._strips.clear()
+        selection = self.text_selection
+        span = selection.get_span(y) if selection is not None else None
+        if span is not None:
+            return self._strip(rows[y], y, span)
+        strip = self._strips.get(y)
+        if strip is None:
+            strip = self._strips[y] = self._strip(rows[y], y)
+        return strip
+
+    def _strip(self, row: Row, y: int, selected: tuple[int, int] | None = None) -> Strip:
+        width, base = self.size.width, self.rich_style
+        text = row.text
+        if selected is not None:
+            text, (start, end) = text.copy(), selected
+            text.stylize(self.screen.get_component_rich_style("screen--selection"), start, None if end == -1 else end)
+        # Rendering leaves out the style of the whole text.
+        whole = base + self._look.get_style(text.style)
+        segments = [*Segment.apply_style(text.render(self._look, end=""), whole)]
+        fill = base + self._look.get_style(row.fill) if row.fill else base
+        return Strip(segments).adjust_cell_length(width, fill).apply_offsets(0, y)
+
+    # -- selecting and following links --------------------------------------------------------------------------------
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """What is selected, as it was said: a line that is broken at the edge of the screen is one."""
+        said = ""
+        for y, row in enumerate(self.rows.at(self.size.width)):
+            span = selection.get_span(y)
+            if span is None:
+                continue
+            start, end = span
+            begins = max(start, row.lead) if row.soft else start
+            between = "" if not said else " " if row.soft else "\n"
+            said += between + row.text.plain[begins : None if end == -1 else end].rstrip()
+        return said, "\n"
+
+    def action_link(self, address: str) -> None:
+        """Open where a link leads."""
+        self.app.open_url(address)
+
+
+@lru_cache(maxsize=4)
+def _look(variables: tuple[tuple[str, str], ...]) -> Console:
+    return palette(dict(variables))
