@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from localllm.device import table
-from localllm.planner import families, laws
+from localllm.planner import families, laws, power
 from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm_catalog import catalog, shapes
@@ -227,15 +227,15 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> tu
     depth = int(float(record["depth"] or 0))
     if record["test"] == "prefill" and depth:  # a whole prompt of that length, where llama-bench's are a chunk after it
         tokens, depth = depth, 0
-    flops_s = _flops_s(record)
+    flops_s, held = _flops_s(record), power.share(families.part(record["device"]), _units(record))
     batch = max(1, min(tokens, 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)))
     parts, known = streamed(model, variant), facts(model)
     moe: Powers = (("moe", 1),) if model.experts else ()
     weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
-    attention = sum(laws.attention_flops(layer, model.n_heads, depth + tokens / 2) for layer in model.layers)
+    attention = sum(laws.attention_flops(layer, model.n_heads, depth + (tokens + batch) / 2) for layer in model.layers)
     bandwidth = float(record["bandwidth_gbps"]) * 1e9
     return (
-        (2 * weights / flops_s, (("matmul", -1), ("quant", 1), *moe)),
+        (2 * weights / (flops_s * held), (("matmul", -1), ("quant", 1), *moe)),
         (attention / flops_s, (("attention", -1),)),
         (parts.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
         (known.n_layers / batch, (("layer_s", 1),)),

@@ -6,6 +6,8 @@ decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + r
          it takes whichever is longer, that or reading the KV
 prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
          + weights / (η·BW·micro-batch) + layers·a / micro-batch
+         the matrices at what the board's power lets the units hold (power.py); attention as if every token of a micro-batch
+         saw all of it: kernels skip little of what the mask hides
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
 routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families
+from localllm.planner import efficiency, families, power
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm.planner.types import DEFAULT_BATCH
@@ -56,13 +58,14 @@ def apart(n_sequences: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
-    GB/s of its memory, nominal FP16 TFLOP/s, and the cores of the CPU that computes (0: a GPU does, or unknown:
-    attention then only reads its cache)."""
+    GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
+    then only reads its cache), and the share of those TFLOP/s that its power lets matrices have."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
     tflops: float
     n_cpu_cores: int = 0
+    power_share: float = 1.0
 
     @property
     def engine(self) -> str:
@@ -78,7 +81,8 @@ class Hardware:
 def hardware_of(device: Device, backend: str) -> Hardware:
     """`device` as `backend` uses it."""
     tflops, _ = families.nominal_tflops(device, backend)
-    return Hardware(families.device_keys(device, backend), bandwidth_of(device)[0], tflops, device.n_cpu_cores)
+    share = power.share(families.part(device.match or device.name), device.compute_units)
+    return Hardware(families.device_keys(device, backend), bandwidth_of(device)[0], tflops, device.n_cpu_cores, share)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -245,13 +249,13 @@ def prefill_terms(
     batch = max(1, min(prompt_tokens, n_batch))
     # Logits are computed for the last token only, so the output matrix does not count.
     weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
-    mean_depth = depth + prompt_tokens / 2
+    mean_depth = depth + (prompt_tokens + batch) / 2
     attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in facts(model).groups)
     compute = hardware.tflops * 1e12
     moe = c["moe"] if model.experts is not None else 1.0
     read_s, launches_s = step_s(model, variant, hardware, batch)
     return PrefillTerms(
-        matmul_s=2 * weights * c["quant"] * moe / (compute * c["matmul"]),
+        matmul_s=2 * weights * c["quant"] * moe / (compute * hardware.power_share * c["matmul"]),
         attention_s=attention / (compute * c["attention"]),
         scan_s=scan_flops(model) / (compute * c["scan"]),
         weights_s=read_s / batch,

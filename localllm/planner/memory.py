@@ -48,6 +48,9 @@ def kv_cells(layer: Layer, settings: RunSettings) -> int:
     """
     if layer.kind in ("recurrent", "none") or layer.shares_kv:
         return 0
+    if layer.per_sequence:
+        alone = replace(settings, slots=1, spare=0)
+        return settings.n_sequences * kv_cells(replace(layer, per_sequence=False), alone)
     context = padded_context(settings.n_ctx)
     if layer.kind == "sliding" and layer.window:
         return min(context, pad(min(context, layer.window * settings.n_sequences + settings.n_batch)))
@@ -56,7 +59,7 @@ def kv_cells(layer: Layer, settings: RunSettings) -> int:
 
 def _kv_widths(layer: Layer) -> tuple[int, int]:
     if layer.kind == "mla":
-        return layer.mla_rank + layer.mla_rope_dim, 0
+        return layer.mla_rank + layer.mla_rope_dim + layer.index_dim, 0
     return layer.n_kv_heads * layer.head_dim_k + layer.index_dim, layer.n_kv_heads * layer.head_dim_v
 
 

@@ -27,16 +27,14 @@ def sizes(device: Device, model: Model, variant: Variant, settings: RunSettings,
     if device.accelerator == "cpu":
         return ()
     hardware = laws.hardware_of(device, backend_for(variant))
-    terms = laws.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch)
-    arithmetic_s = terms.matmul_s + terms.attention_s + terms.scan_s
-    held = terms.total_s
+    held = laws.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch).total_s
     found: list[int] = []
     for size in SIZES:
         if size <= settings.n_batch:
             continue
         if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
             break
-        each = arithmetic_s + sum(laws.step_s(model, variant, hardware, size)) / size
+        each = laws.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
         if held < each * _PAYS:
             break
         found.insert(0, size)

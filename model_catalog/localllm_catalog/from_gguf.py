@@ -1,7 +1,7 @@
 """Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the file states them.
 
-The rules per architecture are those of https://github.com/ggml-org/llama.cpp src/models/*.cpp (load_arch_hparams), read
-at b11434. A header is untrusted: every number taken from it is bounded before it is used.
+The rules per architecture (architectures.py) are llama.cpp's. A header is untrusted: every number taken from it is
+bounded before it is used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import sampling, templates
+from localllm_catalog import architectures, sampling, templates
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
@@ -20,69 +20,6 @@ from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Pu
 MAX_LAYERS = 2_048
 _MAX_WIDTH = 1 << 24
 _MAX_TOKENS = 1 << 40
-
-# Architectures with sliding layers: (every nth layer is full, the first of n rather than the last, window if unstated).
-_SLIDING: dict[str, tuple[int, bool, int]] = {
-    "gemma2": (2, False, 4096),
-    "gemma3": (6, False, 0),
-    "gemma3n": (5, False, 0),
-    "gpt-oss": (2, False, 0),
-    "cohere2": (4, False, 0),
-    "cohere2moe": (4, True, 0),
-    "exaone4": (4, False, 4096),
-    "exaone-moe": (4, False, 128),
-    "llama4": (4, False, 8192),
-    "olmo2": (4, False, 0),
-    "mellum": (4, False, 0),
-    "muse-glimmer": (4, False, 0),
-    "plamo3": (8, False, 0),
-    "laguna": (4, True, 0),
-    "smallthinker": (4, True, 4096),
-    "afmoe": (4, False, 0),
-}
-# These state the pattern layer by layer, always.
-_SLIDING_STATED = frozenset({"gemma4", "step35", "mimo2", "dots3note", "maple"})
-_FULL_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
-_ZERO_HEADS_RECUR = frozenset(
-    {"granitehybrid", "jamba", "plamo2", "lfm2", "lfm2moe", "kimi-linear", "bailingmoe3"},
-)
-_SPLIT_BLOCKS = frozenset({"nemotron_h", "nemotron_h_moe"})
-_ALL_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
-_NO_CACHE = frozenset(
-    {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "eurobert",
-     "t5encoder", "gemma-embedding"},
-)  # fmt: skip
-# Attention on every layer, with nothing special about its cache.
-_PLAIN = frozenset(
-    {"llama", "mistral3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "phi2", "phi3",
-     "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4", "glm4moe", "chatglm", "deepseek", "deepseek2",
-     "mistral4", "seed_oss", "starcoder", "starcoder2", "minimax-m2", "ernie4_5", "ernie4_5-moe", "hunyuan-dense",
-     "hunyuan-moe", "command-r", "olmoe", "openelm", "deci", "exaone", "stablelm", "internlm2", "falcon", "gpt2",
-     "gptneox", "bloom", "mpt", "baichuan", "dbrx", "grok", "minicpm", "minicpm3", "nemotron", "apertus", "arcee",
-     "dots1", "bailingmoe", "bailingmoe2", "plamo", "refact", "orion", "xverse", "jais", "codeshell"},
-)  # fmt: skip
-_KNOWN = (
-    frozenset(_SLIDING)
-    | _SLIDING_STATED
-    | frozenset(_FULL_EVERY)
-    | _ZERO_HEADS_RECUR
-    | _SPLIT_BLOCKS
-    | _ALL_RECURRENT
-    | _NO_CACHE
-    | _PLAIN
-    | {"falcon-h1"}
-)
-
-# general.file_type (llama.cpp include/llama.h, enum llama_ftype).
-FILE_TYPES: dict[int, str] = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE", 39: "NVFP4",
-    40: "Q1_0", 41: "Q2_0",
-}  # fmt: skip
-
-_TOKENIZERS = {"qwen35": "qwen3.5", "llama-bpe": "llama3-bpe", "smollm": "smollm2"}
 
 
 def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
@@ -169,9 +106,9 @@ class _Facts:
         pattern = self.value("attention.sliding_window_pattern")
         if isinstance(pattern, tuple):
             return index < len(pattern) and bool(pattern[index])
-        if self.arch not in _SLIDING:
+        if self.arch not in architectures.SLIDING:
             return False
-        period, first_is_full, _ = _SLIDING[self.arch]
+        period, first_is_full, _ = architectures.SLIDING[self.arch]
         if self.arch == "exaone4" and self.n_layers != 64:
             return False
         period = self.number("attention.sliding_window_pattern", period, maximum=MAX_LAYERS)
@@ -183,9 +120,11 @@ class _Facts:
     def window(self) -> int:
         """Tokens a sliding layer sees; 0 where this architecture has none."""
         stated = isinstance(self.value("attention.sliding_window_pattern"), tuple)
-        if self.arch not in _SLIDING and not (stated or self.arch in _SLIDING_STATED):
+        if self.arch not in architectures.SLIDING and not (stated or self.arch in architectures.SLIDING_STATED):
             return 0
-        window = self.number("attention.sliding_window", _SLIDING.get(self.arch, (0, False, 0))[2], maximum=_MAX_TOKENS)
+        window = self.number(
+            "attention.sliding_window", architectures.SLIDING.get(self.arch, (0, False, 0))[2], maximum=_MAX_TOKENS
+        )
         return 8192 if self.arch == "llama4" and window else window
 
     def is_recurrent(self, index: int) -> bool:
@@ -193,14 +132,14 @@ class _Facts:
         stated = self.value("attention.recurrent_layers")
         if isinstance(stated, tuple):
             return index < len(stated) and bool(stated[index])
-        if self.arch in _ALL_RECURRENT:
+        if self.arch in architectures.ALL_RECURRENT:
             return True
-        if self.arch in _FULL_EVERY:
-            every = self.number("full_attention_interval", _FULL_EVERY[self.arch], minimum=1)
+        if self.arch in architectures.FULL_EVERY:
+            every = self.number("full_attention_interval", architectures.FULL_EVERY[self.arch], minimum=1)
             return (index + 1) % every != 0
-        if self.arch in _SPLIT_BLOCKS:
+        if self.arch in architectures.SPLIT_BLOCKS:
             return self.kv_heads[index] == 0 and self.ffn[index] == 0
-        return self.arch in _ZERO_HEADS_RECUR and self.kv_heads[index] == 0
+        return self.arch in architectures.ZERO_HEADS_RECUR and self.kv_heads[index] == 0
 
     def state_elements(self) -> int:
         """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r + n_embd_s)."""
@@ -225,6 +164,13 @@ class _Facts:
             return 0
         rows = max(0, self.number("ple.conv_kernel", 0) - 1) * self.number("ple.ngram_size", 0)
         return rows * self.hidden * self.number("hyper_connection.count", 1)
+
+    def index_elements(self) -> int:
+        """Elements per token and layer that a sparse attention's indexer keeps: its key, and what keys are pooled into.
+
+        https://github.com/ggml-org/llama.cpp src/llama-memory-hybrid-idx.cpp: key (and gate) and pooled key side by side.
+        """
+        return architectures.INDEX_ROWS.get(self.arch, 0) * self.number("attention.indexer.key_length", 0)
 
     def lookup_rows(self) -> int:
         """Rows of the looked-up tables a token reads: one, or one of every hashed head."""
@@ -292,7 +238,10 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
             ffn=ffn,
             intermediate=facts.ffn[index],
             n_heads=facts.heads[index],
+            index_dim=facts.index_elements(),
         )
+    if facts.arch == "deepseek4":
+        return _compressed_layer(facts, block, index)
     sliding = kind == "sliding"
     shared_from = facts.n_layers - facts.number("attention.shared_kv_layers", 0, maximum=facts.n_layers)
     if facts.arch == "gemma3n":
@@ -309,12 +258,40 @@ def _layer(facts: _Facts, blocks: list[_Block], index: int) -> Layer:
         ffn=ffn,
         intermediate=facts.ffn[index],
         n_heads=facts.heads[index],
-        index_dim=facts.number("attention.indexer.key_length", 0) if facts.arch == "qwen4exp" else 0,
+        index_dim=facts.index_elements(),
+    )
+
+
+def _compressed_layer(facts: _Facts, block: _Block, index: int) -> Layer:
+    """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of the last ones only.
+
+    The last 128 tokens, which the others keep too, and what they are compressed from are left out: 43 layers' come to
+    33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
+    """
+    ratio = facts.per_layer("attention.compress_ratios", 0)[index]
+    row = facts.head_dim_k // max(1, ratio)
+    return Layer(
+        "full" if ratio else "sliding",
+        n_kv_heads=1,
+        head_dim_k=row,
+        window=0
+        if ratio
+        else facts.number("attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=_MAX_TOKENS),
+        ffn=_ffn_kind(block),
+        intermediate=facts.ffn[index],
+        n_heads=facts.heads[index],
+        # What counting q, k and o by the row's share would miss.
+        mixer_params=max(0, block.mixer_elements() - facts.hidden * row * (facts.heads[index] + 1)),
+        v_is_k=True,
+        per_sequence=True,
+        index_dim=facts.number("attention.indexer.key_length", 0) // ratio
+        if ratio == architectures.INDEXED_RATIO
+        else 0,
     )
 
 
 def _kind(facts: _Facts, index: int) -> LayerKind:
-    if facts.arch in _NO_CACHE:
+    if facts.arch in architectures.NO_CACHE:
         return "none"
     if facts.is_recurrent(index):
         return "recurrent"
@@ -400,7 +377,7 @@ def _quant_name(header: GgufHeader, file_name: str) -> str:
     match = _QUANT_IN_NAME.search(file_name)
     if match is not None:
         return match[1].upper()
-    return FILE_TYPES.get(header.integer("general.file_type", -1), "unknown")
+    return architectures.FILE_TYPES.get(header.integer("general.file_type", -1), "unknown")
 
 
 def _vocabulary(header: GgufHeader, facts: _Facts) -> int:
@@ -422,7 +399,7 @@ def _model(
     experts = _experts(facts, blocks)
     pre = header.text("tokenizer.ggml.pre")
     lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
-    purposes: tuple[Purpose, ...] = ("embedding",) if facts.arch in _NO_CACHE else ("chat",)
+    purposes: tuple[Purpose, ...] = ("embedding",) if facts.arch in architectures.NO_CACHE else ("chat",)
     query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
     plain_width = max(facts.heads, default=0) * facts.head_dim_k
     model = Model(
@@ -443,7 +420,7 @@ def _model(
         architecture=describe(layers, experts),
         licence=header.text("general.license"),
         purposes=purposes,
-        tokenizer_family=_TOKENIZERS.get(pre, pre),
+        tokenizer_family=architectures.TOKENIZERS.get(pre, pre),
         tokenizer_pre=pre,
         tool_format=templates.tool_format(template),
         reasoning_tags=tags,
@@ -457,7 +434,9 @@ def _model(
         ffn_matrices=3 if any("ffn_gate" in name for block in blocks for name in block.tensors) else 2,
         attention_gate=query is not None and len(query.shape) == 2 and query.shape[1] == 2 * plain_width,
         q_rank=facts.number("attention.q_lora_rank", 0),
-        shape_warning="" if facts.arch in _KNOWN else f"the architecture {facts.arch!r} is not known: KV may be less",
+        shape_warning=""
+        if facts.arch in architectures.KNOWN
+        else f"the architecture {facts.arch!r} is not known: KV may be less",
     )
     return replace(model, params_active=_active_params(header, facts, model))
 

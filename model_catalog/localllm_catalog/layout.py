@@ -56,8 +56,10 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
     if kind == "kda":
         heads, size = int(facts["heads"]), int(facts["state"])
         width = heads * size
-        # q, k, v, forget gate, output gate and output projections, all hidden × width.
-        weights = 6 * hidden * width + 3 * width * conv + hidden * heads + heads + width
+        # q, k, v and output projections are hidden × width; so are the forget and the output gate, or through a rank.
+        rank = int(facts.get("gate_rank", 0))
+        gates = 2 * (hidden + width) * rank if rank else 2 * hidden * width
+        weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
         return 3 * (conv - 1) * width + size * width, weights
     raise BadCatalogError(f"{kind!r} is not a recurrent kind", "known: gated_delta, mamba2, short_conv, kda")
 
@@ -114,6 +116,7 @@ def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool
             mla_rope_dim=int(mla["rope"]),
             ffn=ffn,
             intermediate=width,
+            index_dim=int(mla.get("index_dim", 0)),
         )
     own = raw.get(kind, {})
     head_dim = int(own.get("head_dim", raw["head_dim"]))

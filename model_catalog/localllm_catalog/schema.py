@@ -44,10 +44,11 @@ class Mla(_Table):
     """Multi-head latent attention: ranks and the widths of one head."""
 
     rank: Count
-    rope: Count
+    rope: Annotated[int, Field(ge=0)]
     nope: Count
     v: Count
     q_rank: Count | None = None
+    index_dim: Count | None = None
 
 
 class Recurrent(_Table):
@@ -61,6 +62,7 @@ class Recurrent(_Table):
     inner: Count | None = None
     state: Count | None = None
     groups: Count | None = None
+    gate_rank: Count | None = None
 
 
 class ExpertsTable(_Table):
@@ -127,6 +129,7 @@ class ListedLayer(_Table):
     mixer_params: int = 0
     v_is_k: bool = False
     index_dim: int = 0
+    per_sequence: bool = False
 
 
 class Lookup(_Table):

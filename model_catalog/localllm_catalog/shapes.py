@@ -22,7 +22,7 @@ def layer_kv_elements(layer: Layer) -> int:
     if layer.kind in ("full", "sliding"):
         return layer.n_kv_heads * (layer.head_dim_k + layer.head_dim_v) + layer.index_dim
     if layer.kind == "mla":
-        return layer.mla_rank + layer.mla_rope_dim
+        return layer.mla_rank + layer.mla_rope_dim + layer.index_dim
     return 0
 
 

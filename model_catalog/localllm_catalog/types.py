@@ -16,10 +16,12 @@ class Layer:
     """What one layer remembers per sequence.
 
     full / sliding: n_kv_heads × (head_dim_k + head_dim_v) elements per token (sliding: of the last `window` tokens).
-    mla: one latent row of `mla_rank + mla_rope_dim` elements per token and no V.
+    mla: one latent row of `mla_rank + mla_rope_dim` (and `index_dim`) elements per token and no V.
     recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a state beside full).
     none: no token mixer at all (Nemotron-H has layers that are only a feed-forward).
-    `index_dim`: width of the keys that a sparse attention's indexer keeps beside, one per token.
+    `index_dim`: elements that a sparse attention's indexer keeps beside, per token.
+    Layers that keep one row for several tokens (DeepSeek V4) are `full` ones with that row's share of a token.
+    `per_sequence`: llama.cpp gives every sequence a cache of its own, as long as the whole context.
     `shares_kv`: reads another layer's KV and stores none of its own.
 
     What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn` which feed-forward
@@ -43,6 +45,7 @@ class Layer:
     mixer_params: int = 0
     v_is_k: bool = False
     index_dim: int = 0
+    per_sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

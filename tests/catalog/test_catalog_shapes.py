@@ -77,6 +77,8 @@ def published() -> list[tuple[Model, str, int]]:
         and not (variant.repo.startswith("bartowski/Qwen_Qwen3-") and model.id in ("qwen3-0.6b", "qwen3-1.7b"))
         # These hold a draft head, which an estimate leaves out.
         and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
+        # And these everything but the experts at Q8_0, whatever their name says.
+        and not variant.repo.startswith("ggml-org/MiMo-V2.6-Flash-")
     ]
 
 

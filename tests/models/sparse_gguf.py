@@ -39,6 +39,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     kv_heads_per_layer: tuple[int, ...] = ()
     quant: str = "Q4_K"
+    layers: Callable[[Shape], Iterator[Tensor]] | None = None  # where _LAYERS does not know the architecture
 
 
 def _qkv(s: Shape, i: int, *, norms: bool = False, bias: bool = False) -> Iterator[Tensor]:
@@ -258,7 +259,7 @@ def tensors(s: Shape) -> list[Tensor]:
         out.append(("token_embd_norm.weight" if s.arch == "lfm2" else "output_norm.weight", (s.hidden,)))
     if not s.tied:
         out.append(("output.weight", (s.hidden, s.vocab)))
-    return out + list(_LAYERS[s.arch](s))
+    return out + list((s.layers or _LAYERS[s.arch])(s))
 
 
 def _type_of(s: Shape, name: str, dims: tuple[int, ...]) -> gguf.GGMLQuantizationType:

@@ -1,0 +1,43 @@
+"""A board's power: prompts run at its limit, answers below it; what nobody states changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.planner import laws, power
+from localllm_catalog import catalog
+
+MODEL = next(m for m in catalog.load().models if m.id == "llama-3.1-8b-instruct")
+VARIANT = next(v for v in MODEL.variants if v.quant == "Q4_K_M")
+
+
+def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
+    """llama.cpp's scoreboard for CUDA, Llama 2 7B of Q4_0: an L40 (142 SMs, 300 W) 0.67 of its units' nominal rate, an
+    RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
+    l40, card, small = (power.share(part, units) for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76)))
+    assert l40 / card == pytest.approx(0.67 / 0.94, rel=0.1)
+    assert small / card == pytest.approx(1.14 / 0.94, rel=0.1)
+
+
+def test_matrices_alone_wait_for_power() -> None:
+    limited = laws.hardware_of(resolve("L40"), "llamacpp")
+    free = replace(limited, power_share=1.0)
+    a, b = (laws.prefill_terms(MODEL, VARIANT, hardware) for hardware in (limited, free))
+    assert a.matmul_s == pytest.approx(b.matmul_s / limited.power_share)
+    assert (a.attention_s, a.weights_s, a.layers_s) == (b.attention_s, b.weights_s, b.layers_s)
+    assert laws.decode_terms(MODEL, VARIANT, limited) == laws.decode_terms(MODEL, VARIANT, free)
+
+
+@pytest.mark.parametrize("name", ["M4 Max 128GB", "RTX 4090 Laptop GPU", "Strix Halo 128GB"])
+def test_where_no_one_figure_is_stated_nothing_is_taken_off(name: str) -> None:
+    assert laws.hardware_of(resolve(name), "llamacpp").power_share == 1.0
+
+
+def test_larger_steps_make_attention_see_more() -> None:
+    """Within a micro-batch every token's attention runs over all of it, masked or not."""
+    hardware = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
+    small, large = (laws.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n) for n in (512, 2048))
+    assert large.attention_s == pytest.approx(small.attention_s * 2048 / 1280)
