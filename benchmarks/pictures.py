@@ -1,6 +1,6 @@
 """Makes the README's pictures: the real chat with a real model, driven as a person would, written as SVG.
 
-python benchmarks/pictures.py [MODEL]     # docs/pictures/chat.svg, glass.svg and models.svg
+python benchmarks/pictures.py [MODEL]     # docs/pictures/chat.svg, glass.svg (the README has it) and models.svg
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from localllm_tui.screens.models import ModelsScreen
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = (120, 36)
-QUESTION = "Which planet is the largest, and how many moons does the Earth have? Answer in a list."
+QUESTION = "Explain in three short points why the sky is blue."
 LONGEST_S = 300.0
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         engine = engines.engine_for(stack, engines.Wanted(model, own=True), None, at_once=False)
         history = stack.enter_context(History(Path(folder) / "conversations.db"))
-        client = ChatClient.of(engine, {"seed": 7, "max_tokens": 160})
+        client = ChatClient.of(engine, {"seed": 7, "max_tokens": 200})
         asyncio.run(draw(ChatApp(Opening(client, history, engine.model, desk=ModelDesk()))))
 
 

@@ -54,7 +54,7 @@ class ModelDesk:
         here = {} if wish.machine else self._installed(soon)
         offers = tuple(_offer(p, waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon)
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
-        return Planned(wish, _described(device), offers, dict(others.most_common()), len(answer.plans) - len(soon))
+        return Planned(wish, _described(device), offers, dict(others.most_common(2)), len(answer.plans) - len(soon))
 
     def check(self, wish: Wish) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
