@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm_backends.contract import (
     BackendFailure,
@@ -25,7 +23,7 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.llamacpp import kv_blocks
-from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, Rows
+from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, LogitsView, Rows
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.interrupts import ABORTED, Interrupts
@@ -65,6 +63,7 @@ class LlamaCppBackend(Vocabulary):
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
         self._memory = llama.llama_get_memory(context)
         self._interrupts = Interrupts(llama, context)
+        self._logits = LogitsView(llama, context, self._n_vocab)
         self._sizes = sizes
         self._owner = threading.get_ident()
         self._n_swa = int(llama.llama_model_n_swa(model))
@@ -262,11 +261,7 @@ class LlamaCppBackend(Vocabulary):
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
             return Rows(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
-        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        assert address is not None
-        row = ctypes.c_float * (n * self._n_vocab)
-        rows: NDArray[np.float32] = np.frombuffer(memoryview(row.from_address(address)), dtype=np.float32)
-        return Rows(rows.reshape(n, self._n_vocab), offsets)
+        return Rows(self._logits.rows(n), offsets)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""

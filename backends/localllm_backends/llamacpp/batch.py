@@ -78,6 +78,25 @@ class EmbeddingBatch:
         self.native = native
 
 
+class LogitsView:
+    """Sees a context's logits where llama.cpp keeps them: mostly where they were, and the view is the one of before."""
+
+    def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
+        self._llama, self._context, self._n_vocab = llama, context, n_vocab
+        self._seen: tuple[int | None, int] = (None, 0)
+        self._rows: NDArray[np.float32] = np.empty((0, n_vocab), dtype=np.float32)
+
+    def rows(self, n: int) -> NDArray[np.float32]:
+        """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that begins."""
+        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
+        assert address is not None
+        if self._seen != (address, n):
+            row = ctypes.c_float * (n * self._n_vocab)
+            rows: NDArray[np.float32] = np.frombuffer(memoryview(row.from_address(address)), dtype=np.float32)
+            self._seen, self._rows = (address, n), rows.reshape(n, self._n_vocab)
+        return self._rows
+
+
 class Rows:
     """Logits of the last step: a view of llama.cpp's own output rows."""
 

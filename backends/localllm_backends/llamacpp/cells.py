@@ -52,8 +52,8 @@ class CellLedger:
         length = self._lengths[sequence]
         line = self._room(sequence, length + n)
         if n == 1:
-            # The step of one stream: numpy's ways with many cells cost it 50 microseconds, as the sweep over the weights
-            # has left none of their code in the processor's caches.
+            # The step of one stream: numpy's ways with many cells take longer, as the sweep over the weights has left none of
+            # their code in the processor's caches.
             cell = self._free.item(self._n_free - 1)
             line[length] = cell
             self._holders[cell] = 1
