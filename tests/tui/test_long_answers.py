@@ -114,6 +114,22 @@ def test_a_click_opens_a_link_and_nothing_else(drive: Any, server: ScriptedServe
     drive(play)
 
 
+def test_a_link_that_would_start_a_program_is_not_opened(drive: Any, server: ScriptedServer) -> None:
+    server.play(Say(["[a](vscode://file/etc/passwd) [b](/etc/passwd) [c](//host/share)"]), Finish())
+
+    async def play(d: Driver) -> None:
+        opened: list[str] = []
+        d.app.open_url = lambda url, **_: opened.append(url)  # type: ignore[method-assign]
+        await d.ask("go on")
+        text = d.app.screen.query_one(AnswerView).query(GrowingText).last()
+        for x in (0, 2, 4):
+            await d.pilot.click(text, offset=(x, 0))
+        assert not opened
+        await d.until(lambda: "no web page" in d.screen())
+
+    drive(play, toasts=True)
+
+
 def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
     server.play(Say(["# Title"]), Finish())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.segment import Segment
@@ -14,6 +15,8 @@ from textual.widget import Widget
 
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import Row, Rows
+
+_OPENED = ("http", "https", "mailto")
 
 
 class GrowingText(Widget):
@@ -109,8 +112,11 @@ class GrowingText(Widget):
         return said, "\n"
 
     def action_link(self, address: str) -> None:
-        """Open where a link leads."""
-        self.app.open_url(address)
+        """Open where a link leads, if that is a page: a model may write any address, and some start programs."""
+        if urlsplit(address).scheme.lower() in _OPENED:
+            self.app.open_url(address)
+        else:
+            self.notify(f"not opened, as it is no web page: {address}", severity="warning", timeout=6, markup=False)
 
 
 @lru_cache(maxsize=4)
