@@ -26,7 +26,7 @@ check: $(VENV)/.dev ## lint, format, types, import rules, catalog schema
 # Two halves side by side, the quicker one takes from the other; `make unit JOBS=0` has one process do all.
 JOBS ?= 2
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 
 test-long: $(VENV)/.dev ## run the tests that are too long for every run (about ten minutes)
 	$(BIN)/python -m pytest -m long $(ARGS)
