@@ -26,7 +26,7 @@ if ! "$VENV/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.
 		die "a C++ compiler is needed to build llama.cpp and none was found" \
 			"install one (Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install), then run the command again"
 	fi
-	say "installing llama-cpp-python (built from source on first use: 4 to 6 minutes on 2 cores)"
+	say "installing llama-cpp-python (built from source on first use: 3 to 5 minutes on 2 cores)"
 	# The progress line pip prints while a wheel is built says only "still running"; say how long it has been.
 	( start=$(date +%s); while sleep 15; do printf '    … %s s\n' "$(( $(date +%s) - start ))" >&2; done ) &
 	TICK=$!
