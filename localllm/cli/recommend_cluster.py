@@ -98,32 +98,37 @@ def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
     ]
 
 
-def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
-    if plan is None:
-        return {"quant": quant, "split": "shared", "fits": False}
+def _fitting_json(plan: ClusterPlan | SharedPlan) -> dict[str, Any]:
     return {
-        "quant": quant,
-        "split": "shared",
         "fits": True,
         "n_ctx": plan.settings.n_ctx,
+        "decode_tok_s": asdict(plan.decode_tok_s),
+        "prefill_tok_s": asdict(plan.prefill_tok_s),
+    }
+
+
+def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
+    which = {"quant": quant, "split": "shared"}
+    if plan is None:
+        return {**which, "fits": False}
+    return {
+        **which,
+        **_fitting_json(plan),
         "shares": [
             {"device": d.name, "needs_bytes": plan.needs_bytes, "limit_bytes": d.memory.limit_bytes}
             for d in plan.devices
         ],
-        "decode_tok_s": asdict(plan.decode_tok_s),
-        "prefill_tok_s": asdict(plan.prefill_tok_s),
         "alone_tok_s": plan.alone_tok_s,
     }
 
 
 def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
+    which = {"quant": quant, "split": "layers"}
     if plan is None:
-        return {"quant": quant, "split": "layers", "fits": False}
+        return {**which, "fits": False}
     return {
-        "quant": quant,
-        "split": "layers",
-        "fits": True,
-        "n_ctx": plan.settings.n_ctx,
+        **which,
+        **_fitting_json(plan),
         "shares": [
             {"device": s.device.name, "layers": s.n_layers, "needs_bytes": s.needs_bytes, "limit_bytes": s.limit_bytes}
             for s in plan.shares
@@ -132,8 +137,6 @@ def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
         "transfer_bytes": plan.transfer_bytes,
         "transfer_s": plan.transfer_s,
         "rpc_s": plan.rpc_s,
-        "decode_tok_s": asdict(plan.decode_tok_s),
-        "prefill_tok_s": asdict(plan.prefill_tok_s),
         "alone": plan.alone.name if plan.alone is not None else None,
         "advice": plan.advice,
     }

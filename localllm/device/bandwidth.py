@@ -143,28 +143,25 @@ def _affinity() -> set[int]:
 
 def cached(folder: Path, machine: str) -> Figure | None:
     """The measurement kept for `machine` (its processor and memory), None if there is none or it is unreadable."""
-    try:
-        kept = json.loads(_cache_file(folder).read_text(encoding="utf-8"))[machine]
-        figure = Figure(float(kept["value"]), "measured", str(kept["source"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return figure if _SANE_GBPS[0] <= figure.value <= _SANE_GBPS[1] else None
+    return _figure(_known(folder).get(machine))
 
 
 def due(folder: Path, machine: str) -> bool:
     """True where `machine` has no measurement, or one of a busy moment that was not tried often enough to better."""
-    if cached(folder, machine) is None:
-        return True
-    return 0 < _tries(_known(folder).get(machine)) < _MOST_TRIES
+    entry = _known(folder).get(machine)
+    return _figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
 
 def keep(folder: Path, machine: str, taken: Measurement) -> Figure:
     """Remember what was `taken` for `machine`, and return it; a cache that can't be written is no error (it is measured
-    again). A figure of a busy moment gives way to a higher one alone: memory is never faster than it is."""
+    again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: memory is
+    never faster than it is."""
     file, known, figure = _cache_file(folder), _known(folder), taken.figure
-    tries = _tries(known.get(machine))
-    if tries and (kept := cached(folder, machine)) is not None and kept.value > figure.value:
-        figure = kept
+    kept, tries = _figure(known.get(machine)), _tries(known.get(machine))
+    if kept is not None and kept.value > figure.value:
+        if taken.busy and not tries:
+            return kept
+        figure = kept if tries else figure
     known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -182,6 +179,14 @@ def _known(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
+
+
+def _figure(entry: Any) -> Figure | None:
+    try:
+        figure = Figure(float(entry["value"]), "measured", str(entry["source"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+    return figure if _SANE_GBPS[0] <= figure.value <= _SANE_GBPS[1] else None
 
 
 def _tries(entry: object) -> int:

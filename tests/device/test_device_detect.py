@@ -143,6 +143,9 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path)
 def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:
     bandwidth.keep(own_cache, "m", _taken(20.0))
     assert bandwidth.keep(own_cache, "m", _taken(18.0)).value == 18.0
+    # A busy moment teaches nothing about a machine that was measured in quiet.
+    assert bandwidth.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
+    assert not bandwidth.due(own_cache, "m")
 
 
 class FakeNvml:
