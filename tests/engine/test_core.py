@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, permutations
 
@@ -11,6 +12,7 @@ from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Prefill, Sampling
 from support.requests import request_for
+from localllm_backends.contract import Chunk, StepResult
 from support.scripted_backend import END, ScriptedBackend, row_after
 
 
@@ -214,6 +216,28 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
             outcome.take(engine.submit(request_for("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000))
     assert outcome.finish("l").usage.prompt_tokens == 3000
     assert max(gaps[5:]) <= 12 * 0.007
+
+
+def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
+    """Cells behind those of an idle line make every step of an answer dearer, to its end."""
+    backend = ScriptedBackend(n_ctx=4096)
+    engine = Engine(backend)
+    run(engine, request_for("long", "x" * 3000, max_tokens=4, sampling=GREEDY, ignore_eos=True))
+    settle(engine)
+    assert engine.pool.residents == 1, "it stays for its next turn"
+    free: list[int] = []
+    step = backend.step
+
+    def looking(chunks: Sequence[Chunk]) -> StepResult:
+        free.append(backend.cells_free())
+        return step(chunks)
+
+    backend.step = looking  # type: ignore[method-assign]
+    run(engine, request_for("short", "hello", max_tokens=4, sampling=GREEDY, ignore_eos=True))
+    assert free[0] == 4096
+    settle(engine)
+    again = run(engine, request_for("again", "x" * 3000 + "y", max_tokens=4, sampling=GREEDY)).finish("again")
+    assert again.usage.cached_tokens >= 3000
 
 
 def test_an_answer_made_in_parts_is_counted_once() -> None:
