@@ -10,6 +10,7 @@ others go the ordinary way. Every other backend has the policy that does nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,8 +39,9 @@ class PrefillPolicy(Protocol):
         """True for what must not be in the next step."""
         ...
 
-    def forget(self, job: Job) -> None:
-        """The job left the engine's hands: it ended, or is parked."""
+    def forget(self, job: Job, *, keep: bool) -> None:
+        """The job leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its sequence
+        then, and counted by its `n_kv`."""
         ...
 
     def close(self) -> None:
@@ -59,8 +61,8 @@ class ChunkedPrefill:
         """Everybody may be in the step."""
         return False
 
-    def forget(self, _job: Job) -> None:
-        """Nothing is kept of a job."""
+    def forget(self, _job: Job, *, keep: bool) -> None:
+        """What a step computes is in the sequence at once."""
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -155,7 +157,7 @@ class SlicedPrefill:
     def _run(self, seconds: float, running: Iterable[Job]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
-        None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
+        None again. Where it can't go on, what is computed is kept and the rest is read the ordinary way."""
         if self._slices is None or self.job is None:
             return 0
         if any(j.steppable and j.prefilling and self._ahead(j) for j in running):
@@ -164,9 +166,9 @@ class SlicedPrefill:
         self._waited = short and not self._waited
         if self._waited:
             return 0
+        before = self._read
         try:
-            before, n_tokens = self._read, self._stop - self._start
-            if before < n_tokens:
+            if before < self._stop - self._start:
                 self._read = self._slices.run(seconds)
                 return self._read - before
             left = self._slices.join()
@@ -175,13 +177,28 @@ class SlicedPrefill:
                 self._end()
         except BackendFailure:
             self._refused.add(self.job.id)
+            self._keep()
             self._end()
-        return 0
+        return self._read - before
 
-    def forget(self, job: Job) -> None:
-        """The job left the engine's hands: it ended, or is parked."""
+    def _keep(self) -> None:
+        """Compute no more, and append what is computed to the job's sequence, as far as there are cells for it: nobody reads
+        that again. All at once, since whoever takes the sequence next wants it whole."""
+        if self._slices is None or self.job is None:
+            return
+        self._read = self._slices.stop()
+        with suppress(BackendFailure):
+            while self.job.n_kv < self._start + self._read:
+                self.job.n_kv = self._stop - self._slices.join()
+
+    def forget(self, job: Job, *, keep: bool) -> None:
+        """See `PrefillPolicy`."""
         self._refused.discard(job.id)
         if job is self.job:
+            if keep:
+                started, before = self.clock(), self._read
+                self._keep()
+                self.metrics.sliced_prefill(self._read - before, self.clock() - started)
             self._end()
 
     def close(self) -> None:
