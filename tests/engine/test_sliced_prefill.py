@@ -225,6 +225,47 @@ def test_two_long_prompts_are_read_one_after_the_other() -> None:
     assert outcome.tokens["second"] == expected(words(205, 3), 8)
 
 
+def behind_a_huge_one(n: int, read: int) -> tuple[SlicedBackend, Engine, Outcome]:
+    """A stream, a prompt of 1,505 tokens of which `read` are read in slices, and a newcomer with `n` to read. No step's
+    time is measured: chunks fill the batch of 32 beside the stream's token."""
+    backend = SlicedBackend(n_ctx=4096)
+    settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0)
+    engine = Engine(backend, settings, clock=lambda: 0.0)
+    outcome = start(engine, ask("stream", words(5, 1), 500))
+    outcome.take(engine.submit(ask("huge", words(1505, 2)), words(1505, 2)))
+    while engine.snapshot()["sliced_prefill_tokens"] < read:
+        outcome.take(engine.step())
+    outcome.take(engine.submit(ask("new", words(n, 3)), words(n, 3)))
+    return backend, engine, outcome
+
+
+@pytest.mark.parametrize(("n", "read"), [(60, 10), (200, 10), (600, 10), (60, 1300)])
+def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, read: int) -> None:
+    backend, engine, outcome = behind_a_huge_one(n, read)
+    (sliced,) = backend.slices
+    before = len(sliced.slices)
+    while "new" not in outcome.tokens:
+        outcome.take(engine.step())
+    # Every second turn is its own, in which 31 of its tokens are read, and the huge one goes on in the others.
+    assert abs(len(sliced.slices) - before - n / 31) <= 1
+    finish(engine, outcome)
+    assert len(backend.slices) == 1
+    assert outcome.tokens["new"] == expected(words(n, 3), 8)
+    assert outcome.tokens["huge"] == expected(words(1505, 2), 8)
+
+
+@pytest.mark.parametrize(("n", "read"), [(780, 10), (1505, 10), (120, 1300)])
+def test_one_with_half_as_much_to_read_or_more_waits_until_the_first_is_read(n: int, read: int) -> None:
+    backend, engine, outcome = behind_a_huge_one(n, read)
+    steps = len(backend.steps)
+    while not backend.slices[0].closed:
+        outcome.take(engine.step())
+    assert {n_tokens for step in backend.steps[steps:-1] for _, n_tokens in step} == {1}
+    finish(engine, outcome)
+    assert backend.slices[1].tokens == words(n, 3)[:-1]
+    assert outcome.tokens["new"] == expected(words(n, 3), 8)
+
+
 @pytest.mark.parametrize("steps", [1, 4, 15, 22, 24])
 def test_one_that_is_cancelled_leaves_nothing_behind(steps: int) -> None:
     backend = SlicedBackend()
