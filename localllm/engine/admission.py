@@ -165,7 +165,7 @@ class Admission:
         self.jobs.pool.restored_tokens += 0 if job.restoring is None else taken
         line = as_tokens(job.tokens)
         if job.admissions:
-            self.jobs.metrics.recomputed("parked", len(line) - 1 - taken)
+            self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:

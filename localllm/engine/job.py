@@ -35,7 +35,8 @@ class Job:
     from disk (`reading`), it can't be admitted. While its `state`
     is "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known`
     is how far its prompt followed any known line. `admissions` counts how often it went on to running: a parked job does
-    so again. `images` are those of its prompt, in order. `number` is its own in this process."""
+    so again, and `parked_tokens` of it were computed by then. `images` are those of its prompt, in order.
+    `number` is its own in this process."""
 
     request: Request
     tokens: list[int]
@@ -67,6 +68,7 @@ class Job:
     rejected_drafts: int = 0
     decode_steps: int = 0
     admissions: int = 0
+    parked_tokens: int = 0
     images: tuple[Placed, ...] = ()
     number: int = field(default_factory=itertools.count(1).__next__)
 

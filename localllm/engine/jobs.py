@@ -141,6 +141,7 @@ class Jobs:
             self.pool.park(sequence, held)
         else:
             self.pool.release(sequence, held, keep=False)
+        job.parked_tokens = max(job.parked_tokens, job.n_kv)
         job.n_kv, job.draft = 0, []
         self.waiting[job.id] = job
         self.metrics.parked += 1

@@ -146,6 +146,24 @@ def test_a_parked_request_counts_what_it_computes_twice() -> None:
     assert engine.snapshot()["recomputed_parked_tokens"] > 0  # type: ignore[operator]
 
 
+def test_what_was_not_computed_before_is_not_computed_twice() -> None:
+    """Parked in the middle of its prompt: the rest of that is new."""
+    engine = Engine(ScriptedBackend(n_ctx=1024, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0))
+    asked = request_for("a", [TURN, *[40] * 500], max_tokens=1, sampling=GREEDY, ignore_eos=True)
+    engine.submit(asked, list(asked.prompt))  # type: ignore[arg-type]
+    for _ in range(3):
+        engine.step()
+    job = engine.jobs.running["a"]
+    read = job.n_kv
+    assert 0 < read < 400
+    engine.jobs.park(job)
+    while engine.has_work:
+        engine.step()
+    snapshot = engine.snapshot()
+    assert snapshot["prefilled_tokens"] == 501 + read
+    assert snapshot["recomputed_parked_tokens"] == read
+
+
 # --- what gives KV its meaning ---------------------------------------------------------------------------------------
 
 
