@@ -89,6 +89,8 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         assert "27 of 34 GB/s: 80% of what" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
+            lines = [line.rstrip() for line in glass.lines(d.app.chat.physics, d.app.chat.seen)]
+            assert [line for line in lines if line not in screen] == []  # none is folded
             assert "prompt: 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
             assert "planned      11.5  (10 to 13)" in screen

@@ -8,7 +8,7 @@ import textwrap
 from localllm_tui.control.physics import Physics, Seen, bars, gb
 from localllm_tui.control.terminal import printable
 
-WIDTH = 40
+WIDTH = 38
 _PLOT_ROWS = 7
 _BAR = 12
 
@@ -75,7 +75,7 @@ def _answer(physics: Physics, seen: Seen) -> list[str]:
 def _time(seen: Seen) -> list[str]:
     took, usage = seen.timings, seen.usage
     if seen.live is not None and not seen.coming:
-        return ["TIME", "  not told of an answer that was stopped"]
+        return ["TIME", "  not told of a stopped answer"]
     if seen.coming or seen.live is not None or not usage.prompt:
         return ["TIME", "  told once the answer is complete"]
     rate = seen.prefill_tok_s
