@@ -21,7 +21,7 @@ from localllm import errors
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
-    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub", "httpx", "pydantic",
+    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub", "httpx", "aiohttp", "pydantic",
     "jinja2", "psutil", "llguidance",
 )  # fmt: skip
 

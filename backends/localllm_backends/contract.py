@@ -416,16 +416,22 @@ class InterruptibleBackend(Backend, Protocol):
 
 
 class PrefillSlices(Protocol):
-    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, `join` until all
-    are appended, `close`. The sequence they belong to stays as it is until `join`, and must not be stepped before."""
+    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, or `stop` before
+    that; `join` until all that are computed are appended; `close`. The sequence they belong to stays as it is until `join`,
+    and must not be stepped before."""
 
     def run(self, seconds: float) -> int:
         """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
         ...
 
+    def stop(self) -> int:
+        """Compute no more, at any time and whatever failed; returns how many of the tokens are computed, all of which can
+        be appended. What is in the middle of being computed is not."""
+        ...
+
     def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.
-        Raises NoCellsError (nothing appended) where there is no room."""
+        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended, those that
+        are not computed among them. Raises NoCellsError (nothing appended) where there is no room."""
         ...
 
     def close(self) -> None:

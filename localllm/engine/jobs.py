@@ -86,13 +86,14 @@ class Jobs:
         events, self.events = self.events, []
         return events
 
-    def detach(self, job: Job) -> int | None:
-        """Take a job out of everybody's hands; returns its sequence, which is the caller's now."""
+    def detach(self, job: Job, *, keep: bool) -> int | None:
+        """Take a job out of everybody's hands; returns its sequence, which is the caller's now, and whose tokens are counted
+        by `n_kv` from here on. `keep`: the caller has a use for them, so that all that are computed must be among them."""
         self.waiting.pop(job.id, None)
         self.running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
-        self.prefill.forget(job)
+        self.prefill.forget(job, keep=keep)
         if job.reading is not None:
             self.pool.kv.release(job.reading)
             job.reading = None
@@ -112,7 +113,7 @@ class Jobs:
 
     def release(self, job: Job) -> None:
         """Take it out; its sequence goes back to the pool."""
-        sequence = self.detach(job)
+        sequence = self.detach(job, keep=job.shares)
         if sequence is None:
             return
         held = self._whole(job, sequence)
@@ -133,7 +134,7 @@ class Jobs:
 
     def park(self, job: Job) -> None:
         """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
-        sequence = self.detach(job)
+        sequence = self.detach(job, keep=job.shares)
         assert sequence is not None
         held = self._whole(job, sequence)
         if job.shares:
@@ -146,7 +147,7 @@ class Jobs:
 
     def fail(self, job: Job, failure: Failure) -> int | None:
         """It ended badly; returns its sequence, whose KV is nobody's any more."""
-        sequence = self.detach(job)
+        sequence = self.detach(job, keep=False)
         self.events.append(failure)
         return sequence
 

@@ -4,12 +4,14 @@ A chunk of prefill beside decoding must be short, and a short chunk is dear wher
 (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
 middle of a sweep (`Capabilities.sliced_prefill`) reads large pieces and still lets every stream have its next token in time:
 the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
-others go the ordinary way. Every other backend has the policy that does nothing: its chunks are the scheduler's.
+others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every other backend has the
+policy that does nothing: its chunks are the scheduler's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +19,10 @@ from localllm.engine.fairness import Shares
 from localllm.engine.job import Job
 from localllm.engine.metrics import Metrics
 from localllm_backends.contract import Backend, BackendFailure, PrefillSlices, SlicingBackend
+
+# Who has less to read than this part of what is left of the prompt in slices does not wait for its end: 600 tokens waited for
+# 30,000. So nobody waits for more than twice as many tokens as its own.
+_MUCH_LESS = 0.5
 
 
 class PrefillPolicy(Protocol):
@@ -38,8 +44,9 @@ class PrefillPolicy(Protocol):
         """True for what must not be in the next step."""
         ...
 
-    def forget(self, job: Job) -> None:
-        """The job left the engine's hands: it ended, or is parked."""
+    def forget(self, job: Job, *, keep: bool) -> None:
+        """The job leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its sequence
+        then, and counted by its `n_kv`."""
         ...
 
     def close(self) -> None:
@@ -59,8 +66,8 @@ class ChunkedPrefill:
         """Everybody may be in the step."""
         return False
 
-    def forget(self, _job: Job) -> None:
-        """Nothing is kept of a job."""
+    def forget(self, _job: Job, *, keep: bool) -> None:
+        """What a step computes is in the sequence at once."""
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -140,33 +147,38 @@ class SlicedPrefill:
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def keeps_out(self, job: Job) -> bool:
-        """True for what must not be in this step: the prompt that is read in slices, other long ones (they are next), and
-        short ones too unless this step is theirs."""
+        """True for what must not be in this step: the prompt that is read in slices, others as long (they are next), and
+        shorter ones too unless this step is theirs."""
         if self.job is None:
             return False
         if job is self.job or not job.prefilling:
             return job is self.job
-        return not self._ahead(job) and (not self._waited or self._long(job))
+        return not self._ahead(job) and (not self._waited or self._next(job))
+
+    def _next(self, job: Job) -> bool:
+        """Does it wait until all of the prompt in slices is read? Long ones do that don't have much less to read."""
+        left = self._stop - self._start - self._read
+        return self._long(job) and job.pending >= _MUCH_LESS * left
 
     def _ahead(self, job: Job) -> bool:
         """Has its tenant had less than that of the prompt which is read in slices? Then it goes first."""
         return self.job is not None and self.shares.behind(job.tenant, self.job.tenant)
 
     def _run(self, seconds: float, running: Iterable[Job]) -> int:
-        """Spend about `seconds` on it before a step; every second time not, if short prompts among the `running` want
+        """Spend about `seconds` on it before a step; every second time not, if shorter prompts among the `running` want
         the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
-        None again. Where it can't go on, what the job has stays and the rest is read the ordinary way."""
+        None again. Where it can't go on, what is computed is kept and the rest is read the ordinary way."""
         if self._slices is None or self.job is None:
             return 0
         if any(j.steppable and j.prefilling and self._ahead(j) for j in running):
             return 0
-        short = any(j.steppable and j.prefilling and j is not self.job and not self._long(j) for j in running)
-        self._waited = short and not self._waited
+        shorter = any(j.steppable and j.prefilling and j is not self.job and not self._next(j) for j in running)
+        self._waited = shorter and not self._waited
         if self._waited:
             return 0
+        before = self._read
         try:
-            before, n_tokens = self._read, self._stop - self._start
-            if before < n_tokens:
+            if before < self._stop - self._start:
                 self._read = self._slices.run(seconds)
                 return self._read - before
             left = self._slices.join()
@@ -175,13 +187,28 @@ class SlicedPrefill:
                 self._end()
         except BackendFailure:
             self._refused.add(self.job.id)
+            self._keep()
             self._end()
-        return 0
+        return self._read - before
 
-    def forget(self, job: Job) -> None:
-        """The job left the engine's hands: it ended, or is parked."""
+    def _keep(self) -> None:
+        """Compute no more, and append what is computed to the job's sequence, as far as there are cells for it: nobody reads
+        that again. All at once, since whoever takes the sequence next wants it whole."""
+        if self._slices is None or self.job is None:
+            return
+        self._read = self._slices.stop()
+        with suppress(BackendFailure):
+            while self.job.n_kv < self._start + self._read:
+                self.job.n_kv = self._stop - self._slices.join()
+
+    def forget(self, job: Job, *, keep: bool) -> None:
+        """See `PrefillPolicy`."""
         self._refused.discard(job.id)
         if job is self.job:
+            if keep:
+                started, before = self.clock(), self._read
+                self._keep()
+                self.metrics.sliced_prefill(self._read - before, self.clock() - started)
             self._end()
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import pytest
 from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
 from localllm_backends.contract import Backend, BackendFailure, LoadSpec, NoCellsError, PrefillSlices, SlicingBackend
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp.pausing_prefill import _Pace
+from localllm_backends.llamacpp.native import start_native
+from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, _Pace
 from models import tiny_gguf
 
 SHAPES: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -101,6 +102,35 @@ def test_it_can_be_left_at_any_time(backend: Backend, slices: int) -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("prefix", [0, 70])
+def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_if_read_in_steps(
+    backend: Backend, prefix: int
+) -> None:
+    tokens = line(1300)
+    stepped, apart = backend.new_sequence(), backend.new_sequence()
+    if prefix:
+        feed(backend, apart, tokens[:prefix])
+    sliced = begin(backend, apart, tokens[prefix:])
+    assert isinstance(sliced, PausingPrefill)
+    while not sliced.run(0.0):
+        pass
+    sliced.run(0.0)  # a few nodes of the next one
+    n = sliced.stop()
+    assert 0 < n < len(tokens) - prefix
+    held = start_native().llama_memory_seq_pos_max(sliced._memory, 0) + 1
+    assert held == prefix + n, "the cells of the one that was ended are not taken back"
+    while backend.length(apart) < prefix + n:
+        assert sliced.join() == len(tokens) - backend.length(apart)
+    assert sliced.join() == len(tokens) - prefix - n, "what is not computed is never appended"
+    sliced.close()
+    assert backend.length(apart) == prefix + n
+    feed(backend, stepped, tokens[: prefix + n])
+    expected, got = feed(backend, stepped, tokens[prefix + n :]), feed(backend, apart, tokens[prefix + n :])
+    assert np.abs(expected - got).max() <= LOGIT_NOISE * (1 if backend.info.kv_type_k == "f16" else 10)
+    backend.check_integrity()
+    backend.close()
+
+
 def test_without_room_nothing_is_appended(backend: Backend) -> None:
     sequence, other = backend.new_sequence(), backend.new_sequence()
     tokens = line(600)
@@ -130,6 +160,7 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
     sliced = begin(backend, sequence, line(600))
     with pytest.raises(BackendFailure, match="nobody foresaw this"):
         read(sliced, 600)
+    assert sliced.stop() == 0
     sliced.close()
     assert backend.length(sequence) == 0
     backend.close()

@@ -11,8 +11,8 @@ import pytest
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Prefill, Sampling
-from support.requests import request_for
 from localllm_backends.contract import Chunk, StepResult
+from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend, row_after
 
 

@@ -94,8 +94,9 @@ class PausingPrefill:
             self._joined = stop - self._prefix
         return len(self._tokens) - self._joined
 
-    def close(self) -> None:
-        """Stop computing and free the context. May be called at any time, once."""
+    def stop(self) -> int:
+        """End the micro-batch that is being computed, in its middle; returns how many tokens those before it have. May be
+        called at any time, `run` not any more."""
         self._leaving = True
         if self._context is not None:
             # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
@@ -103,6 +104,11 @@ class PausingPrefill:
             self._llama.llama_set_abort_callback(self._context, self._abort, None)
         self._go.release()
         self._thread.join()
+        return self._read
+
+    def close(self) -> None:
+        """Stop computing and free the context. May be called at any time, once."""
+        self.stop()
         if self._context is not None:
             self._llama.llama_free(self._context)
 
@@ -143,7 +149,8 @@ class PausingPrefill:
             batch.add(_LINE, self._prefix + self._read, tokens, 0)
             self._pace.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
-            if self._leaving:
+            if code and self._leaving:
+                # Ended in its middle: llama.cpp takes all of its cells back. One that came to its end all the same counts.
                 break
             if code:
                 why = "; ".join(log.errors()[-2:]) or "no reason given"

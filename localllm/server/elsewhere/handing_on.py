@@ -12,6 +12,7 @@ from starlette.requests import Request
 from localllm.errors import LocalLLMError
 from localllm.server.elsewhere import relay
 from localllm.server.elsewhere.metering import meter_of
+from localllm.server.elsewhere.reaching import Errand, Reaching, is_stream
 from localllm.server.elsewhere.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of
@@ -41,8 +42,8 @@ class HandingOn:
 
     def __init__(self, app: App, upstreams: Upstreams, here: Locals, settings: ServerSettings) -> None:
         self.app, self.upstreams, self._here, self._settings = app, upstreams, here, settings
-        self._http = relay.client()
-        upstreams.at_close(self._http.aclose)
+        self._http = Reaching()
+        upstreams.at_close(self._http.close)
         self._listed_s = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -67,15 +68,15 @@ class HandingOn:
         except LocalLLMError as e:
             await send_json(send, e.http_status, e.to_openai(), headers_of(e))
 
-    async def _relay(self, errand: relay.Errand, scope: Scope, send: Send) -> None:
-        answer = await relay.open_answer(self._http, errand)
+    async def _relay(self, errand: Errand, scope: Scope, send: Send) -> None:
+        answer = await self._http.open(errand)
         try:
-            if relay.is_stream(answer):
+            if is_stream(answer):
                 await relay.pass_stream(answer, errand, send, own_send=scope.get(OWN_SEND))
             else:
                 await relay.pass_whole(answer, errand, send)
         finally:
-            await answer.aclose()
+            answer.close()
 
     async def _elsewhere(self, body: Body) -> RemoteModel | None:
         """The model that answers, where that is not one of ours."""
@@ -90,14 +91,14 @@ class HandingOn:
             return model
         return model if model.upstream.spill and await self._here.full(name) else None
 
-    def _errand(self, scope: Scope, model: RemoteModel, body: Body) -> relay.Errand:
+    def _errand(self, scope: Scope, model: RemoteModel, body: Body) -> Errand:
         name = body.value["model"]
         raw = body.raw
         if name != model.theirs:
             raw = json.dumps({**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")).encode()
         accept = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
         upstream = model.upstream
-        return relay.Errand(
+        return Errand(
             upstream.name,
             upstream.address(scope["path"]),
             raw,
@@ -118,6 +119,6 @@ class HandingOn:
 
     async def _learn(self, upstream: Upstream) -> None:
         url = upstream.base_url.rstrip("/") + "/models"
-        entries = await relay.list_models(self._http, url, upstream.key)
+        entries = await self._http.models(url, upstream.key)
         if entries:
             self.upstreams.learn(upstream, entries)

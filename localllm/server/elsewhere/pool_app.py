@@ -18,6 +18,7 @@ from localllm.server.elsewhere.errors import UpstreamError
 from localllm.server.elsewhere.metering import Meter, meter_of
 from localllm.server.elsewhere.openings import kind_of
 from localllm.server.elsewhere.pool_facts import counters, told
+from localllm.server.elsewhere.reaching import Errand, Reaching, broken, is_stream
 from localllm.server.http.accounts import Accounts, caller
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
@@ -26,7 +27,7 @@ from localllm.server.http.json_body import read_body, send_json, send_text
 from localllm.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CHECK_S = 2.0
@@ -54,12 +55,12 @@ class _Talk:
     head: bool = False
     held: list[bytes] = field(default_factory=list)
 
-    async def say(self, answer: httpx.Response, errand: relay.Errand, piece: bytes) -> None:
+    async def say(self, answer: aiohttp.ClientResponse, errand: Errand, piece: bytes) -> None:
         """A piece of a stream; its head before the first."""
         if not self.head:
             self.head = True
             headers = relay.passed_headers(answer, errand.name)
-            await self.send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+            await self.send({"type": "http.response.start", "status": answer.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
@@ -77,7 +78,7 @@ class _Asked:
 class _RefusedThereError(Exception):
     """A server can't now. Its answer is the client's where no other one can either."""
 
-    def __init__(self, answer: httpx.Response, body: bytes) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse, body: bytes) -> None:
         self.answer, self.body = answer, body
 
 
@@ -87,7 +88,7 @@ class PoolFront:
     def __init__(self, pool: Pool, settings: ServerSettings, key: str | None) -> None:
         self.pool, self._settings, self._key = pool, settings, key
         self.accounts = Accounts(settings.keys, settings.api_key)
-        self._http = relay.client()
+        self._http = Reaching()
         self.retried = 0
 
     # --- the servers ------------------------------------------------------------------------------------------------
@@ -99,24 +100,22 @@ class PoolFront:
                 await self.check()
                 await asyncio.sleep(_CHECK_S)
         finally:
-            await self._http.aclose()
+            await self._http.close()
 
     async def check(self) -> None:
         """Ask every server whether it is there."""
         await asyncio.gather(*(self._check(box) for box in self.pool.boxes))
 
     async def _check(self, box: Box) -> None:
-        import httpx
-
         try:
-            box.up = (await self._http.get(box.url + "/health", timeout=_CHECK_S)).status_code == 200
-            box.unheard = 0
-        except httpx.TimeoutException:
+            status = await self._http.status(box.url + "/health", _CHECK_S)
+        except TimeoutError:
             # A machine that is very busy is not gone.
             box.unheard += 1
             box.up = box.up and box.unheard < _MOST_UNHEARD
-        except httpx.HTTPError:
-            box.up = False
+            return
+        box.up = status == 200
+        box.unheard = 0 if status is not None else box.unheard
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class PoolFront:
 
     async def _somewhere(self, asked: _Asked, talk: _Talk) -> None:
         tried: set[str] = set()
-        refused: tuple[_RefusedThereError, relay.Errand] | None = None
+        refused: tuple[_RefusedThereError, Errand] | None = None
         last: LocalLLMError = BusyError("no server of this pool is up", hint="GET /pool says how each of them is")
         while (box := self.pool.pick(asked.chain, frozenset(tried), asked.mark)) is not None:
             self.retried += bool(tried)
@@ -219,7 +218,7 @@ class PoolFront:
         frame = relay.error_frame_as("event-stream", last)
         await talk.send({"type": "http.response.body", "body": frame, "more_body": False})
 
-    def _errand(self, asked: _Asked, box: Box) -> relay.Errand:
+    def _errand(self, asked: _Asked, box: Box) -> Errand:
         scope = asked.scope
         query = scope.get("query_string", b"").decode("latin-1")
         # As it was sent: a path that was unquoted could hold a question mark of its own.
@@ -228,18 +227,18 @@ class PoolFront:
             raise RequestError("the path of a request begins with a slash")
         url = box.url + path + (f"?{query}" if query else "")
         accept = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
-        return relay.Errand(
+        return Errand(
             box.name, url, asked.raw, self._key, accept=accept, method=scope["method"], meter=asked.meter,
             silence_s=3600.0,
         )  # fmt: skip
 
-    async def _at(self, box: Box, errand: relay.Errand, talk: _Talk) -> None:
+    async def _at(self, box: Box, errand: Errand, talk: _Talk) -> None:
         """Try one server. Raises UpstreamError or BusyError where another one may be tried."""
-        answer = await relay.open_answer(self._http, errand)
+        answer = await self._http.open(errand)
         try:
-            if answer.status_code in _TRY_ELSEWHERE:
+            if answer.status in _TRY_ELSEWHERE:
                 raise _RefusedThereError(answer, await relay.whole(answer, errand))
-            if relay.is_stream(answer) and answer.status_code == 200:
+            if is_stream(answer) and answer.status == 200:
                 await self._stream(box, answer, errand, talk)
                 return
             body = await relay.whole(answer, errand)
@@ -250,11 +249,11 @@ class PoolFront:
                 return
             await relay.send_whole(answer, errand, body, talk.send)
         finally:
-            await answer.aclose()
+            answer.close()
 
-    async def _stream(self, box: Box, answer: httpx.Response, errand: relay.Errand, talk: _Talk) -> None:
+    async def _stream(self, box: Box, answer: aiohttp.ClientResponse, errand: Errand, talk: _Talk) -> None:
         """What comes before the first token is kept back until that is there: till then it can be had elsewhere."""
-        import httpx
+        import aiohttp
 
         end = b"\n" if "ndjson" in answer.headers.get("content-type", "") else b"\n\n"
         rest, held, begun = b"", b"", False
@@ -262,7 +261,7 @@ class PoolFront:
         if talk.head:
             await talk.say(answer, errand, f": goes on at {box.name}\n\n".encode())
         try:
-            async for piece in answer.aiter_raw():
+            async for piece in answer.content.iter_any():
                 if errand.meter is not None:
                     errand.meter.hear(piece)
                 if begun:
@@ -282,10 +281,10 @@ class PoolFront:
                 if begun:
                     self._note(box, held)
                     await talk.say(answer, errand, held + rest)
-        except httpx.HTTPError as e:
+        except (aiohttp.ClientError, TimeoutError) as e:
             if not begun:
-                raise relay.broken(errand, e) from e
-            last = relay.error_frame(answer, relay.broken(errand, e))
+                raise broken(errand, e) from e
+            last = relay.error_frame(answer, broken(errand, e))
         if not begun:
             await talk.say(answer, errand, held + rest)
         await talk.send({"type": "http.response.body", "body": last, "more_body": False})
