@@ -43,7 +43,7 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
         await d.until(lambda: "too long" in d.screen() and "tokens" in d.screen() and "binary" in d.screen())
         await d.press(*"sdeg")
-        await d.until(lambda: "1 files" in d.screen() and "engine.py" in d.screen())
+        await d.until(lambda: "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen())
         await d.press("enter")
         await d.until(lambda: bool(d.app.chat.attached))
         assert d.app.composer.text == "look at @engine.py "
@@ -53,6 +53,28 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
 
     drive(play)
     assert server.requests[0]["messages"][0]["content"].startswith("File engine.py:\n```py\nx = 1")
+
+
+def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
+    server.count = lambda text: len(text.split())
+    for n in range(60):
+        (folder / f"a{n:02}.txt").write_text("word")
+    (folder / "a00.txt").write_bytes(b"\xff\xfe")
+
+    async def play(d: Driver) -> None:
+        def without_cost() -> list[str]:
+            rows = [line for line in d.screen().splitlines() if ".txt" in line and "@" not in line]
+            return [row for row in rows if "tokens" not in row and "not UTF-8 text " not in row]
+
+        await d.press("@")
+        await d.until(lambda: "a20.txt" in d.screen() and not without_cost())
+        for _ in range(30):
+            await d.press("down")
+        await d.until(lambda: "a30.txt" in d.screen() and not without_cost())
+
+    drive(play, size=(120, 40))
 
 
 def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedServer, folder: Path) -> None:

@@ -13,7 +13,7 @@ from localllm_tui.control import glass
 from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
 from localllm_tui.control.physics import Physics, Seen
 from tui.conftest import Driver
-from tui.scripted_sse import Finish, Say, ScriptedServer
+from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 PHYSICS = {
     "device": "A laptop", "bandwidth_gbps": 34.0, "tflops": 1.0, "quant": "Q4_K_M", "kv_type": "f16", "n_batch": 256,
@@ -59,7 +59,7 @@ def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict
     assert "does not say" in glass.lines(None, None)[0]
 
 
-@pytest.mark.parametrize("seen", [None, Seen(), Seen(live=3.0), Seen(AnswerUsage(10, 1), AnswerTimings())])
+@pytest.mark.parametrize("seen", [None, Seen(), Seen(live=3.0, coming=True), Seen(AnswerUsage(10, 1), AnswerTimings())])
 def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: Seen | None) -> None:
     text = "\n".join(glass.lines(known(), seen))
     assert "EACH TOKEN READS" in text
@@ -86,9 +86,11 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         await d.until(lambda: "EACH TOKEN READS 2.27 GB" in d.screen())
         screen = d.screen()
         assert ("four words of answer" in screen) == beside or not beside
-        assert "27.2 of 34 GB/s: 80% of what" in screen
+        assert "27 of 34 GB/s: 80% of what" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
+            lines = [line.rstrip() for line in glass.lines(d.app.chat.physics, d.app.chat.seen)]
+            assert [line for line in lines if line not in screen] == []  # none is folded
             assert "prompt: 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
             assert "planned      11.5  (10 to 13)" in screen
@@ -101,6 +103,30 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
 
     drive(play, size=size)
+
+
+def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, server: ScriptedServer) -> None:
+    gate = Gate()
+    server.play(Say(["one ", "two ", "three "]), gate, Say(["four"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("how fast?")
+        await d.press("f3")
+        await d.until(lambda: "as it arrives" in d.screen() and "told once" in d.screen())
+        assert "each token reads" not in d.screen()  # the panel says it
+        await d.press("escape")
+        await d.until(lambda: "as it arrived" in d.screen())
+        assert "told once" not in d.screen()
+        await d.press("f3")
+        await d.until(lambda: "each token reads 2.2" in d.screen())
+
+    drive(play, size=(120, 40))
+    gate.opened.set()
+
+
+def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
+    text = "\n".join(glass.lines(known(), Seen(AnswerUsage(10, 0), coming=True)))
+    assert "told once the answer is complete" in text
 
 
 def test_a_narrower_terminal_folds_it_away(drive: Any, server: ScriptedServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from textual.widgets import OptionList
 
 from localllm.errors import DownloadError
 from localllm_tui.control.desk import OnDisk
+from localllm_tui.control.offering import compare, disk_line
 from localllm_tui.control.pulls import Pulls
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
@@ -143,6 +145,7 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
         await d.press("d")
         await d.until(lambda: "2 on this disk, 7.0 GB" in d.screen())
         assert "kept by" in d.screen()
+        assert "Delete removes" in d.screen()
         await d.until(lambda: "takes 1.0 of 24.0 GB: old" in d.screen())  # before it is loaded
         await d.press("delete")
         assert "Delete again removes old (2.0 GB) for good" in d.screen()
@@ -152,8 +155,10 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
         await d.press("delete")
         await d.until(lambda: it.removed == ["old"])
         await d.until(lambda: screen.query_one(OptionList).option_count == 1)
-        await d.press("delete", "delete")
-        await d.until(lambda: "llama belongs to Ollama" in d.screen())
+        await d.until(lambda: "Delete removes" not in d.screen())  # it would not: they are another's
+        await d.press("delete")
+        await d.until(lambda: "llama is kept by Ollama" in d.screen())
+        assert "Delete again" not in d.screen()
 
     drive(play, desk=it, toasts=True)
 
@@ -186,3 +191,11 @@ def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
         assert "starter" not in d.screen()
 
     drive(play, desk=desk())
+
+
+def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> None:
+    theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
+    for width in (75, 115):
+        assert disk_line(theirs, width, in_use=False).endswith("a Python package")
+    (points,) = [row for row in compare([replace(offer("a", 1), quality=-0.4)]) if row[0].startswith("quality")]
+    assert points[1] == "0"

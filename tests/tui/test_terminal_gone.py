@@ -1,4 +1,5 @@
-"""A chat whose terminal is gone leaves, also when no signal says so (nohup, a lost connection, a closed multiplexer)."""
+"""A chat whose terminal is gone leaves, also when no signal says so (nohup, a lost connection, a closed multiplexer), and
+when there are two (a window that is closed sends SIGHUP, then SIGCONT)."""
 
 from __future__ import annotations
 
@@ -8,20 +9,30 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytest.importorskip("pty")
+fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
 
 
-def test_the_chat_leaves_when_its_terminal_does(tiny_model: Path) -> None:
+def _no_signal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _owns_the_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY)
+
+
+@pytest.mark.parametrize("begins", [_no_signal, _owns_the_terminal])
+def test_the_chat_leaves_when_its_terminal_does(tiny_model: Path, begins: Callable[[], None]) -> None:
     master, slave = os.openpty()
     command = [sys.executable, "-m", "localllm", "chat", "--model", str(tiny_model), "--context", "512"]
     process = subprocess.Popen(
         command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "xterm"},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        preexec_fn=begins,
     )  # fmt: skip
     os.close(slave)
     try:

@@ -36,6 +36,25 @@ def _selected(d: Driver) -> str:
     return view.text.partition("\n")[0] if view is not None else ""
 
 
+def test_the_footer_names_the_key_for_versions_where_there_are_some(
+    drive: Any, server: ScriptedServer, conversation: str
+) -> None:
+    server.answer("another")
+
+    async def play(d: Driver) -> None:
+        await d.press("f2")
+        await d.until(lambda: "Esc back" in d.screen())
+        assert "version" not in d.screen()
+        await d.press("r")
+        await d.until(lambda: "another" in d.screen() and not d.app.answering)
+        await d.press("f2")
+        await d.until(lambda: "←→ version" in d.screen())
+        await d.press("up")
+        await d.until(lambda: "←→ version" not in d.screen())
+
+    drive(play, resume=conversation)
+
+
 def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2")

@@ -39,6 +39,10 @@ class TurnAsked(Message):
 
 
 @dataclass
+class TurnSelected(Message):
+    """Another turn has the keys now."""
+
+
 class SelectionEnded(Message):
     """No turn is selected any more: the keys go to the input again."""
 

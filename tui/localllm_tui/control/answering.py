@@ -72,7 +72,8 @@ class Answering:
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
             return Seen(meter.usage, self.timings, self._cache_miss)
-        return Seen(AnswerUsage(meter.prompt_tokens or used_before, meter.tokens), live=meter.tok_s)
+        usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
+        return Seen(usage, live=meter.tok_s, coming=not self.closed)
 
     @property
     def text(self) -> str:

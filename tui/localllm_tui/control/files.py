@@ -16,6 +16,7 @@ from localllm_tui.control.attach import MAX_BYTES_PER_TOKEN, is_pdf, read_text
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.images import data_url
 from localllm_tui.control.texts import fenced
+from localllm_tui.control.wording import amount
 
 # More names than this are not read: nobody looks for a file among them by typing.
 MOST_FILES = 20_000
@@ -65,10 +66,12 @@ class FileCost:
                 head = f.read(16)
             picture = bool(data_url(head))
             if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture and not is_pdf(head):
-                return cls(refused=f"too long: {size:,} bytes")
+                return cls(refused=f"too long: {amount(size)}")
             name, text = await asyncio.to_thread(read_text, path)
         except UsageError as e:
-            return cls(refused=e.message.removeprefix(f"{path.name} is ").removeprefix("a ").split(",")[0])
+            return cls(
+                refused=e.message.removeprefix(f"{path.name} is ").removeprefix("a ").split(",")[0].split(" (")[0]
+            )
         except OSError as e:
             return cls(refused=e.strerror or str(e))
         tokens, why_not = await client.counted(model, [{"role": "user", "content": fenced(name, text)}])

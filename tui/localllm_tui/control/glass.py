@@ -8,7 +8,7 @@ import textwrap
 from localllm_tui.control.physics import Physics, Seen, bars, gb
 from localllm_tui.control.terminal import printable
 
-WIDTH = 40
+WIDTH = 38
 _PLOT_ROWS = 7
 _BAR = 12
 
@@ -29,8 +29,12 @@ def headline(physics: Physics, seen: Seen) -> str:
     if achieved is None:
         return said
     share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
+    return f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
+
+
+def _of_bandwidth(achieved: float, physics: Physics) -> str:
     digits = 0 if achieved >= 10 else 1
-    return f"{said}, {achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f} GB/s, {share:.0%} of what this memory can do"
+    return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
 
 
 def _token(physics: Physics, seen: Seen) -> list[str]:
@@ -48,15 +52,16 @@ def _token(physics: Physics, seen: Seen) -> list[str]:
 
 def _answer(physics: Physics, seen: Seen) -> list[str]:
     achieved, rate = seen.achieved_gbps(physics), seen.tok_s
-    head = "THIS ANSWER" + (", as it arrives" if seen.live is not None else "")
+    as_it_came = "" if seen.live is None else ", as it arrives" if seen.coming else ", as it arrived"
+    head = f"THIS ANSWER{as_it_came}"
     if achieved is None or rate is None:
         now = ["  nothing measured yet"]
     else:
         share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
         now = [
-            f"  {achieved:.1f} of {physics.bandwidth_gbps:,.0f} GB/s: {share:.0%} of what",
+            f"  {_of_bandwidth(achieved, physics)} GB/s: {share:.0%} of what",
             "  this memory can do",
-            f"  now      {rate:>8.1f} tok/s",
+            f"  {'now' if seen.coming else 'was':<9}{rate:>8.1f} tok/s",
         ]
     plan = physics.decode
     return [
@@ -69,7 +74,9 @@ def _answer(physics: Physics, seen: Seen) -> list[str]:
 
 def _time(seen: Seen) -> list[str]:
     took, usage = seen.timings, seen.usage
-    if seen.live is not None or not usage.prompt:
+    if seen.live is not None and not seen.coming:
+        return ["TIME", "  not told of a stopped answer"]
+    if seen.coming or seen.live is not None or not usage.prompt:
         return ["TIME", "  told once the answer is complete"]
     rate = seen.prefill_tok_s
     drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)

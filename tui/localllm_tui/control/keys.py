@@ -142,6 +142,7 @@ KEYS = (
     ),
     Key(COMPOSER, "up", "Up, Down", "earlier", "in an empty input: earlier questions", caught=True),
     Key(COMPOSER, "down", "Down", "later", caught=True),
+    Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y", help="take back what was typed or pasted; bring it again"),
     Key(COMPOSER, "pageup", "PageUp, PageDown", "scroll_transcript(-1)", "scroll the conversation"),
     Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
     Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
@@ -149,7 +150,7 @@ KEYS = (
     Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along", caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
     Key(
-        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select", "select a turn; the keys below are for it then", priority=True,
+        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select", "select a turn, to change, retry, copy or remove it", priority=True,
         hints={Moment.WRITING: "turns"},
     ),
     Key(
@@ -218,6 +219,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def hints(moment: Moment) -> str:
-    """What the keys do at `moment`, in a line for a frame."""
-    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[moment]}" for k in KEYS if moment in k.hints)
+def hints(moment: Moment, *, without: str = "") -> str:
+    """What the keys do at `moment`, in a line for a frame; `without` the one of that id, which has nothing to do now."""
+    shown = (k for k in KEYS if moment in k.hints and (not without or k.id != without))
+    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[moment]}" for k in shown)

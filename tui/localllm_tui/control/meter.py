@@ -122,25 +122,26 @@ def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
 
 def status_text(n: Numbers, width: int) -> str:
     """The status line in at most `width` cells: words where there is room, short names where there is not."""
-    for words in (True, False):
-        parts = _parts(n, words)
+    for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
+        parts = _parts(n, words, cells)
         room = width - sum(cell_len(p) + len(_GAP) for p in parts)
-        if room >= min(cell_len(n.model), 40 if words else 12):
+        if room >= min(cell_len(n.model), least):
             return _GAP.join([elide(n.model, room), *parts])
     while parts and room < 8:
         room += cell_len(parts.pop()) + len(_GAP)
     return elide(_GAP.join([elide(n.model, max(room, 1)), *parts]), width)
 
 
-def _parts(n: Numbers, words: bool) -> list[str]:
+def _parts(n: Numbers, words: bool, bar_cells: int) -> list[str]:
     parts = []
     if n.tok_s is not None:
         parts.append(f"{n.tok_s:.1f} tok/s")
     if n.n_ctx and words:
         percent = min(999, round(100 * n.used / n.n_ctx))
-        parts.append(f"context {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx)} {percent}%")
+        parts.append(f"context {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx, bar_cells)} {percent}%")
     elif n.n_ctx:
-        parts.append(f"ctx {n.used:,}/{n.n_ctx:,} {bar(n.used, n.n_ctx, 8)}")
+        drawn = f" {bar(n.used, n.n_ctx, bar_cells)}" if bar_cells else ""
+        parts.append(f"ctx {n.used:,}/{n.n_ctx:,}{drawn}")
     elif n.used:
         parts.append(f"{'context' if words else 'ctx'} {n.used:,}")
     if n.ttft_s is not None:

@@ -14,6 +14,7 @@ from localllm_tui.control.terminal import printable
 from localllm_tui.control.wording import amount, span
 
 _LEAST_NAME, _MOST_NAME = 18, 34
+_OWNER = len("a folder of yours")
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
 
@@ -70,7 +71,7 @@ def compare(offers: Sequence[Offer]) -> list[tuple[str, ...]]:
         ("tokens/s", *(f"{_rate(o.tok_s_low)} to {_rate(o.tok_s_high)}" for o in offers)),
         ("first token", *(span(o.ttft_s) for o in offers)),
         ("answers after", *(span(o.wait_s) for o in offers)),
-        ("quality, points", *(f"{o.quality:.0f}" for o in offers)),
+        ("quality, points", *(f"{round(o.quality)}" for o in offers)),
     ]
 
 
@@ -103,7 +104,7 @@ def _room(width: int) -> tuple[int, bool]:
 
 
 def _disk_name(width: int) -> int:
-    return min(_MOST_NAME + 6, max(10, width - 2 - 1 - 9 - 1 - 8 - 2 - 14))
+    return min(_MOST_NAME + 6, max(10, width - 2 - 1 - 9 - 1 - 8 - 2 - _OWNER))
 
 
 def _rate(tok_s: float) -> str:

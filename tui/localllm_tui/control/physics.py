@@ -85,12 +85,15 @@ def _spread(said: Mapping[str, Any]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An answer as the server measured it, or as it comes (`live`: tokens per second as they arrive, None: measured)."""
+    """An answer as the server measured it, or as it comes (`live`: tokens per second as they arrive, None: measured).
+
+    `coming`: it is on its way. One that was stopped is not, and the server never tells how long its parts took."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
     cache_miss: str = ""
     live: float | None = None
+    coming: bool = False
 
     @property
     def depth(self) -> float:
@@ -124,8 +127,10 @@ class Seen:
 
 
 def gb(n_bytes: float) -> str:
-    """Bytes in GB, or in MB below a hundredth of one."""
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"
+    """Bytes in GB, or in MB below one, in three figures or so."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.2f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"
 
 
 def bars(values: Sequence[float], cells: int) -> list[str]:

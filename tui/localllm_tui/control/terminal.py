@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 # C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the clipboard.
@@ -71,3 +72,31 @@ def on_signals(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
     for name in ("SIGHUP", "SIGTERM"):
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(getattr(signal, name), lambda: loop.create_task(leave()))
+    with suppress(AttributeError, ValueError):
+        _wake_only_from_sleep()
+
+
+def _wake_only_from_sleep() -> None:
+    """Have SIGCONT reach the toolkit only behind a SIGTSTP.
+
+    It begins anew on every one, with another thread that reads the keys and that nothing ends; and a window that is closed
+    sends one to programs that never slept, behind its SIGHUP.
+    """
+    sleep, wake = signal.getsignal(signal.SIGTSTP), signal.getsignal(signal.SIGCONT)
+    if not callable(sleep) or not callable(wake):
+        return
+    sleeping = False
+
+    def stopped(number: int, frame: FrameType | None) -> None:
+        nonlocal sleeping
+        sleeping = True
+        sleep(number, frame)
+
+    def continued(number: int, frame: FrameType | None) -> None:
+        nonlocal sleeping
+        if sleeping:
+            sleeping = False
+            wake(number, frame)
+
+    signal.signal(signal.SIGTSTP, stopped)
+    signal.signal(signal.SIGCONT, continued)

@@ -33,13 +33,15 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     return "\n\n".join(lines)
 
 
-def footer(moment: Moment, typed: str, width: int, *, queued: bool = False) -> str:
+def footer(moment: Moment, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
     """The line under the input: what the keys do at `moment`, or the commands that `typed` can become.
 
-    `queued`: a question waits for the answer to end.
+    `queued`: a question waits for the answer to end. `alone`: the turn that is selected has no other version.
     """
     if moment is Moment.ANSWERING:
         return hints(moment) + (" · sent when this answer ends" if queued else "")
+    if moment is Moment.SELECTING:
+        return hints(moment, without="turn.version-back" if alone else "")
     found = commands.matching(typed)
     typed_whole = [c for c in found if typed == f"/{c.name}"]
     if len(found) == 1 or typed_whole:

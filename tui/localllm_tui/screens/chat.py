@@ -136,6 +136,9 @@ class ChatScreen(ShoppingScreen):
         self.transcript.select(next((v for v in self.transcript.views if v.turn_id == event.turn_id), None))
         self._show_state()
 
+    def on_turn_selected(self) -> None:
+        self._show_state()
+
     def on_selection_ended(self) -> None:
         self.composer.focus()
         self._show_state()

@@ -28,8 +28,6 @@ from localllm_tui.screens.working import start
 from localllm_tui.widgets.foreign import title
 
 SHOWN = 50
-# Counting reads the file: only what is on the first screenful is counted.
-COUNTED = 12
 # Scoring is slow; the shorter name is most often meant.
 SCORED = 1_000
 
@@ -107,8 +105,9 @@ class FilePicker(ModalScreen[Path | None]):
         options.add_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
         if names:
             options.highlighted = 0
-        self.query_one("#found", Static).update(f"{len(names):,} files" if names else "no such file")
-        start(self, partial(self._count, names[:COUNTED]), "count")
+        said = f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file"
+        self.query_one("#found", Static).update(said)
+        self._count_shown()
 
     def _found(self, query: str) -> list[str]:
         if not query:
@@ -117,6 +116,19 @@ class FilePicker(ModalScreen[Path | None]):
         possible = sorted((name for name in self._names if _has_letters(name, query)), key=len)[:SCORED]
         scored = [(matcher.match(name), name) for name in possible]
         return [name for score, name in sorted(scored, key=lambda s: (-s[0], len(s[1]))) if score > 0]
+
+    def on_option_list_option_highlighted(self) -> None:
+        self._count_shown()
+
+    def _count_shown(self) -> None:
+        """Count what is on the screen, and no more: counting reads the file."""
+        options = self.query_one(OptionList)
+        rows, at = max(1, options.size.height), options.highlighted or 0
+        first = max(0, min(options.scroll_offset.y, at))
+        shown = range(min(first, options.option_count), min(max(first + rows, at + 1), options.option_count))
+        names = [str(options.get_option_at_index(n).id) for n in shown]
+        if any(name not in self._costs for name in names):
+            start(self, partial(self._count, names), "count")
 
     async def _count(self, names: list[str]) -> None:
         for name in names:

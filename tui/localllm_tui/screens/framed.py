@@ -218,7 +218,14 @@ class FramedScreen(Screen[None]):
         box.border_title = title(wording.title(moment, names, costs))
         self._show_head()
         width = (self._columns or self.size.width) - 8
-        box.border_subtitle = title(wording.footer(moment, box.text, width, queued=self._queued))
+        box.border_subtitle = title(wording.footer(moment, box.text, width, queued=self._queued, alone=self._alone))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the turn that is selected has no other version."""
+        selected = self.transcript.selected
+        turn = next((t for t in self._session.turns if selected is not None and t.id == selected.turn_id), None)
+        return turn is not None and self._session.place(turn)[1] == 1
 
     @property
     def pulling(self) -> str:
@@ -241,7 +248,14 @@ class FramedScreen(Screen[None]):
         width = self._columns or self.size.width
         seen = self.seen
         reads = ""
-        if self.physics is not None and seen is not None and seen.tok_s and width >= LEAST_HEADLINE_COLUMNS:
+        told = self.query_one(GlassPanel).wanted  # there, at this width
+        if (
+            self.physics is not None
+            and seen is not None
+            and seen.tok_s
+            and width >= LEAST_HEADLINE_COLUMNS
+            and not told
+        ):
             reads = glass.headline(self.physics, seen)
         how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
         parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools_on else ""]

@@ -25,7 +25,7 @@ class GlassScreen(ModalScreen[None]):
     DEFAULT_CSS = f"""
     GlassScreen {{ align: center middle; }}
     GlassScreen > VerticalScroll {{
-        width: {glass.WIDTH + 6}; max-width: 100%; height: auto; max-height: 100%;
+        width: {glass.WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
         border: round $accent; padding: 0 2; background: $surface;
     }}
     GlassScreen Static {{ text-wrap: nowrap; }}

@@ -161,8 +161,7 @@ class ModelsScreen(ModalScreen[str | None]):
         return self._planned.offers if self._planned is not None else ()
 
     def _list(self) -> None:
-        listed, keys = self.query_one(OptionList), self.query_one("#keys", Static)
-        keys.update(hints(Moment.ON_DISK if self._shows_disk else Moment.MODELS))
+        listed = self.query_one(OptionList)
         self.set_class(self._shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
         if self._shows_disk:
@@ -200,7 +199,14 @@ class ModelsScreen(ModalScreen[str | None]):
         key = self._highlighted_key()
         return next((m for m in self._disk or () if m.path == key), None) if self._shows_disk else None
 
+    def _show_keys(self) -> None:
+        model = self._model
+        without = "models.remove" if model is None or not model.ours else ""
+        said = hints(Moment.ON_DISK, without=without) if self._shows_disk else hints(Moment.MODELS)
+        self.query_one("#keys", Static).update(said)
+
     def _show_details(self) -> None:
+        self._show_keys()
         lines: list[str] = []
         if (offer := self._offer) is not None:
             lines = offer_details(offer, self._room, self._pulls.of(offer.ref))
@@ -337,6 +343,8 @@ class ModelsScreen(ModalScreen[str | None]):
             self.notify("files are removed where they are listed: D shows what is on this disk", markup=False)
         elif model.name == self._current:
             self.notify(f"{model.name} answers in this chat: use another one first", severity="warning", markup=False)
+        elif not model.ours:
+            self.notify(f"{model.name} is kept by {model.owner}: remove it there", severity="warning", markup=False)
         elif self._removing != model.path:
             self._removing = model.path
             said = f"Delete again removes {model.name} ({amount(model.size_bytes)}) for good"

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from textual import events
 from textual.binding import BindingType
+from textual.geometry import Offset
 from textual.widgets import TextArea
 
 from localllm_tui.bindings import bindings_of, caught_by
@@ -79,6 +80,12 @@ class Composer(TextArea):
         """Set the text with the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
+
+    def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
+        """As TextArea does; but an undo asks for it while the cursor still stands where the text was that went away."""
+        if self.cursor_location > self.document.end:
+            self.move_cursor(self.document.end)
+        return super().scroll_cursor_visible(center, animate)
 
     def action_newline(self) -> None:
         self.insert("\n")

@@ -16,8 +16,8 @@ class GlassPanel(Static):
 
     DEFAULT_CSS = f"""
     GlassPanel {{
-        dock: right; width: {glass.WIDTH + 4}; height: 1fr; padding: 1 2; display: none;
-        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap;
+        dock: right; width: {glass.WIDTH + 6}; height: 1fr; padding: 1 2; display: none;
+        border-left: solid $panel; overflow-y: auto; text-wrap: nowrap; scrollbar-size-vertical: 1;
     }}
     GlassPanel.wanted {{ display: block; }}
     GlassPanel.wanted.narrow {{ display: none; }}

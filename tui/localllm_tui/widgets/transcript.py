@@ -11,7 +11,7 @@ from textual.widget import Widget
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
-from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked
+from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked, TurnSelected
 from localllm_tui.widgets.turn import TurnView
 
 
@@ -62,6 +62,7 @@ class Transcript(VerticalScroll):
         self.following = False
         self.release()
         self.call_after_refresh(self.scroll_to_widget, view, animate=False)
+        self.post_message(TurnSelected())
 
     def action_select(self, step: int) -> None:
         """Go to the turn before or after; after the last one is the input."""
