@@ -19,6 +19,9 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
+# A model that carries no template was not trained on its marks: to it they are text, and it goes on with the next turn.
+DEFAULT_MARKS = ("<|im_end|>", "<|im_start|>")
+
 # Behind an unfinished answer: where it stands in the rendered text, the prompt ends. Two characters for private use.
 _CUT = "\ue5c7\uf2a9"
 

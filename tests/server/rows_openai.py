@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from localllm.conversation.template import DEFAULT_MARKS
 from localllm.engine.messages import LoopLimits
 from server.rows import (
     BARE_TOOL,
@@ -88,7 +89,7 @@ OPENAI: list[Row] = [
     ),
     honoured("stop as text", {"stop": "lo"}, lambda r, j, h: text(j) == "Hel"),
     honoured("stop as a list", {"stop": ["zz", " w"]}, lambda r, j, h: text(j) == "Hello"),
-    honoured("stop null", {"stop": None}, lambda r, j, h: r.generation.stop == ()),
+    honoured("stop null", {"stop": None}, lambda r, j, h: r.generation.stop == DEFAULT_MARKS),
     honoured("n", {"n": 3}, lambda r, j, h: [c["index"] for c in j["choices"]] == [0, 1, 2]),
     honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.generation.ignore_eos),
     honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),

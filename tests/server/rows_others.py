@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from localllm.conversation.template import DEFAULT_MARKS
 from localllm.engine.messages import Generation, Sampling
 from server.rows import (
     A_TOOL,
@@ -168,7 +169,10 @@ OTHERS: list[Row] = [
         {"options": {"temperature": 0, "num_predict": 2, "top_k": 3, "seed": 9, "stop": ["zz"]}},
         lambda r, j, h: (
             (r.generation, j["done_reason"])
-            == (Generation(Sampling(temperature=0, top_k=3, seed=9), max_tokens=2, stop=("zz",)), "length")
+            == (
+                Generation(Sampling(temperature=0, top_k=3, seed=9), max_tokens=2, stop=("zz", *DEFAULT_MARKS)),
+                "length",
+            )
         ),
         path=OCHAT,
     ),

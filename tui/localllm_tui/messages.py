@@ -43,6 +43,7 @@ class TurnSelected(Message):
     """Another turn has the keys now."""
 
 
+@dataclass
 class SelectionEnded(Message):
     """No turn is selected any more: the keys go to the input again."""
 

@@ -96,6 +96,8 @@ async def _choice(
     seed = generation.sampling.seed
     if variant and seed is not None:
         generation = replace(generation, sampling=replace(generation.sampling, seed=seed + variant))
+    if answer.marks and not generation.ignore_eos:
+        generation = replace(generation, stop=(*generation.stop, *answer.marks))
     request = Request(
         secrets.token_hex(12),
         job.prompt,
@@ -107,7 +109,8 @@ async def _choice(
         begun=answer.begun,
         images=job.images,
     )
-    voice = _Voice(writer, choice, progress, None if answer.reply.plain else answer.reply.parser())
+    parser = None if answer.reply.plain else answer.reply.parser()
+    voice = _Voice(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
     before: Finish | None = None
     if answer.reasons_first:
         request, before = await _reason(engine, answer, request, voice)
@@ -248,8 +251,16 @@ def _is_json(text: str) -> bool:
 class _Voice:
     """Reads one choice's events and tells the writer."""
 
-    def __init__(self, writer: ReplyWriter, choice: int, progress: PrefillProgress, parser: ReplyParser | None) -> None:
+    def __init__(
+        self,
+        writer: ReplyWriter,
+        choice: int,
+        progress: PrefillProgress,
+        parser: ReplyParser | None,
+        marks: frozenset[str],
+    ) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
+        self._marks = marks
         self._heard: list[str] | None = None
         self._reasoned = 0
         self._calls: list[str] = []
@@ -317,6 +328,9 @@ class _Voice:
 
     def finish(self, end: Finish) -> Outcome:
         """The end of the choice."""
+        if end.stop in self._marks:
+            # The end of a turn in this format, and no text that the client asked for.
+            end = replace(end, stop=None)
         calls, half = 0, False
         if self._parser is not None:
             # A client's stop text cuts as a limit does: it can stand in the middle of an argument.

@@ -25,7 +25,8 @@ class AnswerPlan:
     as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
     has finished. `begun` is the beginning that the client gave, which is in the prompt: `grammar` goes on behind it.
     `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
-    markers are control tokens, which the engine must render.
+    markers are control tokens, which the engine must render. `marks` end the answer: of a format that the model was not
+    made for, so that they are text to it.
     """
 
     reply: ReplyFormat = field(default_factory=ReplyFormat)
@@ -34,6 +35,7 @@ class AnswerPlan:
     calls: Mapping[str, Start] = field(default_factory=dict)
     control: bool = False
     begun: str = ""
+    marks: tuple[str, ...] = ()
 
     @property
     def reasons_first(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.messages import unfinished
 from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
-from localllm.conversation.template import ChatTemplate
+from localllm.conversation.template import DEFAULT_MARKS, ChatTemplate
 from localllm.conversation.tools.base import Tool, ToolFormat
 from localllm.conversation.tools.holdable import holdable
 from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
@@ -109,6 +109,8 @@ def _build(
         answer = _with_tools(replace(wishes, tools=held), tools, style, template.source, reply, marker_id)
     else:
         answer = _without_tools(wishes, style, reply, messages[-1]["content"] if begun else "")
+    if template.is_default:
+        answer = replace(answer, marks=DEFAULT_MARKS)
     return Prompt(text, answer, ignored)
 
 

@@ -1,0 +1,59 @@
+"""Models that carry no chat template get a common one, whose marks are text to them: an answer ends where the model writes
+one, in every dialect, and nobody is told of a stop text that nobody asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+WROTE = ("Hello", " there<|im", "_end|> <|im_start|>", "user\nAnd now?")
+
+
+def answered(path: str, script: tuple[str, ...] = WROTE, **body: Any) -> dict[str, Any]:
+    engine = ScriptedEngine(script)
+    with running_server({"m": engine}) as server:
+        asked = {"model": "m", "messages": MESSAGES, "max_tokens": 64, "stream": False, **body}
+        answer = httpx.post(server.url + path, json=asked, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    said: dict[str, Any] = answer.json()
+    return said
+
+
+def test_an_answer_ends_at_the_marks_of_the_next_turn() -> None:
+    choice = answered("/v1/chat/completions")["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello there", "stop")
+
+
+def test_the_mark_is_no_stop_sequence_of_the_clients() -> None:
+    said = answered("/v1/messages")
+    assert said["content"] == [{"type": "text", "text": "Hello there"}]
+    assert (said["stop_reason"], said["stop_sequence"]) == ("end_turn", None)
+
+
+def test_ollama() -> None:
+    said = answered("/api/chat")
+    assert (said["message"]["content"], said["done_reason"]) == ("Hello there", "stop")
+
+
+def test_a_client_that_names_the_mark_itself_is_told_of_it() -> None:
+    said = answered("/v1/messages", stop_sequences=["<|im_end|>"])
+    assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", "<|im_end|>")
+
+
+@pytest.mark.parametrize("body", [{"ignore_eos": True}])
+def test_whoever_wants_no_end_has_none(body: dict[str, Any]) -> None:
+    assert "And now?" in answered("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+
+
+def test_plain_text_is_nobodys_conversation() -> None:
+    engine = ScriptedEngine(WROTE)
+    with running_server({"m": engine}) as server:
+        body = {"model": "m", "prompt": "Hi", "max_tokens": 64}
+        said = httpx.post(server.url + "/v1/completions", json=body, trust_env=False).json()
+    assert said["choices"][0]["text"] == "".join(WROTE)
