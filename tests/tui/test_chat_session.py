@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,28 @@ def test_drafts_are_kept_apart_and_removed_when_empty(tmp_path: Path) -> None:
     assert drafts.load(None) == ""
     assert [f.name for f in (tmp_path / "drafts").iterdir()] == ["abc.txt"]
     assert (tmp_path / "drafts" / "abc.txt").stat().st_mode & 0o077 == 0
+
+
+def test_a_slow_disk_holds_no_key_and_the_newest_draft_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, turns, replaced = Drafts(tmp_path / "drafts"), threading.Event(), os.replace
+    written: list[str] = []
+
+    def slow(new: Path, file: Path) -> None:
+        assert turns.wait(30)
+        written.append(new.read_text())
+        replaced(new, file)
+
+    monkeypatch.setattr("os.replace", slow)
+    for n in range(1, 200):
+        drafts.save(None, "a" * n)  # each returns although none is written yet
+    assert written == []
+    turns.set()
+    drafts.close()
+    assert written[-1] == "a" * 199
+    assert len(written) <= 3  # what came meanwhile is one write
+    assert Drafts(tmp_path / "drafts").load(None) == "a" * 199
 
 
 def test_a_disk_that_refuses_a_draft_does_not_stop_the_chat(tmp_path: Path) -> None:

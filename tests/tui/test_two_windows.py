@@ -47,7 +47,7 @@ def test_what_a_closed_window_left_is_the_next_ones(tmp_path: Path) -> None:
 def test_a_killed_window_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from localllm_tui.control.drafts import Drafts\n"
-        "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); print('ready', flush=True); sys.stdin.read()"
+        "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); d.load(None); print('ready', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "drafts")],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 from localllm import paths
 
@@ -31,11 +33,16 @@ class Drafts:
 
     Windows open at the same time have their own drafts: each takes the first free place, and holds it by a lock until
     `close` or the end of its process. What a window that is gone left behind is the next one's. A disk that refuses is
-    ignored: losing a draft must never stop the chat.
+    ignored: losing a draft must never stop the chat. Nor must it slow a key: a file system may take a tenth of a second
+    to put one file in another's place while an engine writes its cache, so that a thread writes, and of what came
+    meanwhile the newest only.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._writer = ThreadPoolExecutor(1, "drafts")
+        self._lock = Lock()
+        self._unwritten: dict[Path, str] = {}
         self._held: int | None = None
         self._place = 1
         for place in range(1, _WINDOWS + 1):
@@ -47,6 +54,7 @@ class Drafts:
     def load(self, conv_id: str | None) -> str:
         """The draft, or ""."""
         file = self._file(conv_id, self._place)
+        self._writer.submit(lambda: None).result()  # all that was saved before is written
         try:
             if not file.exists():
                 self._inherit(conv_id, file)
@@ -55,8 +63,17 @@ class Drafts:
             return ""
 
     def save(self, conv_id: str | None, text: str) -> None:
-        """Keep `text`; nothing but spaces removes the draft."""
+        """Keep `text`; nothing but spaces removes the draft. Returns at once; not to be called after `close`."""
         file = self._file(conv_id, self._place)
+        with self._lock:
+            queued = file in self._unwritten
+            self._unwritten[file] = text
+        if not queued:
+            self._writer.submit(self._write, file)
+
+    def _write(self, file: Path) -> None:
+        with self._lock:
+            text = self._unwritten.pop(file)
         try:
             if not text.strip():
                 file.unlink(missing_ok=True)
@@ -71,7 +88,8 @@ class Drafts:
             pass
 
     def close(self) -> None:
-        """Leave this window's place to the next one."""
+        """Write what is left to write, and leave this window's place to the next one."""
+        self._writer.shutdown()
         if self._held is not None:
             os.close(self._held)
             self._held = None
