@@ -24,6 +24,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -96,11 +97,11 @@ def echoes_ms(terminal: Terminal, every_s: float) -> list[float]:
     return took
 
 
-def _stream(url: str, streams: int, all_decode: Event) -> None:
-    asyncio.run(_stream_all(url, streams, all_decode))
+def _stream(url: str, streams: int, all_decode: Event, pieces: Synchronized[int]) -> None:
+    asyncio.run(_stream_all(url, streams, all_decode, pieces))
 
 
-async def _stream_all(url: str, streams: int, all_decode: Event) -> None:
+async def _stream_all(url: str, streams: int, all_decode: Event, pieces: Synchronized[int]) -> None:
     decoding: set[int] = set()
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
@@ -110,7 +111,8 @@ async def _stream_all(url: str, streams: int, all_decode: Event) -> None:
             async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 reply.raise_for_status()
                 async for line in reply.aiter_lines():
-                    if line.startswith("data: {") and number not in decoding:
+                    if line.startswith("data: {"):
+                        pieces.value += 1
                         decoding.add(number)
                         if len(decoding) == streams:
                             all_decode.set()
@@ -121,16 +123,16 @@ async def _stream_all(url: str, streams: int, all_decode: Event) -> None:
 
 
 @contextlib.contextmanager
-def decoding(url: str, streams: int) -> Iterator[None]:
-    """So many streams, all of them past their prompts when the block begins."""
+def decoding(url: str, streams: int) -> Iterator[Synchronized[int]]:
+    """So many streams, all of them past their prompts when the block begins; how many pieces of text they have got."""
     apart = multiprocessing.get_context("spawn")
-    all_decode = apart.Event()
-    process = apart.Process(target=_stream, args=(url, streams, all_decode))
+    all_decode, pieces = apart.Event(), apart.Value("q", 0)
+    process = apart.Process(target=_stream, args=(url, streams, all_decode, pieces))
     process.start()
     try:
         if not all_decode.wait(_LONGEST_S):
             raise TimeoutError("the streams did not begin")
-        yield
+        yield pieces
     finally:
         process.terminate()
         process.join()
@@ -149,10 +151,12 @@ def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[fl
         terminal.drain(2.0)
         for n in range(given.rounds):
             alone += echoes_ms(terminal, given.every)
-            with decoding(url, given.streams):
+            with decoding(url, given.streams) as pieces:
+                before, begun_s = pieces.value, time.perf_counter()
                 beside += echoes_ms(terminal, given.every)
+                rate = (pieces.value - before) / (time.perf_counter() - begun_s)
             terminal.drain(1.0)
-            print(f"  round {n + 1}/{given.rounds}, load average {os.getloadavg()[0]:.1f}", file=sys.stderr)
+            print(f"  round {n + 1}/{given.rounds}, the streams got {rate:.0f} pieces/s", file=sys.stderr)
     finally:
         terminal.close()
     return alone, beside
