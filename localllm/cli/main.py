@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import gc
+import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from localllm import __version__
-from localllm.cli import (
-    bench,
-    cache,
-    catalog,
-    chat,
-    config,
-    connect,
-    device,
-    doctor,
-    engine_build,
-    licences,
-    models,
-    pull,
-    recommend,
-    serve,
-    service,
-    setup,
-    worker,
-)
 from localllm.errors import LocalLLMError
 
 _EPILOG = (
@@ -36,34 +18,28 @@ _EPILOG = (
     "6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
 )
 
-app = typer.Typer(
-    name="localllm",
-    help="Run large language models on the machine in front of you, as well as that machine physically can.",
-    epilog=_EPILOG,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-app.command()(chat.chat)
-# Summaries of their own, where a line of 80 columns would cut the first sentence.
-app.command(short_help="Recommend models, with the memory and speed to expect.")(recommend.recommend)
-app.command(short_help="Serve an OpenAI-compatible endpoint on this machine.")(serve.serve)
-app.command(short_help="Download a model, resuming and verifying.")(pull.pull)
-app.add_typer(models.app, name="models")
-app.command("ls", help="List the models on this machine: `models list`.")(models.list_models)
-app.add_typer(cache.app, name="cache")
-app.add_typer(catalog.app, name="catalog")
-app.command(short_help="Measure speed and memory, compare with a server.")(bench.bench)
-app.command(short_help="Show usable memory, bandwidth and compute.")(device.device)
-app.command(short_help="Check this machine and this installation.")(doctor.doctor)
-app.command(short_help="Build the engine for this machine's accelerator.")(setup.setup)
-app.command(short_help="Connect an editor or agent to the running server.")(connect.connect)
-app.add_typer(service.app, name="service")
-app.command(short_help="Lend this machine to a `localllm serve --with`.")(worker.worker)
-app.add_typer(config.app, name="config")
-app.command(short_help="Show the licences of libraries and models.")(licences.licences)
-
+# By name: where it is under localllm.cli (a function, or a group of commands), and a summary of its own where a line of 80
+# columns would cut the first sentence of its help.
+_COMMANDS = {
+    "chat": ("chat:chat", None),
+    "recommend": ("recommend:recommend", "Recommend models, with the memory and speed to expect."),
+    "serve": ("serve:serve", "Serve an OpenAI-compatible endpoint on this machine."),
+    "pull": ("pull:pull", "Download a model, resuming and verifying."),
+    "models": ("models:app", None),
+    "ls": ("models:list_models", "List the models on this machine: `models list`."),
+    "cache": ("cache:app", None),
+    "catalog": ("catalog:app", None),
+    "bench": ("bench:bench", "Measure speed and memory, compare with a server."),
+    "device": ("device:device", "Show usable memory, bandwidth and compute."),
+    "doctor": ("doctor:doctor", "Check this machine and this installation."),
+    "setup": ("setup:setup", "Build the engine for this machine's accelerator."),
+    "connect": ("connect:connect", "Connect an editor or agent to the running server."),
+    "service": ("service:app", None),
+    "worker": ("worker:worker", "Lend this machine to a `localllm serve --with`."),
+    "config": ("config:app", None),
+    "licences": ("licences:licences", "Show the licences of libraries and models."),
+}
+_COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
 # Commands that end before there is anything worth looking for among what they made; and the chat, which looks once its screen
 # is there (None: the chat, without its name).
@@ -76,8 +52,7 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
-def root(
+def _root(
     context: typer.Context,
     _version_flag: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
@@ -86,8 +61,12 @@ def root(
     """Without a command: the chat on the best model at hand."""
     if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
+    from localllm.cli import engine_build
+
     engine_build.activate(context.invoked_subcommand)
     if context.invoked_subcommand is None:
+        from localllm.cli import chat
+
         chat.chat()
 
 
@@ -99,16 +78,27 @@ def report(error: LocalLLMError) -> int:
     return error.exit_code
 
 
-def _asked(argv: list[str]) -> typer.Typer:
-    """The root command with just the command that is asked for, since a parser is built for every one it has; with all of
-    them where the first word is none of them (help, completion, a mistyped name)."""
-    commands = [c for c in app.registered_commands if c.callback and argv[:1] == [c.name or c.callback.__name__]]
-    groups = [group for group in app.registered_groups if argv[:1] == [group.name]]
-    if not commands and not groups:
-        return app
-    lean = copy.copy(app)
-    lean.registered_commands, lean.registered_groups = commands, groups
-    return lean
+def command_line(only: str | None = None) -> typer.Typer:
+    """The root command with all of its commands, for help, completion and mistyped names; with `only` that one where it is
+    one of them, since reading the others and building their parsers takes longer than many a command."""
+    app = typer.Typer(
+        name="localllm",
+        help="Run large language models on the machine in front of you, as well as that machine physically can.",
+        epilog=_EPILOG,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in (only,) if only in _COMMANDS else _COMMANDS:
+        place, summary = _COMMANDS[name]
+        module, _, attribute = place.partition(":")
+        command = getattr(import_module(f"localllm.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, short_help=summary)(command)
+    return app
 
 
 def run(argv: list[str] | None = None) -> Any:
@@ -119,7 +109,10 @@ def run(argv: list[str] | None = None) -> Any:
         print(f"warning: {said}", file=sys.stderr)
     gc.disable()  # what a start makes stays: looking through it took a tenth of the time of `recommend`
     try:
-        _asked(sys.argv[1:] if argv is None else argv)(args=argv)
+        typed = sys.argv[1:] if argv is None else argv
+        # Without a word it is the chat, or a shell that asks what could be typed.
+        without = None if _COMPLETING in os.environ else "chat"
+        command_line(typed[0] if typed else without)(args=argv)
     except LocalLLMError as e:
         sys.exit(report(e))
     except KeyboardInterrupt:

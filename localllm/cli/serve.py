@@ -14,7 +14,7 @@ def serve(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL",
+            metavar="[MODEL]...",
             autocompletion=installed_names,
             help="What to serve: several share the machine, or take turns.",
         ),

@@ -23,7 +23,7 @@ from localllm.bench.ratio import Comparison
 from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
 from localllm.bench.seen import Counter
 from localllm.bench.stream import Answer, Target
-from localllm.cli import main
+from localllm.cli import everything
 from localllm.engine.client import WorkerOptions
 from localllm.engine.supervisor import Supervisor
 from localllm.errors import BackendError, UsageError
@@ -96,7 +96,7 @@ def scripted(said: Said) -> Iterator[str]:
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(main.app, ["bench", *arguments])
+    return CliRunner().invoke(everything.app, ["bench", *arguments])
 
 
 def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_model: Path) -> None:

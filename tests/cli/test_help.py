@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli.main import app
+from localllm.cli.everything import app
 
 CUT = ("...", "…")
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm.cli.asked import device_named
-from localllm.cli.main import app
+from localllm.cli.everything import app
 from localllm.cli.seeing import that_see
 from localllm.library.catalog import load_catalog
 from localllm.planner import memory

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from localllm.cli.everything import app
 from localllm.cli.launch import load_spec, prepare, run_settings
-from localllm.cli.main import app
 from localllm.cli.planning import check_wish, wish
 from localllm.device.named import resolve
 from localllm.errors import UsageError

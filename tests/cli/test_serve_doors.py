@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm import paths
-from localllm.cli.main import app
+from localllm.cli.everything import app
 from localllm.cli.serve_doors import listening, server_settings
 from localllm.cli.server_key import kept_key
 from localllm.errors import LocalLLMError, PortInUseError, UsageError

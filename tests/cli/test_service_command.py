@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm import paths
-from localllm.cli.main import app
+from localllm.cli.everything import app
 from localllm.cli.service_made import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
 from localllm.errors import UsageError
 from localllm.settings import Settings

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from localllm.cli.main import app, run
+from localllm.cli.everything import app
+from localllm.cli.main import command_line, run
 
 # Each 5 to 60 ms of a start.
 NOT_NEEDED = (
@@ -19,6 +20,8 @@ NOT_NEEDED = (
     "httpx",
     "llama_cpp",
     "concurrent.futures",
+    "pydantic",
+    "localllm.cli.bench",
 )
 SCRIPT = """
 import contextlib, gc, io, json, sys
@@ -38,6 +41,13 @@ def test_recommend_reads_only_what_it_needs() -> None:
     assert collects  # whoever calls `run` gets the collector back
 
 
+def test_the_chats_first_paint_waits_for_no_other_screen_and_no_answer() -> None:
+    script = "import sys, localllm_tui.app; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    later = [f"localllm_tui.screens.{name}" for name in ("files", "glass", "help", "picker", "models")]
+    assert [name for name in ("markdown_it", "pydantic", "typer", "numpy", *later) if name in modules] == []
+
+
 def test_a_command_asked_for_alone_is_the_command_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         run(["models", "list", "--help"])
@@ -46,6 +56,8 @@ def test_a_command_asked_for_alone_is_the_command_of_the_whole(capsys: pytest.Ca
     with pytest.raises(SystemExit) as left:
         run(["recommend", "--nonsense"])
     assert left.value.code == 2
+    alone = command_line("recommend")
+    assert (len(alone.registered_commands), len(alone.registered_groups)) == (1, 0)
     assert len(app.registered_commands) > 5  # the whole is as it was
 
 

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.drive import GREEDY
-from localllm.cli.main import app
+from localllm.cli.everything import app
 from localllm.cli.worker import networks
 from localllm.engine.client import WorkerOptions
 from localllm.engine.messages import Failure, Finish, Generation, Prefill, Request, Text

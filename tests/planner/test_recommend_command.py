@@ -91,7 +91,8 @@ def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
     text = run()  # asked once: this machine's free memory and measured bandwidth may differ a second later
     quant = re.search(r"^  1 .*? ~?(\S+) +[\d.]+ GB ", text, re.MULTILINE)
     told = re.search(r"^  localllm chat -m (\S+):(\S+)$", text, re.MULTILINE)
-    assert quant and told
+    assert quant
+    assert told
     assert told[2] == quant[1]
     assert f"localllm pull {told[1]}:{told[2]}" in text
 

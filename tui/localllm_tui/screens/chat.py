@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import BindingType
 from textual.widgets import TextArea
@@ -24,16 +24,16 @@ from localllm_tui.control.terminal import KeyboardTerminal
 from localllm_tui.control.texts import typed_in
 from localllm_tui.control.tidying import Tidying
 from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
-from localllm_tui.screens.files import FilePicker
-from localllm_tui.screens.glass import GlassScreen
-from localllm_tui.screens.help import HelpScreen
-from localllm_tui.screens.picker import Picker, Place
 from localllm_tui.screens.shopping import ShoppingScreen
 from localllm_tui.screens.working import start
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.turn import TurnView
 from localllm_tui.widgets.turns import Earlier
+
+# A screen over this one is read when it is asked for: together they are a twentieth of the way to the first paint.
+if TYPE_CHECKING:
+    from localllm_tui.screens.picker import Place
 
 STATUS_EVERY_S = 0.2
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
@@ -205,6 +205,8 @@ class ChatScreen(ShoppingScreen):
     # -- files ---------------------------------------------------------------------------------------------------
 
     async def on_files_wanted(self) -> None:
+        from localllm_tui.screens.files import FilePicker
+
         def chosen(path: Path | None) -> None:
             if path is not None:
                 self.call_later(self._file_chosen, path)
@@ -245,6 +247,7 @@ class ChatScreen(ShoppingScreen):
 
     async def choose(self, words: str, *, within: bool = False) -> None:
         """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
+        from localllm_tui.screens.picker import Picker
 
         def chosen(place: Place | None) -> None:
             self.call_later(self._after_choice, place)
@@ -254,6 +257,8 @@ class ChatScreen(ShoppingScreen):
     async def show_glass(self) -> None:
         """Show or hide the panel of bytes, bandwidth and time; on a screen of its own where there is no room beside."""
         if self.size.width < LEAST_COLUMNS:
+            from localllm_tui.screens.glass import GlassScreen
+
             await self.app.push_screen(GlassScreen(lambda: (self.physics, self.seen)))
         else:
             self.query_one(GlassPanel).toggle()
@@ -270,6 +275,8 @@ class ChatScreen(ShoppingScreen):
 
     async def show_help(self) -> None:
         """Show all commands and keys."""
+        from localllm_tui.screens.help import HelpScreen
+
         await self.app.push_screen(HelpScreen())
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
