@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
 
 _EDGES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _PRIOR_WEIGHT = 4.0
@@ -13,9 +12,6 @@ _FAST_DECAY = 0.92
 _LEAST_SURVIVAL = 0.05
 # What drafting brought is remembered for some 30 steps: three good drafts show that a copy has begun.
 _GAIN_DECAY = 0.97
-# So many steps may be longer for what a stream only promises to gain, and one more in so many: a reader who sees one pause in
-# twenty as long as this has an even stream.
-_ADVANCE, _ADVANCE_EVERY = 4, 40
 
 
 def _prior(match: int) -> float:
@@ -96,44 +92,16 @@ class Acceptance:
 
 
 class Gain:
-    """How much quicker one stream is with its drafts than without, over its last steps; 1.0 before the first. Beside it what
-    it would be if it might draft more: a few steps may be longer for that, until such a draft is wrong."""
+    """How much quicker one stream is with its drafts than without, over its last steps; as if it had decoded plainly before."""
 
     def __init__(self) -> None:
-        self._real, self._promised = _Account(), _Account()
-        self._steps = self._advanced = 0
+        self._plain = self._spent = 1.0 / (1.0 - _GAIN_DECAY)  # tokens, and the plain steps that they took
 
-    def observe(self, tokens: int, steps: float, promised: float | None = None, *, unearned: bool, wrong: bool) -> None:
-        """A step brought `tokens` and took as long as so many plain ones; had more been drafted they would have taken
-        `promised`. `unearned`: it was longer than what is real allows; `wrong`: so was some of its draft."""
-        self._real.add(tokens, steps)
-        self._promised.add(tokens, steps if promised is None else promised)
-        self._steps += 1
-        self._advanced += unearned
-        if unearned and wrong:
-            self._promised = replace(self._real)
+    def observe(self, tokens: int, steps: float) -> None:
+        """A step brought `tokens` and took as long as so many plain ones."""
+        self._plain = self._plain * _GAIN_DECAY + tokens
+        self._spent = self._spent * _GAIN_DECAY + steps
 
-    def affords(self, least: float) -> float:
-        """How many plain steps the next one may take, if it brought a single token, for the gain to stay at `least`."""
-        if self._advanced >= _ADVANCE + self._steps // _ADVANCE_EVERY:
-            return self.has_earned(least)
-        return max(self.has_earned(least), self._promised.affords(least))
-
-    def has_earned(self, least: float) -> float:
-        """The same, by what is real alone."""
-        return self._real.affords(least)
-
-
-@dataclass
-class _Account:
-    """Tokens, and the plain steps they took; at first as if it had decoded plainly up to now."""
-
-    plain: float = 1.0 / (1.0 - _GAIN_DECAY)
-    spent: float = 1.0 / (1.0 - _GAIN_DECAY)
-
-    def add(self, tokens: int, steps: float) -> None:
-        self.plain = self.plain * _GAIN_DECAY + tokens
-        self.spent = self.spent * _GAIN_DECAY + steps
-
-    def affords(self, least: float) -> float:
-        return (self.plain + 1.0) / least - self.spent
+    def affords(self, least: float, tokens: int) -> float:
+        """How many plain steps the next one may take, if it brings `tokens`, for the gain to stay at `least`."""
+        return (self._plain + tokens) / least - self._spent

@@ -66,7 +66,8 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 @example(0.12, 12, 30, 40, 0.0)
 @example(0.2, 9, 30, 30, 0.0)
 @example(0.4, 20, 27, 40, 0.35)
-@example(0.3, 38, 33, 47, 0.6)  # ten steps ahead of what was earned, as many as may be
+@example(0.3, 38, 33, 47, 0.6)
+@example(0.46, 38, 16, 71, 0.3)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_an_ordinary_stream_has_no_long_pauses(
     answer: str, row: float, right: int, wrong: int, every: int, second: float
@@ -77,14 +78,15 @@ def test_an_ordinary_stream_has_no_long_pauses(
     assert float(np.percentile(steps, 95)) <= 2.0 + 1e-6 or gain >= 1.08
 
 
-# The last three: a second row that is dear, as on a CPU that computes rather than reads.
-@pytest.mark.parametrize(
-    ("row", "second", "wanted"),
-    [(0.05, 0.0, 11.0), (0.12, 0.0, 6.2), (0.3, 0.0, 2.8), (0.3, 0.4, 2.4), (0.45, 0.3, 1.75), (0.4, 0.8, 1.7)],
-)
-def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float, wanted: float) -> None:
-    """It has earned them after a few steps."""
+@given(st.floats(0.02, 0.6), st.floats(0.0, 0.9))
+@example(0.05, 0.0)
+@example(0.3, 0.4)  # a second row that is dear, as on a CPU that computes rather than reads
+@example(0.19, 0.69)
+@example(0.4, 0.8)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) -> None:
+    """All of it, its slow beginning too, is more than half as quick as if each step had been the longest burst that pays."""
+    best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
     steps, gain = stream(row, answer, second=second)
     assert max(steps[:2]) <= 2.0 + 1e-6
-    assert max(steps) > 2.5
-    assert gain >= wanted
+    assert gain >= 0.57 * best
