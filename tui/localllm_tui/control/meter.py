@@ -176,3 +176,8 @@ def ago(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h ago"
     return f"{minutes // (24 * 60)} days ago"
+
+
+def how_many(n: int, what: str) -> str:
+    """ "1 message", "2 messages"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

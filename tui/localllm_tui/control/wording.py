@@ -9,7 +9,7 @@ from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.keys import Moment, hints
-from localllm_tui.control.meter import ago, elide
+from localllm_tui.control.meter import ago, elide, how_many
 from localllm_tui.control.terminal import printable
 
 
@@ -26,7 +26,7 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     now = time.time()
     lines.append(
         "\n".join(
-            f"- {_plain(elide(printable(c.title), 48))} · {ago(now - c.updated_s)}, {c.n_messages} messages"
+            f"- {_plain(elide(printable(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
             for c in earlier
         )
     )

@@ -23,7 +23,7 @@ from localllm.conversation.history_search import Hit
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import PICKER, Moment, hints
-from localllm_tui.control.meter import ago, elide
+from localllm_tui.control.meter import ago, elide, how_many
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.texts import typed_in
 
@@ -218,7 +218,7 @@ class Picker(ModalScreen[Place | None]):
 
 
 def _line(summary: ConversationSummary, width: int) -> RichText:
-    facts = f"{ago(time.time() - summary.updated_s)} · {summary.n_messages} messages"
+    facts = f"{ago(time.time() - summary.updated_s)} · {how_many(summary.n_messages, 'message')}"
     title = elide(printable(summary.title).replace("\n", " "), width - len(facts) - 2)
     # A Text, because brackets in a plain string would be read as markup.
     return RichText(title + " " * max(2, width - len(facts) - cell_len(title)) + facts)
