@@ -25,8 +25,8 @@ HEADER = re.compile(r"(\d+) messages, (\d+) tokens")
 
 
 @pytest.fixture(scope="module")
-def ship(smollm2: Path) -> Iterator[Running]:
-    host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=N_CTX, n_seq_max=2)))
+def ship(few_layers: Path) -> Iterator[Running]:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=N_CTX, n_seq_max=2)))
     with running_server({"smollm2": host}) as running:
         yield running
 
