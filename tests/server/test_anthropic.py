@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,27 @@ def http(engine: ScriptedEngine):
         yield client
 
 
-@pytest.fixture(scope="module")
-def smol(smollm2: Path):
-    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=1024, n_seq_max=2)))
+@contextmanager
+def _serving(model: Path) -> Iterator[httpx.Client]:
+    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(model), n_ctx=1024, n_seq_max=2)))
     with (
         running_server({"smollm2": supervisor}) as running,
         httpx.Client(base_url=running.url, trust_env=False, timeout=120) as client,
     ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: Path):
+    """Its calls make sense to it, so they end."""
+    with _serving(smollm2) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def counting(few_layers: Path):
+    """For what is counted and not read."""
+    with _serving(few_layers) as client:
         yield client
 
 
@@ -62,10 +78,10 @@ def ask(http: httpx.Client, engine: ScriptedEngine, **body: Any) -> tuple[httpx.
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 32000}], ids=str)
-def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(smol: httpx.Client, stream: bool, limit) -> None:
+def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(counting: httpx.Client, stream: bool, limit) -> None:
     long = [{"role": "user", "content": "word " * 1500}]
-    counted = smol.post(COUNT, json={"messages": long}).json()["input_tokens"]
-    reply = smol.post(MESSAGES, json={"messages": long, "stream": stream, **limit})
+    counted = counting.post(COUNT, json={"messages": long}).json()["input_tokens"]
+    reply = counting.post(MESSAGES, json={"messages": long, "stream": stream, **limit})
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -79,9 +95,11 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(smol: httpx.C
     ("most", "reason"),
     [(32000, "model_context_window_exceeded"), (None, "model_context_window_exceeded"), (3, "max_tokens")],
 )
-def test_a_full_window_is_told_from_a_limit(smol: httpx.Client, stream: bool, most: int | None, reason: str) -> None:
+def test_a_full_window_is_told_from_a_limit(
+    counting: httpx.Client, stream: bool, most: int | None, reason: str
+) -> None:
     long = [{"role": "user", "content": "word " * 960}]
-    reply = smol.post(MESSAGES, json={"messages": long, "max_tokens": most, "ignore_eos": True, "stream": stream})
+    reply = counting.post(MESSAGES, json={"messages": long, "max_tokens": most, "ignore_eos": True, "stream": stream})
     assert f'"stop_reason":"{reason}"' in reply.text.replace(" ", ""), reply.text[-300:]
 
 

@@ -1,4 +1,4 @@
-"""`cache_prompt: false` on a real model: the request takes nothing from the prefix cache or from a neighbour, and leaves
+"""`cache_prompt: false` at a real engine: the request takes nothing from the prefix cache or from a neighbour, and leaves
 nothing behind for others. All through HTTP and the worker process."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Path) -> Iterator[Running]:
-    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=4096, n_seq_max=4)))
+def server(few_layers: Path) -> Iterator[Running]:
+    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=4096, n_seq_max=4)))
     with running_server({"smollm2": supervisor}) as running:
         yield running
 
