@@ -63,9 +63,9 @@ def cached_of(client: httpx.Client) -> tuple[int, int]:
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
-def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(smollm2: Path) -> None:
-    with serving(smollm2) as (process, client):
-        with client.stream("POST", "/v1/completions", json=ask(6)) as reply:
+def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(few_layers: Path) -> None:
+    with serving(few_layers) as (process, client):
+        with client.stream("POST", "/v1/completions", json=ask(20)) as reply:
             told = frames(reply)
             next(told)
             os.killpg(process.pid, signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(smo
         assert not [f for f in rest if "error" in f]
         assert [c["finish_reason"] for f in rest for c in f["choices"] if c["finish_reason"]] == ["length"]
         assert process.wait(timeout=60) == 0
-    with serving(smollm2) as (_, client):
+    with serving(few_layers) as (_, client):
         cached, prompt = cached_of(client)
     assert cached >= prompt - 32, (cached, prompt)
 
@@ -94,18 +94,18 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(monkeypatch: pytest.Mo
     assert rest[-1] == "data: [DONE]"
 
 
-def test_terminating_the_group_after_an_answer_keeps_what_was_computed(smollm2: Path) -> None:
-    with serving(smollm2) as (process, client):
+def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layers: Path) -> None:
+    with serving(few_layers) as (process, client):
         assert client.post("/v1/completions", json={**ask(8), "stream": False}).status_code == 200
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 0
-    with serving(smollm2) as (_, client):
+    with serving(few_layers) as (_, client):
         cached, prompt = cached_of(client)
     assert cached >= prompt - 32, (cached, prompt)
 
 
-def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(smollm2: Path) -> None:
-    with serving(smollm2) as (process, client):
+def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_layers: Path) -> None:
+    with serving(few_layers) as (process, client):
         [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
         with client.stream("POST", "/v1/completions", json=ask(1000)) as reply:
             next(frames(reply))
@@ -113,14 +113,14 @@ def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(smollm2
             process.kill()
         gone, _ = psutil.wait_procs([worker], timeout=60)
         assert gone
-    with serving(smollm2) as (_, client):
+    with serving(few_layers) as (_, client):
         cached, prompt = cached_of(client)
     assert cached >= prompt - 32, (cached, prompt)
 
 
-def test_a_worker_that_hangs_does_not_outlive_its_server(smollm2: Path) -> None:
+def test_a_worker_that_hangs_does_not_outlive_its_server(few_layers: Path) -> None:
     """Stopped, as one that waits for something that never comes; it goes on when it can be spoken to again."""
-    with serving(smollm2) as (process, _):
+    with serving(few_layers) as (process, _):
         [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
         worker.suspend()
         started = time.monotonic()

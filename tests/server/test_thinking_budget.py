@@ -79,7 +79,7 @@ def test_minus_one_is_no_limit_and_nonsense_is_refused() -> None:
 
 
 class Thinker:
-    """A real model behind a template that thinks."""
+    """An engine behind a template that thinks."""
 
     def __init__(self, path: Path, template: str) -> None:
         self._inner = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=1024, n_seq_max=2)))
@@ -95,15 +95,15 @@ class Thinker:
 
 
 @pytest.fixture(scope="module")
-def thinker(smollm2: Path):
-    with running_server([ServedModel("toy", Thinker(smollm2, OPENED))]) as running:
+def thinker(few_layers: Path):
+    with running_server([ServedModel("toy", Thinker(few_layers, OPENED))]) as running:
         yield running.url
 
 
 QUESTION = {"messages": [{"role": "user", "content": "Write a long story about a lighthouse."}], "temperature": 0}
 
 
-def test_a_real_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: str) -> None:
+def test_a_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: str) -> None:
     free = ask(thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 90}).json()["choices"][0]
     assert free["message"]["content"] == ""
     held = ask(thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 90, "thinking_budget": 20}).json()
@@ -117,7 +117,7 @@ def test_a_real_models_reasoning_ends_at_the_budget_and_its_answer_follows(think
     assert 20 <= held["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 28
 
 
-def test_a_real_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> None:
+def test_a_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     body = {**QUESTION, "max_tokens": 120, "thinking_budget": 15, "json_schema": schema}
     message = ask(thinker, "/v1/chat/completions", body).json()["choices"][0]["message"]
