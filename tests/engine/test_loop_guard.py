@@ -41,8 +41,8 @@ def test_it_is_what_the_definition_says(tokens: list[int], limits: LoopLimits) -
 
 
 @pytest.fixture(scope="module")
-def url(smollm2: Path):
-    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=2)))
+def url(few_layers: Path):
+    supervisor = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=2048, n_seq_max=2)))
     with running_server({"smollm2": supervisor}) as running:
         yield running.url
 
@@ -51,7 +51,7 @@ LOOPING = {"prompt": "Once upon a time there was", "temperature": 0, "max_tokens
 LIMITS = {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": 4, "min_count": 3}}
 
 
-def test_a_real_models_loop_ends_with_its_name(url: str) -> None:
+def test_a_models_loop_ends_with_its_name(url: str) -> None:
     def ask(**more: object) -> dict[str, object]:
         return httpx.post(url + "/v1/completions", json={**LOOPING, **more}, timeout=120, trust_env=False).json()[
             "choices"
