@@ -20,7 +20,6 @@ from models import tiny_gguf
 from support.requests import request_for
 
 ROUTER_FLIPS = {"moe": 0.05}
-MIXES = 50
 
 SHAPES: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_gguf.write_llama,
@@ -30,8 +29,9 @@ SHAPES: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.parametrize("mixes", [20, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
+def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path) -> None:
     path = SHAPES[shape](tmp_path / "model.gguf")
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
     alone = llamacpp.load(spec)
@@ -40,7 +40,7 @@ def test_random_mixes_equal_isolated_runs(shape: str, tmp_path: Path) -> None:
         cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, sliced_prefill_tokens=40
     )
     engine = Engine(llamacpp.load(spec), settings)
-    crowds_equal_isolated_runs(engine, alone, shape, MIXES, router_flips=ROUTER_FLIPS.get(shape, 0.0))
+    crowds_equal_isolated_runs(engine, alone, shape, mixes, router_flips=ROUTER_FLIPS.get(shape, 0.0))
     assert (engine.snapshot()["sliced_prefill_tokens"] == 0) == (not engine.backend.capabilities.sliced_prefill)
     engine.close()
     alone.close()

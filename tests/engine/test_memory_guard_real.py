@@ -36,14 +36,15 @@ NEAR_TIE = 0.3
 
 def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, tmp_path: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=2))
-    expected = {name: isolated(backend, backend.tokenize(str(turn(name).prompt)), 24) for name in NAMES}
+    n = 12
+    expected = {name: isolated(backend, backend.tokenize(str(turn(name).prompt)), n) for name in NAMES}
     machine = Machine()
     engine = machine.engine(backend, disk_dir=str(tmp_path), disk_bytes=10**9)
     held: list[int] = []
     ties = 0
     for name, free_mb in zip(NAMES, (1000, 99, 60, 1000, 30, 97), strict=True):
         machine.free_mb, machine.now = free_mb, machine.now + 1
-        got = run(engine, turn(name)).tokens[name]
+        got = run(engine, turn(name, n)).tokens[name]
         settle(engine)
         held.append(engine.pool.cache.held_bytes)
         tokens, gaps = expected[name]
@@ -102,9 +103,9 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
     asyncio.run(story())
 
 
-def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(smollm2: Path) -> None:
+def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(few_layers: Path) -> None:
     async def story(**engine_settings: Any) -> tuple[list[list[int]], dict[str, Any]]:
-        supervisor = Supervisor(worker_options(smollm2, **engine_settings))
+        supervisor = Supervisor(worker_options(few_layers, **engine_settings))
         try:
             engine = await supervisor.engine()
             tokens = [await say(engine, turn(name)) for name in NAMES[:3]]
