@@ -58,11 +58,12 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
         return starter.gemma_path()
 
 
-@pytest.fixture(params=["smollm2", "gemma"])
-def model(request: pytest.FixtureRequest, smollm2: Path, gemma: Path | None) -> Model:
-    if request.param == "smollm2":
+@pytest.fixture(params=["few layers", pytest.param("smollm2", marks=pytest.mark.long), "gemma"])
+def model(request: pytest.FixtureRequest, smollm2: Path, few_layers: Path, gemma: Path | None) -> Model:
+    if request.param != "gemma":
+        path, most = (smollm2, 19_000_000) if request.param == "smollm2" else (few_layers, 1_900_000)
         first = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        return Model(smollm2, 19_000_000, 19_000_000, first, "<|im_start|>", "<|im_end|>\n", "assistant")
+        return Model(path, most, most, first, "<|im_start|>", "<|im_end|>\n", "assistant")
     if gemma is None:
         pytest.skip("gemma-3-270m is not installed")
     return Model(gemma, 247_000_000, 10_000_000, "", "<start_of_turn>", "<end_of_turn>\n", "model", whole=True)
@@ -255,6 +256,7 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
     assert found[3][0] >= 0.95 * found[3][1]
 
 
+@pytest.mark.parametrize("model", ["smollm2", "gemma"], indirect=True)
 def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(model: Model, tmp_path: Path) -> None:
     """No state was kept where they leave each other, but a window is still there, and then there is one."""
     twice: list[int] = []
@@ -264,7 +266,7 @@ def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(m
         for start in range(2):
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
                 for i in range(3):
-                    head = await worker.tokens(f"{model.begins}user\n{RULES * 60}", first=True)
+                    head = await worker.tokens(f"{model.begins}user\n{RULES * 40}", first=True)
                     mine = await worker.tokens(f"I am person {i} of start {start}.{model.ends}{model.opening}")
                     await worker.ask(head + mine)
                 twice.append(worker.twice)
