@@ -1,4 +1,4 @@
-"""Run as a program: reads 1,000 damaged copies of a real header under a memory limit and prints what happened as JSON.
+"""Run as a program: reads damaged copies of a real header under a memory limit and prints what happened as JSON.
 
 A process of its own, because the limit (256 MB above what Python itself needs) is the operating system's.
 """

@@ -1,4 +1,4 @@
-"""A header is untrusted: 2,000 damaged ones, and the crafted ones that have broken other readers."""
+"""A header is untrusted: hundreds of damaged ones, and the crafted ones that have broken other readers."""
 
 from __future__ import annotations
 
@@ -104,10 +104,11 @@ def test_a_thousand_rearranged_headers_crash_hang_and_allocate_nothing(tmp_path:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the kernel's limit on address space")
-def test_a_thousand_damaged_copies_of_a_real_header(smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [250, pytest.param(1_000, marks=pytest.mark.long)])
+def test_damaged_copies_of_a_real_header(smollm2: Path, tmp_path: Path, n: int) -> None:
     script = Path(__file__).with_name("byte_flips.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(smollm2), str(tmp_path), "1000", "20261121"],
+        [sys.executable, str(script), str(smollm2), str(tmp_path), str(n), "20261121"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(gguf.__file__).parents[1])},
@@ -116,8 +117,8 @@ def test_a_thousand_damaged_copies_of_a_real_header(smollm2: Path, tmp_path: Pat
     )
     result = json.loads(done.stdout)
     assert result["crashes"] == []
-    assert result["refused"] + result["accepted"] == 1_000
-    assert result["refused"] > 300
+    assert result["refused"] + result["accepted"] == n
+    assert result["refused"] > 0.3 * n
     assert result["slowest_s"] < 1.0
 
 

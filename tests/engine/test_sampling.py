@@ -68,9 +68,7 @@ def read_slowly(row: Row, sampling: Sampling) -> dict[int, float]:
     return dict(zip(ids, shares([float(row[t]) / sampling.temperature for t in ids]), strict=True))
 
 
-@settings(deadline=None, max_examples=150)
-@given(rows(), filters)
-def test_it_is_what_the_rules_say(row: Row, sampling: Sampling) -> None:
+def is_what_the_rules_say(row: Row, sampling: Sampling) -> None:
     found = distribution(row, sampling)
     expected = read_slowly(row, sampling)
     probs = dict(zip(found.ids.tolist(), found.probs.tolist(), strict=True))
@@ -81,6 +79,19 @@ def test_it_is_what_the_rules_say(row: Row, sampling: Sampling) -> None:
     assert math.isclose(float(found.probs.sum()), 1.0, rel_tol=1e-9)
     head = found.ids.tolist()[:512]
     assert head == by_rank(row)[: len(head)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(rows(), filters)
+def test_it_is_what_the_rules_say(row: Row, sampling: Sampling) -> None:
+    is_what_the_rules_say(row, sampling)
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=300)
+@given(rows(), filters)
+def test_it_is_what_the_rules_say_of_many(row: Row, sampling: Sampling) -> None:
+    is_what_the_rules_say(row, sampling)
 
 
 @settings(deadline=None, max_examples=150)
