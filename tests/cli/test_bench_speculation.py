@@ -90,14 +90,14 @@ def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
 
 
 def test_the_prediction_knows_what_another_model_taught(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
     for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
         monkeypatch.setattr(bench, name, value)
 
     def measured() -> dict[str, Any]:
-        result = CliRunner().invoke(app, [str(smollm2), "--context", "1024", "--json"])
+        result = CliRunner().invoke(app, [str(few_layers), "--context", "1024", "--json"])
         assert result.exit_code == 0, result.output
         figures: dict[str, Any] = json.loads(result.stdout)
         return figures

@@ -184,14 +184,14 @@ def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) ->
 
 
 def test_rotated_and_plain_kv_are_not_taken_for_each_other(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama.cpp rotates quantised KV unless the environment says no; one read as the other gives garbage."""
     prompt = (
         "<|im_start|>user\nThe capital of France is Paris, of Italy Rome, of Spain Madrid. "
         "What is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n"
     )
-    spec = LoadSpec(str(smollm2), n_ctx=512, n_seq_max=1, kv_type_k="q8_0", kv_type_v="q8_0")
+    spec = LoadSpec(str(few_layers), n_ctx=512, n_seq_max=1, kv_type_k="q8_0", kv_type_v="q8_0")
     said: list[tuple[str, int]] = []
     for value, disk in (("1", True), (None, True), (None, False)):
         if value is None:
@@ -211,9 +211,9 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_every_backend_says_what_gives_its_kv_its_meaning(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=128))
-    plain = llamacpp.load(LoadSpec(str(smollm2), n_ctx=128, flash_attention=False))
+def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> None:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=128))
+    plain = llamacpp.load(LoadSpec(str(few_layers), n_ctx=128, flash_attention=False))
     import llama_cpp
 
     assert llama_cpp.__version__ in backend.info.kv_meaning

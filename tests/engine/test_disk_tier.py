@@ -129,7 +129,7 @@ def test_damage_is_a_miss_never_a_wrong_answer(tmp_path_factory: pytest.TempPath
 
 
 def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None:
-    prompt = "The lighthouse keeper wrote in his diary every evening. " * 30
+    prompt = "The lighthouse keeper wrote in his diary every evening. " * 12
     answers = []
     for i in range(2):
         backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))

@@ -71,15 +71,23 @@ def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(loaded: Backend, sm
     assert loaded.memory().kv_bytes == pytest.approx(shapes, rel=0.01)
 
 
+def said_with(path: Path, kind: KvType) -> Logits:
+    """The log probabilities with KV of this type."""
+    backend = backend_type.load(replace(pairs(kind), path=str(path)))
+    assert backend.info.kv_type_k == kind
+    said = log_probabilities(backend)
+    backend.close()
+    return said
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2: Path) -> Logits:
+    return said_with(smollm2, "f16")
+
+
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_quantised_logits_stay_near_f16(smollm2: Path, kind: KvType) -> None:
-    found = []
-    for asked in ("f16", kind):
-        backend = backend_type.load(replace(pairs(asked), path=str(smollm2)))  # type: ignore[arg-type]
-        assert backend.info.kv_type_k == asked
-        found.append(log_probabilities(backend))
-        backend.close()
-    exact, near = found
+def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvType) -> None:
+    near = said_with(smollm2, kind)
     divergence = (np.exp(exact) * (exact - near)).sum(axis=1)
     mean, worst, same = BOUNDS[kind]
     assert 0 < divergence.mean() < mean
@@ -88,22 +96,22 @@ def test_quantised_logits_stay_near_f16(smollm2: Path, kind: KvType) -> None:
 
 
 @pytest.mark.parametrize("pair", [("q8_0", "q4_0"), ("q8_0", "f16"), ("f16", "q8_0")])
-def test_k_and_v_may_differ(smollm2: Path, pair: Pair) -> None:
-    backend = backend_type.load(LoadSpec(str(smollm2), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1]))
+def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
+    backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1]))
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == pair
     assert NOTE_KEY not in backend.info.metadata
     backend.close()
 
 
-def test_without_flash_attention_v_stays_f16_and_the_load_says_so(smollm2: Path) -> None:
-    spec = LoadSpec(str(smollm2), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False)
+def test_without_flash_attention_v_stays_f16_and_the_load_says_so(few_layers: Path) -> None:
+    spec = LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False)
     backend = backend_type.load(spec)
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == ("q8_0", "f16")
     assert "flash attention" in backend.info.metadata[NOTE_KEY]
     backend.close()
 
 
-def test_a_real_probe_times_both_types(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_probe_times_both_types(few_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     timings = []
 
@@ -112,7 +120,7 @@ def test_a_real_probe_times_both_types(smollm2: Path, monkeypatch: pytest.Monkey
         return Timing(1.0, 1.0)
 
     monkeypatch.setattr(kv_probe, "_confirmed", lambda _, *rest: measure(*rest))
-    backend_type.load(replace(pairs("q8_0"), path=str(smollm2))).close()
+    backend_type.load(replace(pairs("q8_0"), path=str(few_layers))).close()
     assert len(timings) == 1
     assert timings[0].wanted_s > 0
     assert timings[0].f16_s > 0
