@@ -36,8 +36,8 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: Path) -> Iterator[Engine]:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
+def engine(few_layers: Path) -> Iterator[Engine]:
+    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
     yield engine
     engine.close()
