@@ -155,12 +155,13 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
     q = distribution(rng.normal(size=8).astype(np.float32), Sampling(temperature=1.0))
     seen = np.zeros(8)
     accepted = 0
-    for _ in range(20_000):
+    n = 8_000
+    for _ in range(n):
         token, right = sampler.verify(logits, history, sampler.draw(q), q)
         seen[token] += 1
         accepted += right
-    assert np.abs(seen / 20_000 - [p.prob(t) for t in range(8)]).max() < 0.02
-    assert abs(accepted / 20_000 - acceptance_probability(p, q)) < 0.02
+    assert np.abs(seen / n - [p.prob(t) for t in range(8)]).max() < 0.02
+    assert abs(accepted / n - acceptance_probability(p, q)) < 0.02
 
 
 def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int], str, int]:

@@ -1,6 +1,6 @@
 """Randomised runs against a misbehaving hub: every one ends in a file whose hash matches, or in a clear error.
 
-40 seeds run in the suite, 200 as `-m slow` (LOCALLLM_TEST_SEEDS changes how many). Each run publishes random files,
+24 seeds run in the suite, 200 as `-m long` (LOCALLLM_TEST_SEEDS changes how many). Each run publishes random files,
 may find something an earlier run or another program left, meets one to six passing faults and in one run of four a
 lasting one, and is then repeated against a healthy hub, where it must succeed.
 """
@@ -169,8 +169,8 @@ def run_all(seeds: range, hub: Hub, cache: Path, disk: Path | None, monkeypatch:
     assert ends["error"] > 0
 
 
-def test_40_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_all(range(40), hub, cache, small_disk, monkeypatch)
+def test_24_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all(range(24), hub, cache, small_disk, monkeypatch)
 
 
 @pytest.mark.long
