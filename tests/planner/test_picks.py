@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ MODELS = catalog.load().models
 ASKED = [(m, w) for m in golden_picks.MACHINES for w in golden_picks.WORKLOADS]
 
 
+@functools.cache
 def answers(machine: str, what: str) -> Recommendation:
+    """Several tests look at the same ones."""
     return recommend(resolve(machine), MODELS, golden_picks.WORKLOADS[what])
 
 
