@@ -143,10 +143,11 @@ def test_xtc_works_on_what_the_filters_leave() -> None:
     assert (found.prob(0), found.prob(1)) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("n", [8_000, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "change", [{"xtc_probability": 0.5}, {"dry_multiplier": 2.0, "dry_sequence_breakers": ()}, {}], ids=str
 )
-def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, object]) -> None:
+def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, object], n: int) -> None:
     rng = np.random.default_rng(5)
     sampling = replace(Sampling(temperature=0.9, seed=1), **change)  # type: ignore[arg-type]
     logits, history = rng.normal(size=8).astype(np.float32) * 2, [0, 1, 2, 5, 0, 1]
@@ -155,7 +156,6 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
     q = distribution(rng.normal(size=8).astype(np.float32), Sampling(temperature=1.0))
     seen = np.zeros(8)
     accepted = 0
-    n = 8_000
     for _ in range(n):
         token, right = sampler.verify(logits, history, sampler.draw(q), q)
         seen[token] += 1

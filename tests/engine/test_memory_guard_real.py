@@ -34,9 +34,9 @@ NAMES = ("storms", "ships", "whales", "storms again", "the lamp", "ships again")
 NEAR_TIE = 0.3
 
 
-def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [12, pytest.param(24, marks=pytest.mark.long)])
+def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, tmp_path: Path, n: int) -> None:
     backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=2))
-    n = 12
     expected = {name: isolated(backend, backend.tokenize(str(turn(name).prompt)), n) for name in NAMES}
     machine = Machine()
     engine = machine.engine(backend, disk_dir=str(tmp_path), disk_bytes=10**9)

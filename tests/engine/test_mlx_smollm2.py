@@ -39,13 +39,14 @@ def backend(smollm2: Path) -> Iterator[Any]:
     made.close()
 
 
-def test_greedy_text_is_mlx_lms_token_for_token(backend: Any) -> None:
+@pytest.mark.parametrize("n", [8, pytest.param(16, marks=pytest.mark.long)])
+def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
     prompt = backend.tokenize(QUESTION)
-    outcome = run(Engine(backend), request_for("q", prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
-    theirs = [int(token) for token, _ in generate_step(mx.array(prompt), backend._stepper.model, max_tokens=8)]
+    outcome = run(Engine(backend), request_for("q", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True))
+    theirs = [int(token) for token, _ in generate_step(mx.array(prompt), backend._stepper.model, max_tokens=n)]
     assert outcome.tokens["q"] == theirs
 
 
