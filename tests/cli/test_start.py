@@ -41,11 +41,11 @@ def test_recommend_reads_only_what_it_needs() -> None:
     assert collects  # whoever calls `run` gets the collector back
 
 
-def test_the_chats_first_paint_waits_for_no_other_screen_and_no_answer() -> None:
+def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
     script = "import sys, localllm_tui.app; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     later = [f"localllm_tui.screens.{name}" for name in ("files", "glass", "help", "picker", "models")]
-    assert [name for name in ("markdown_it", "pydantic", "typer", "numpy", *later) if name in modules] == []
+    assert [name for name in ("pydantic", "typer", "numpy", *later) if name in modules] == []
 
 
 def test_a_command_asked_for_alone_is_the_command_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:

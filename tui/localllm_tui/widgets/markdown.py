@@ -11,18 +11,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from localllm_tui.widgets.code import highlighted
-
-if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-    from markdown_it.tree import SyntaxTreeNode
 
 # Code is coloured and wrapped in runs of so many lines, each of them once: a long listing still grows.
 CODE_LINES = 60
@@ -114,7 +112,7 @@ class Rows:
     def _pieces(self) -> Iterator[_Piece]:
         """The blocks of the tail, of a list each item: lists grow long."""
         links = dict(self._links)
-        nodes = _parsed(self._tail, links)
+        nodes = SyntaxTreeNode(_parser().parse(self._tail, {"references": links})).children
         self._links_came |= len(links) > len(self._links)
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
@@ -138,16 +136,8 @@ def _line(node: SyntaxTreeNode) -> int:
     return node.map[0] if node.map else 0
 
 
-def _parsed(text: str, links: dict[str, Any]) -> list[SyntaxTreeNode]:
-    from markdown_it.tree import SyntaxTreeNode
-
-    return SyntaxTreeNode(_parser().parse(text, {"references": links})).children
-
-
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
-    from markdown_it import MarkdownIt  # read with the first answer: a twentieth of the way to the first paint
-
     return MarkdownIt("gfm-like")
 
 
