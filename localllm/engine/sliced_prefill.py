@@ -109,13 +109,17 @@ class SlicedPrefill:
         self, running: Iterable[Job], slice_s: Callable[[], float], spare_bytes: int | None
     ) -> tuple[Job, int] | None:
         """See `PrefillPolicy`."""
+        if self.job is None:
+            self._begin(running, spare_bytes)
         job = self.job
-        if job is not None:
-            started = self.clock()
-            read = self._run(slice_s(), running)
-            self.metrics.sliced_prefill(read, self.clock() - started)
-            if job is self.job:
-                return job, self._start + self._read
+        if job is None:
+            return None
+        started = self.clock()
+        read = self._run(slice_s(), running)
+        self.metrics.sliced_prefill(read, self.clock() - started)
+        if job is self.job:
+            return job, self._start + self._read
+        # The next one must not get into the step.
         self._begin(running, spare_bytes)
         return None
 

@@ -2,8 +2,8 @@
 
 llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one wastes them: its
 tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
-micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. Nothing runs
-at the same time but the making of that context: either that thread computes, or the one that owns the backend does.
+micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. Either that
+thread computes, or the one that owns the backend does, and neither keeps helpers from the other (openmp.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.openmp import release_helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,6 @@ _SMALLEST_BATCH = 64
 # product or attention milliseconds: few of them may come together.
 _NODES = 3
 _PIECE_TOKENS = 512
-_LOOK_S = 0.002
 _LINE, _SPARE = 0, 1
 
 
@@ -44,6 +44,7 @@ class PausingPrefill:
         self, llama: Any, model: Any, spec: LoadSpec, backend: Backend, sequence: int, tokens: Seq[int]
     ) -> None:
         self._llama, self._backend, self._sequence = llama, backend, sequence
+        self._n_threads = spec.n_threads_batch or spec.n_threads
         self._tokens = list(tokens)
         self._prefix = backend.length(sequence)
         self._carried = self._read = self._joined = 0
@@ -65,8 +66,9 @@ class PausingPrefill:
         """Compute for about `seconds`, more only by one node; returns how many of the tokens are computed so far.
         BackendFailure when there is no memory for it, or llama.cpp failed."""
         until = time.perf_counter() + seconds
-        # Memory nobody has touched yet takes the system up to milliseconds per MB: steps go on meanwhile.
-        if not self._made.wait(min(seconds, _LOOK_S)):
+        # Memory nobody has touched yet takes the system up to milliseconds per MB: what the slice does not suffice for goes
+        # on beside the step, whose threads it disturbs.
+        if not self._made.wait(seconds):
             return 0
         while self._failure is None and self._carried < self._prefix:
             self._carry()
@@ -75,6 +77,7 @@ class PausingPrefill:
         if self._failure is None and self._read < len(self._tokens):
             self._pace.until = until
             self._pace.longest_wanted_s = seconds
+            release_helpers(self._n_threads)
             self._go.release()
             self._stopped.acquire()
         if self._failure is not None:
@@ -166,6 +169,7 @@ class PausingPrefill:
         if ask:
             return self._pace.stops_here()
         if not self._leaving and self._pace.time_is_up():
+            release_helpers(self._n_threads)
             self._stopped.release()
             self._go.acquire()
             self._pace.resume()

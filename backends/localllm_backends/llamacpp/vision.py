@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from localllm_backends.contract import BackendFailure, ImageRun, LoadError, LoadSpec, OutOfMemoryError, Picture
 from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.openmp import release_helpers
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 _TEXT, _IMAGE = 0, 1
@@ -87,7 +88,8 @@ class Projector:
         params.print_timings = False
         # Its buffers are there from the beginning: an image never finds the memory gone that loading was given.
         params.warmup = True
-        params.n_threads = spec.n_threads_batch or spec.n_threads or usable_cores()
+        self._n_threads = spec.n_threads_batch or spec.n_threads or usable_cores()
+        params.n_threads = self._n_threads
         params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
         log.mark()
         self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
@@ -135,7 +137,10 @@ class Projector:
         mtmd = self._mtmd
         with self._lock, self._chunks([run.picture], pixels=True, add_bos=False) as chunks:
             images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]
-            if mtmd.mtmd_encode_chunk(self._context, images[run.part]):
+            code = mtmd.mtmd_encode_chunk(self._context, images[run.part])
+            # Steps are computed by another thread, and until the next image by nobody else.
+            release_helpers(self._n_threads)
+            if code:
                 said = "; ".join(log.errors()[-2:]) or "llama.cpp gave no reason"
                 raise BackendFailure(f"the image could not be encoded: {said}")
             found = mtmd.mtmd_get_output_embd(self._context)
