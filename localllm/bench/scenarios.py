@@ -180,8 +180,15 @@ class Scenarios:
         if not meanwhile:
             raise BackendError(f"{t.name}: the stream ended while the newcomer's prompt was read")
         before = statistics.median(answer.gaps_s[: _ALONE - 10])
-        self.put(STALL, t, max(meanwhile) / before)
+        self.put(STALL, t, max(self._per_token_s(gap, text) for gap, text in meanwhile) / before)
         self.put(NEWCOMER, t, self._some(t, other).ttft_s)
+
+    def _per_token_s(self, gap: float, text: str) -> float:
+        """The gap before a piece, for each token of the character it is. One of several tokens comes after as many steps, from
+        every server: “ after two with SmolLM2's tokenizer. (Several tokens at once that are words were stood still for.)"""
+        one = text.strip()
+        several = len(one) == 1 and not one.isascii()
+        return gap / max(1, (several and self.counter.tokens_in(text)) or 1)
 
     def run_cancel(self, t: Target) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""

@@ -24,11 +24,13 @@ _BEYOND_OPENAI = ("ignore_eos",)
 
 @dataclass
 class Answer:
-    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` for every piece after the first."""
+    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` and `later` for every piece after the
+    first: the seconds before it, and its text."""
 
     text: str = ""
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
+    later: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     first_at_s: float = 0.0
 
@@ -50,12 +52,12 @@ class Answer:
         said = details.get("cached_tokens") if isinstance(details, dict) else None
         return said if isinstance(said, int) else None
 
-    def gaps_between(self, begun_s: float, ended_s: float) -> list[float]:
-        """The gaps that any part of this time (perf_counter) falls into."""
+    def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
+        """The gaps that any part of this time (perf_counter) falls into, each with the text behind it."""
         found, at = [], self.first_at_s
-        for gap in self.gaps_s:
+        for gap, text in zip(self.gaps_s, self.later, strict=True):
             if at < ended_s and at + gap > begun_s:
-                found.append(gap)
+                found.append((gap, text))
             at += gap
         return found
 
@@ -211,6 +213,7 @@ def _read(
         now = time.perf_counter()
         if n:
             answer.gaps_s.append(now - last)
+            answer.later.append(text)
         else:
             answer.ttft_s, answer.first_at_s = now - started, now
         last, n = now, n + 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm_backends.contract import CannotRewindError, Chunk, ImagePart, ImageRun, LoadError, LoadSpec, Picture
-from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp import backend_type, openmp
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, pixels
 
@@ -110,6 +113,29 @@ def test_the_logits_are_those_of_llama_cpp_itself(model: VisionModel, backend: A
         backend.drop(sequence)
         assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < 2e-4
     backend.check_integrity()
+
+
+def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionModel) -> None:
+    # They would make each barrier of each step sleep from the first image on.
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    backend = backend_type.load(replace(spec_of(model), n_threads=n))
+    if n == 1 or openmp._libgomp() is None:
+        pytest.skip("needs two processors, and a build with GNU's OpenMP")
+    [run] = [r for r in backend.read([pixels(64, 64, 1)]) if isinstance(r, ImageRun)]
+    before, encoded, over = set(os.listdir("/proc/self/task")), threading.Event(), threading.Event()
+
+    def encode() -> None:
+        backend.encode(run)
+        encoded.set()
+        over.wait()
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    encoded.wait()
+    assert set(os.listdir("/proc/self/task")) - before == {str(thread.native_id)}
+    over.set()
+    thread.join()
+    backend.close()
 
 
 def test_images_may_follow_each_other_and_are_read_in_pieces(model: VisionModel, backend: Any) -> None:

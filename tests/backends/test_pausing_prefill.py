@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
 from localllm_backends.contract import Backend, BackendFailure, LoadSpec, NoCellsError, PrefillSlices, SlicingBackend
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp import openmp
 from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, _Pace
 from models import tiny_gguf
@@ -166,33 +164,6 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
     sliced.close()
     assert backend.length(sequence) == 0
     backend.close()
-
-
-def test_whoever_computes_in_turn_keeps_no_helpers_from_the_other(smollm2: Path) -> None:
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_gpu_layers=0, n_threads=n, n_threads_batch=n))
-    if n == 1 or openmp._libgomp() is None:
-        pytest.skip("needs two processors, and a build with GNU's OpenMP")
-    beside, apart = backend.new_sequence(), backend.new_sequence()
-    feed(backend, beside, [5])
-    ours = native_threads()
-    openmp.release_helpers(n)
-    assert len(ours - native_threads()) == n - 1
-    rest = native_threads()
-    sliced = begin(backend, apart, line(900))
-    while not sliced.run(0.01):
-        pass
-    assert len(native_threads() - rest) == 1, "while it pauses there is its own thread alone"
-    feed(backend, beside, [6])
-    assert len(native_threads() - rest) == 1 + n - 1
-    sliced.run(0.01)
-    assert len(native_threads() - rest) == 1
-    sliced.close()
-    backend.close()
-
-
-def native_threads() -> set[str]:
-    return set(os.listdir("/proc/self/task"))
 
 
 def test_what_it_takes_is_told_before(smollm2: Path) -> None:

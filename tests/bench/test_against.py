@@ -159,6 +159,16 @@ def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
     assert Counter(None).tokens_of(Target("x", ""), Answer(text="a b", gaps_s=[1.0])) == 2, "no word of its own"
 
 
+def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Counter, "tokens_in", lambda _self, text: 3 if "…" in text else 1)
+    scenarios = Scenarios(Counter(None), None)
+    assert scenarios._per_token_s(0.3, " …") == pytest.approx(0.1)
+    assert scenarios._per_token_s(0.3, "so …") == 0.3
+    assert scenarios._per_token_s(0.3, "a") == 0.3
+
+
 def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
     said = Said(refuses="ignore_eos")
     with scripted(said) as url:

@@ -1,4 +1,4 @@
-"""GNU's OpenMP, with which ggml computes on Linux: every thread that computes keeps helpers, and here it lets them go.
+"""GNU's OpenMP, with which ggml computes on Linux: every thread that computes keeps helpers; who seldom does lets them go.
 
 Once all callers' helpers together are more than the processors, libgomp's threads hardly look at a barrier before they sleep at it
 (libgomp/config/linux/wait.h: `gomp_throttled_spin_count_var`), and a step has hundreds: with a second caller's two threads
