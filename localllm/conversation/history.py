@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sqlite3
 import threading
 import time
@@ -108,7 +107,8 @@ class History:
 
     def create(self, title: str, model: str) -> str:
         """Start a conversation and return its id."""
-        conv_id = secrets.token_hex(8)
+        # What `secrets` does, without what it imports: a chat starts with this module.
+        conv_id = os.urandom(8).hex()
         now = time.time()
         with self._write() as db:
             db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)", (conv_id, title, model, now, now))
