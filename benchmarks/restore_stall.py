@@ -2,8 +2,8 @@
 
 python -m benchmarks.restore_stall [--mb-s 130] [--tokens 6000] [--threads N] [--model FILE]
 
-The disk is one that is made slow: each file takes as long as it would on a disk of that many MB/s. The line is larger than
-the memory cache, and its engine was restarted, so that every piece is read.
+The disk is one that is made slow: each file takes as long as it would on a disk of that many MB/s (0: it is left as it is).
+The line is larger than the memory cache, and its engine was restarted, so that every piece is read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
+from localllm.engine import kv_file
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
-
-_read_bytes = Path.read_bytes
 
 
 def _request(key: str, prompt: list[int], n: int) -> Request:
@@ -50,19 +49,19 @@ def main() -> None:
     arguments = parser.parse_args()
     path = arguments.model or smollm2()
 
-    def slowly(file: Path) -> bytes:
-        raw = _read_bytes(file)
-        if file.suffix == ".kv":
-            time.sleep(len(raw) / arguments.mb_s / 1e6)
-        return raw
+    def slowly(file: Path) -> kv_file.Readable:
+        time.sleep(file.stat().st_size / arguments.mb_s / 1e6)
+        return file.open("rb", buffering=0)
 
     with tempfile.TemporaryDirectory() as folder:
         engine = _engine(path, folder, arguments.threads)
         line = [(i * 7919) % (engine.backend.info.n_vocab - 100) + 50 for i in range(arguments.tokens)]
         _run(engine, _request("first", line, 4), line)
         engine.close()
-        Path.read_bytes = slowly  # type: ignore[method-assign]
         engine = _engine(path, folder, arguments.threads)
+        assert engine._disk is not None
+        if arguments.mb_s:
+            engine._disk.open_file = slowly
         engine.submit(_request("stream", [50, 60, 70], 4000), [50, 60, 70])
         for _ in range(40):
             engine.step()

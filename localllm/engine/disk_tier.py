@@ -41,6 +41,11 @@ from localllm.engine.write_budget import WriteBudget
 _PAUSE_S = 0.05
 _PATIENCE_S = 3.0
 _MAX_WAITING_BYTES = 128 * 2**20
+# What is written while the engine works is written in turns of half a millisecond with rests between: one busy thread more
+# than there are processors stops whoever it displaces, and with it all who wait for that one at a barrier, hundreds of times a
+# step. A line of 70 MB, written in one go, made one step take 250 ms, 20 times as long as the others.
+_RESTS = 20.0
+_LONGEST_REST_S = 0.02
 _FIRST_GUESS_BYTES_S = 5e8
 # A cache never takes the last of a disk that others write to.
 FREE_BYTES = 2 * 10**9
@@ -69,6 +74,10 @@ NO_DISK = dict.fromkeys(
     ),
     0,
 )
+
+
+def _opened(path: Path) -> kv_file.Readable:
+    return path.open("rb", buffering=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +172,8 @@ class DiskTier:
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
-        self.read_file: Callable[[Path], bytes] = Path.read_bytes
-        self.reads: ReadAhead[DiskBlock] = ReadAhead(self.load)
+        self.open_file: Callable[[Path], kv_file.Readable] = _opened
+        self.reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: self.load(block, self.reads.rest))
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
@@ -290,22 +299,23 @@ class DiskTier:
         """How fast it reads: bytes/s as measured, and how often the time doubled since which the read under way is late."""
         return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / _LATE_S)[1])
 
-    def load(self, block: DiskBlock) -> memoryview | None:
-        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right."""
+    def load(self, block: DiskBlock, rest: Callable[[float], object] = lambda _: None) -> memoryview | None:
+        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right. `rest` is called
+        after each piece with the seconds it took."""
         started = time.monotonic()
         try:
-            raw = self.read_file(block.path)
+            with self.open_file(block.path) as f:
+                data = kv_file.read(f, self.identity, rest)
         except OSError:
             self.bad_blocks += 1
             return None
-        data = kv_file.checked(raw, self.identity)
         if data is None:
             self.bad_blocks += 1
             block.path.unlink(missing_ok=True)
             return None
         self.read_blocks += 1
         seconds = max(time.monotonic() - started, 1e-6)
-        self.read_bytes_s += 0.3 * (len(raw) / seconds - self.read_bytes_s)
+        self.read_bytes_s += 0.3 * (len(data) / seconds - self.read_bytes_s)
         return data
 
     def working(self, busy: bool) -> None:
@@ -384,27 +394,39 @@ class DiskTier:
         self._news.append((block, what))
         self._told.set()
 
+    @property
+    def _pressed(self) -> bool:
+        return self._closing or self._hurry or self._pending_bytes > _MAX_WAITING_BYTES
+
     def _wait_for_a_pause(self, until_s: float) -> None:
-        while not self._closing and not self._hurry and self._pending_bytes <= _MAX_WAITING_BYTES:
+        while not self._pressed:
             if not self._quiet.wait(max(0.0, until_s - time.monotonic())):
                 return
             if self._closing or self._hurry or not self._working.wait(_PAUSE_S):
                 return
 
     def _write(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview) -> None:
-        pieces = kv_file.pieces(self.identity, tokens, block.start, data, state=block.state)
+        content = self.identity, tokens, block.start, data
         # Somebody may have cleared the folder.
         put_label(self.directory, self.model)
-        size_bytes = sum(len(p) for p in pieces)
+        size_bytes = kv_file.size_bytes(*content, state=block.state)
         self._make_room(size_bytes)
         self.budget.count(self.directory, size_bytes)
         part = block.path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as f:
-            for piece in pieces:
+            started = time.perf_counter()
+            for piece in kv_file.pieces(*content, state=block.state):
                 f.write(piece)
+                self._rest(time.perf_counter() - started)
+                started = time.perf_counter()
         part.replace(block.path)
         self.written_bytes += len(data)
+
+    def _rest(self, took_s: float) -> None:
+        """Between two turns of so long: while the engine works and nobody waits for what is written, rest many times as long."""
+        if not self._pressed:
+            self._quiet.wait(min(took_s * _RESTS, _LONGEST_REST_S))
 
     def _stamp(self) -> None:
         """Let the files' time stamps say when they were last used."""

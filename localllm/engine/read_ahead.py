@@ -18,6 +18,8 @@ from typing import Generic, Protocol, TypeVar
 _AHEAD_BYTES = 128 * 2**20
 # A thread that is told to end in the middle of a read is waited for this long, then left to the process's end.
 _CLOSE_S = 1.0
+# Longer than a piece takes to be copied and hashed; what it waited for a slow disk displaced nobody.
+_LONGEST_REST_S = 0.001
 
 
 class OnDisk(Protocol):
@@ -53,6 +55,7 @@ class ReadAhead(Generic[B]):
         self._wanted: dict[int, _Wanted[B]] = {}
         self._jobs: queue.SimpleQueue[_Wanted[B] | None] = queue.SimpleQueue()
         self._told = threading.Event()
+        self._awaited = threading.Event()
         self._since_s: float | None = None
         self._thread: threading.Thread | None = None
         self.wanted_bytes = 0
@@ -97,8 +100,10 @@ class ReadAhead(Generic[B]):
 
     def wait(self, seconds: float) -> None:
         """Wait until something was read, at most so long."""
+        self._awaited.set()
         self._told.wait(seconds)
         self._told.clear()
+        self._awaited.clear()
 
     @property
     def under_way_s(self) -> float:
@@ -117,6 +122,11 @@ class ReadAhead(Generic[B]):
             self._wanted.clear()
 
     # --- the reader's thread -------------------------------------------------------------------------------------
+
+    def rest(self, took_s: float) -> None:
+        """After a piece that took so long: unless the engine waits for it, rest as long, so that a thread that was displaced
+        by this one computes again."""
+        self._awaited.wait(min(took_s, _LONGEST_REST_S))
 
     def _read_all(self) -> None:
         jobs = self._jobs

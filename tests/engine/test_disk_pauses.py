@@ -93,6 +93,47 @@ def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     tier.close()
 
 
+class Watched(Told):
+    """An event whose waiters' patience is remembered, in seconds, and who wait for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.rests.append(timeout or 0.0)
+        return self.is_set()
+
+
+def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that hashes and writes a line in one go takes a processor from those who compute, for as long as that takes."""
+    monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.0)
+    watched = Watched()
+    tier = DiskTier(tmp_path, "model", 10**9, _quiet=watched)
+    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    tier.working(True)
+    watched.rests.clear()
+    n_bytes = 8 * 2**20
+    block = kept(tier, n_bytes // 2)
+    assert written(block.path)
+    # One wait was for a pause before it began.
+    assert len(watched.rests) - 1 >= n_bytes // 2**20, "a turn is never longer than a megabyte takes"
+    tier.close()
+    assert bytes(tier.load(block) or b"") == b"kv" * (n_bytes // 2)
+
+
+def test_what_somebody_waits_for_is_written_without_rests(tmp_path: Path) -> None:
+    watched = Watched()
+    tier = DiskTier(tmp_path, "model", 10**9, _quiet=watched)
+    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    tier.working(True)
+    tier.hurry(True)
+    watched.rests.clear()
+    assert written(kept(tier, 2**22).path)
+    assert not watched.rests
+    tier.close()
+
+
 def test_the_engine_says_when_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[bool] = []
     monkeypatch.setattr(DiskTier, "working", lambda _self, busy: heard.append(busy))

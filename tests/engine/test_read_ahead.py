@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.disk_tier import DiskBlock, DiskTier
+from localllm.engine.kv_file import Readable
 from localllm.engine.messages import Request
+from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from localllm.engine.read_ahead import ReadAhead
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
@@ -36,12 +40,12 @@ class SlowDisk:
     threads: set[str] = field(default_factory=set)
     spoil: bool = False
 
-    def __call__(self, path: Path) -> bytes:
+    def __call__(self, path: Path) -> Readable:
         self.threads.add(threading.current_thread().name)
         self.asked.set()
         self.let.wait()
         raw = path.read_bytes()
-        return raw[:-40] + bytes(40) if self.spoil else raw
+        return BytesIO(raw[:-40] + bytes(40) if self.spoil else raw)
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ def started(folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float]
     engine = Engine(SHAPES[shape](), options)
     tier = engine._disk
     assert tier is not None
-    tier.read_file = disk
+    tier.open_file = disk
     tier.reads = ReadAhead(tier.load, clock)
     engine.submit(ask("stream", [7, 8, 9], 400), [7, 8, 9])
     for _ in range(5):
@@ -192,7 +196,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
 def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
     tier = DiskTier(tmp_path, "model", 10**9)
     blocks = [DiskBlock(0, 8, tmp_path / str(i), tier, None, True, size_bytes=100) for i in range(9)]
-    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(disk(block.path)), ahead_bytes=250)
+    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(disk(block.path).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
     assert reads.want(blocks[4], due=True), "what is needed next is always read"
     assert reads.wanted_bytes == 300
@@ -228,3 +232,19 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
         assert reads.wanted_bytes == sum(b.size_bytes for b, n in zip(blocks, users, strict=True) if n)
     reads.close()
     assert reads.wanted_bytes == 0
+
+
+def test_the_reader_rests_between_the_pieces_of_a_file(tmp_path: Path) -> None:
+    """A thread that reads and hashes without a pause takes a processor from those who compute."""
+    tier = DiskTier(tmp_path, "model", 10**9)
+    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
+    data = bytes(range(256)) * (4 * 2**12)
+    tokens = as_tokens(np.arange(32, dtype=np.int32))
+    block = tier.make_block(tokens, data, 0)
+    tier.keep(block, tokens)
+    tier.flush()
+    rests: list[float] = []
+    assert bytes(tier.load(block, rests.append) or b"") == data
+    assert len(rests) >= len(data) // 2**20, "no piece is longer than a megabyte takes"
+    assert all(took_s > 0 for took_s in rests)
+    tier.close()
