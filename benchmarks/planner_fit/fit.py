@@ -21,7 +21,7 @@ from localllm.planner import families
 BASE = {
     "decode": {
         "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5, "routed": 1.2, "kv": 0.5,
-        "kv_mla": 0.1, "state": 0.5, "quant": 1.0, "moe": 1.0,
+        "kv_mla": 0.1, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5, "clock": math.e,
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
@@ -34,12 +34,12 @@ _BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.3}
 # errors on devices and files that were left out; on most, less freedom than the rows of a level would fill was better.
 PRIORS = {
     "decode": {
-        "engine": {"eta": 0.10, "layer_s": 0.39, "expert_layer_s": 0.33, "kv": 0.70},
-        "generation": {"eta": 0.08, "layer_s": 0.94, "expert_layer_s": 0.39, "kv": 0.20},
-        "tier": {"eta": 0.23, "layer_s": 0.20, "expert_layer_s": 0.39, "kv": 0.47},
+        "engine": {"eta": 0.10, "layer_s": 0.195, "expert_layer_s": 0.33, "kv": 0.70, "unpack": 0.25},
+        "generation": {"eta": 0.08, "layer_s": 0.47, "expert_layer_s": 0.39, "kv": 0.20},
+        "tier": {"eta": 0.23, "layer_s": 0.10, "expert_layer_s": 0.39, "kv": 0.47},
         "part": {"eta": 0.13},
-        "era": {"eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.30, "recurrent_layer_s": 0.30, "kv": 0.20},
-        "quant": {"quant": 0.08},
+        "era": {"eta": 0.20, "layer_s": 0.30, "expert_layer_s": 0.30, "recurrent_layer_s": 0.30, "kv": 0.20},
+        "quant": {"quant": 0.12},
     },
     "prefill": {
         "engine": {"matmul": 1.08, "attention": 0.68, "eta": 0.81, "layer_s": 0.90, "expert_layer_s": 0.81},

@@ -23,7 +23,7 @@ ERAS = ("2023", "2024", "2025a", "2025b", "2026")
 TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
 
-Powers = tuple[tuple[str, int], ...]
+Powers = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -207,15 +207,21 @@ def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> tup
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
         flops = sum(n * laws.attention_flops(layer, model.n_heads, int(depth)) for layer, n in known.groups)
         kv_part = (batch * flops / flops_s, (("kv_mla", -1),))
+    wait: Powers = (("clock", -math.log(families.clock_ghz(record["device"]) / families.REFERENCE_GHZ)), *core)
+    plain_flops_s = families.part_tflops(record["device"], _units(record))[0] * 1e12
+    unpacked = parts.dense_params + parts.step_routed_params(model, laws.apart(batch))
+    if laws.format_key(variant) in laws.UNPACKED_FORMATS:
+        unpacked = 0
     return (
         (parts.dense_bytes / bandwidth, (("eta", -1), ("quant", 1), *core)),
         (
             (parts.step_bytes(model, laws.apart(batch)) - parts.dense_bytes) / bandwidth,
             (("eta", -1), ("quant", 1), ("routed", 1), *core),
         ),
-        (float(known.n_layers), (("layer_s", 1), *core)),
-        (float(known.n_expert_layers), (("expert_layer_s", 1), *core)),
-        (float(known.n_recurrent_layers), (("recurrent_layer_s", 1), *core)),
+        (2 * unpacked / plain_flops_s, (("unpack", -1), *core)),
+        (float(known.n_layers), (("layer_s", 1), *wait)),
+        (float(known.n_expert_layers), (("expert_layer_s", 1), *wait)),
+        (float(known.n_recurrent_layers), (("recurrent_layer_s", 1), *wait)),
         kv_part,
         (batch * laws.state_traffic_bytes(model) / bandwidth, (("state", -1),)),
     )

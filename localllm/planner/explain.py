@@ -136,12 +136,18 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(
             f"  experts      {_ms(terms.routed_s):>13}   {parts.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}"
         )
-    lines.append(f"  layers       {_ms(terms.layers_s):>13}   {layers} × {c['layer_s'] * 1e6:.0f} µs of launches")
+    unpacked_s, wait_us = terms.unpacked_s + terms.routed_unpacked_s, laws.launch_factor(c, hardware) * 1e6
+    if unpacked_s:
+        n_params = parts.dense_params + parts.routed_params
+        lines.append(
+            f"  unpacking    {_ms(unpacked_s):>13}   {n_params / 1e9:.3g} billion weights, to what is multiplied"
+        )
+    lines.append(f"  layers       {_ms(terms.layers_s):>13}   {layers} × {c['layer_s'] * wait_us:.0f} µs of launches")
     if experts:
-        lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * 1e6:.0f} µs")
+        lines.append(f"  routing      {_ms(terms.experts_s):>13}   {experts} × {c['expert_layer_s'] * wait_us:.0f} µs")
     if recurrent:
         lines.append(
-            f"  recurrent    {_ms(terms.recurrent_s + terms.state_s):>13}   {recurrent} × {c['recurrent_layer_s'] * 1e6:.0f} µs, "
+            f"  recurrent    {_ms(terms.recurrent_s + terms.state_s):>13}   {recurrent} × {c['recurrent_layer_s'] * wait_us:.0f} µs, "
             f"and {laws.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
         )
     work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""

@@ -125,6 +125,22 @@ _TFLOPS_PER_UNIT = {
     "jetson": 1.3, "strix-halo": 0.92, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "gcn": 0.44, "apu": 1.4,
     "arc": 1.3, "adreno": 0.5,
 }  # fmt: skip
+# GHz that GPUs run at, by generation (boost clocks of their datasheets; boards of one differ by less than the law can tell),
+# and of boards for machine rooms, which run slower than their kin: what is short and waited for, a launch or a small kernel,
+# takes as long as its clock says. Apple names no clocks: a core's TFLOP/s above, of 256 FLOP a tick, stand for them.
+REFERENCE_GHZ = 1.8
+_CLOCK_GHZ = {
+    "ada": 2.5, "blackwell": 2.5, "gb10": 2.4, "ampere": 1.75, "turing": 1.65, "pascal": 1.58, "hbm": 1.98, "jetson": 1.3,
+    "strix-halo": 2.9, "rdna4": 2.9, "rdna3": 2.45, "rdna2": 2.3, "cdna": 1.5, "gcn": 1.75, "arc": 2.4,
+}  # fmt: skip
+_BOARD_CLOCK_GHZ = (
+    (r"\bp100\b", 1.3),
+    (r"\bv100\b", 1.38),
+    (r"\ba30\b", 1.44),
+    (r"\ba100\b", 1.41),
+    (r"titan v", 1.45),
+    (r"\bl4\b", 2.04),
+)
 # One CPU core's matrix rate under llama.cpp's kernels (AVX2/NEON), order of magnitude; the benchmark corrects it.
 _TFLOPS_PER_CORE = 0.06
 
@@ -140,6 +156,16 @@ def nominal_tflops(device: Device, backend: str = "llamacpp") -> tuple[float, st
         return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
     return part_tflops(device.match or device.name, device.compute_units,
                        device.fp16_tflops.value if device.fp16_tflops else 0.0, engine=engine_of(device, backend))  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def clock_ghz(name: str) -> float:
+    """GHz of a part's GPU; `REFERENCE_GHZ` where nothing is known."""
+    vendor, kind, _ = generation(name)
+    if vendor == "apple":
+        return _TFLOPS_PER_UNIT.get(kind, 0.0) / 0.256 or REFERENCE_GHZ
+    boards = (ghz for pattern, ghz in _BOARD_CLOCK_GHZ if re.search(pattern, name.lower()))
+    return next(boards, _CLOCK_GHZ.get(kind, REFERENCE_GHZ))
 
 
 def part_tflops(name: str, units: float, datasheet: float = 0.0, *, engine: str = "") -> tuple[float, str]:

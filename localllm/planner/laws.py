@@ -1,7 +1,10 @@
 """The two laws of speed, term by term: seconds of one decode step, and of one prompt token, by cause.
 
-decode   t = [ (dense + r·routed) / (η·BW) + layers·a + expert layers·b + recurrent layers·c ] + KV read / (f·BW)
-             + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
+decode   t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
+             · (1.8 GHz / clock)^l ] + KV read / (f·BW)
+             + states read and written / (e·BW) + (sequences − 1)^0.9 · (2·P / (m·units) + layers·d)
+         weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing);
+         launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too
          on a CPU attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine:
          it takes whichever is longer, that or reading the KV
 prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
@@ -15,6 +18,7 @@ routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,12 +41,14 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 # Zen 5 cores and 1.2 on these.)
 _CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_LAID_OUT_GAIN = 1.1
+# Formats whose weights are multiplied as they lie.
+UNPACKED_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
 
 # What a sequence more costs grows slower than their number (kernels fill up), and their tokens are routed more alike than
 # chance: of the powers tried on llama-batched-bench's rows (2 to 32 sequences) these left the least (benchmarks/planner_fit.md).
-_FURTHER_POWER = 0.8
-_APART_POWER = 0.7
+_FURTHER_POWER = 0.9
+_APART_POWER = 0.5
 
 
 def further(n_sequences: int) -> float:
@@ -59,13 +65,16 @@ def apart(n_sequences: int) -> float:
 class Hardware:
     """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
-    then only reads its cache), and the share of those TFLOP/s that its power lets matrices have."""
+    then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
+    its TFLOP/s without units for matrices (0: as many)."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
     tflops: float
     n_cpu_cores: int = 0
     power_share: float = 1.0
+    clock_ghz: float = families.REFERENCE_GHZ
+    plain_tflops: float = 0.0
 
     @property
     def engine(self) -> str:
@@ -81,8 +90,12 @@ class Hardware:
 def hardware_of(device: Device, backend: str) -> Hardware:
     """`device` as `backend` uses it."""
     tflops, _ = families.nominal_tflops(device, backend)
-    share = power.share(families.part(device.match or device.name), device.compute_units)
-    return Hardware(families.device_keys(device, backend), bandwidth_of(device)[0], tflops, device.n_cpu_cores, share)
+    name = device.match or device.name
+    share = power.share(families.part(name), device.compute_units)
+    clock_ghz = families.REFERENCE_GHZ if device.accelerator == "cpu" else families.clock_ghz(name)
+    keys, bandwidth_gbps = families.device_keys(device, backend), bandwidth_of(device)[0]
+    plain_tflops, _ = families.nominal_tflops(device)
+    return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -104,6 +117,8 @@ class Terms:
 
     weights_s: float
     routed_s: float
+    unpacked_s: float
+    routed_unpacked_s: float
     layers_s: float
     experts_s: float
     recurrent_s: float
@@ -123,7 +138,8 @@ class Terms:
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        core = self.weights_s + self.routed_s + self.layers_s + self.experts_s + self.recurrent_s
+        core = self.weights_s + self.routed_s + self.unpacked_s + self.routed_unpacked_s
+        core += self.layers_s + self.experts_s + self.recurrent_s
         return core * self.mixture_factor + self.further_s + self.state_s + self.kv_s
 
 
@@ -153,12 +169,15 @@ def decode_terms(
         kv_s = max(kv_s, n_sequences * flops / (hardware.tflops * 1e12 * c["kv_mla"]))
     if is_cpu:
         kv_s = max(kv_s, n_sequences * flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
+    unpacked_s, wait = unpack_s(c, hardware, variant), launch_factor(c, hardware)
     return Terms(
         weights_s=parts.dense_bytes / (eta * bandwidth),
         routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
-        layers_s=known.n_layers * c["layer_s"],
-        experts_s=known.n_expert_layers * c["expert_layer_s"],
-        recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"],
+        unpacked_s=parts.dense_params * unpacked_s,
+        routed_unpacked_s=parts.step_routed_params(model, apart(n_sequences)) * unpacked_s,
+        layers_s=known.n_layers * c["layer_s"] * wait,
+        experts_s=known.n_expert_layers * c["expert_layer_s"] * wait,
+        recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"] * wait,
         further_s=_further_s(model, variant, hardware, n_sequences),
         state_s=n_sequences * state_traffic_bytes(model) / (bandwidth * c["state"]),
         kv_s=kv_s,
@@ -186,6 +205,18 @@ def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
     return min(0.98, gain * coefficients["eta"] / coefficients["quant"])
+
+
+def unpack_s(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
+    """Seconds a parameter's unpacking adds to reading it. (A processor's rate of reading has it in it.)"""
+    if hardware.engine == "cpu" or format_key(variant) in UNPACKED_FORMATS:
+        return 0.0
+    return 2 / ((hardware.plain_tflops or hardware.tflops) * 1e12 * coefficients["unpack"])
+
+
+def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
+    """How much longer what is launched takes on this clock than at `families.REFERENCE_GHZ`."""
+    return float(coefficients["clock"] ** -math.log(hardware.clock_ghz / families.REFERENCE_GHZ))
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:

@@ -163,9 +163,10 @@ def _divided_weights(terms: laws.Terms, share: places.Shares) -> float:
 
 
 def _divided_fixed(terms: laws.Terms, share: places.Shares) -> float:
-    """Seconds of launches and routing of the layers that are computed there."""
+    """Seconds of launches, routing and unpacking of the layers that are computed there."""
     layers = (terms.layers_s + terms.recurrent_s) * share.layers
-    return (layers + terms.experts_s * share.experts) * terms.mixture_factor
+    unpacked = terms.unpacked_s * share.dense + terms.routed_unpacked_s * share.experts
+    return (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
 
 
 def _host_basis(device: Device) -> str:

@@ -37,6 +37,12 @@ class Streamed:
         chosen = model.experts.n_active / model.experts.n_experts
         return self.dense_bytes + round(self.expert_pool_bytes * (1 - math.pow(1 - chosen, n_sequences)))
 
+    def step_routed_params(self, model: Model, n_sequences: float) -> float:
+        """Parameters of the experts that such a step touches."""
+        if not self.routed_bytes:
+            return float(self.routed_params)
+        return self.routed_params * (self.step_bytes(model, n_sequences) - self.dense_bytes) / self.routed_bytes
+
 
 # Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts. Attention of K
 # mixtures is one step above the base on average; MXFP4_MOE keeps them at 8 bits or so, and so do Unsloth's dynamic files
