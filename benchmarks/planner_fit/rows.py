@@ -207,11 +207,10 @@ def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> tup
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
         flops = sum(n * laws.attention_flops(layer, model.n_heads, int(depth)) for layer, n in known.groups)
         kv_part = (batch * flops / flops_s, (("kv_mla", -1),))
-    wait: Powers = (("clock", -math.log(families.clock_ghz(record["device"]) / families.REFERENCE_GHZ)), *core)
+    wait: Powers = (("clock", laws.lag(families.clock_ghz(record["device"]))), *core)
     plain_flops_s = families.part_tflops(record["device"], _units(record))[0] * 1e12
-    unpacked = parts.dense_params + parts.step_routed_params(model, laws.apart(batch))
-    if laws.format_key(variant) in laws.UNPACKED_FORMATS:
-        unpacked = 0
+    plain = laws.format_key(variant) in laws.PLAIN_FORMATS
+    unpacked = 0.0 if plain else parts.dense_params + parts.step_routed_params(model, laws.apart(batch))
     return (
         (parts.dense_bytes / bandwidth, (("eta", -1), ("quant", 1), *core)),
         (

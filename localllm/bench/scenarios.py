@@ -188,7 +188,7 @@ class Scenarios:
         every server: “ after two with SmolLM2's tokenizer. (Several tokens at once that are words were stood still for.)"""
         one = text.strip()
         several = len(one) == 1 and not one.isascii()
-        return gap / max(1, (several and self.counter.tokens_in(text)) or 1)
+        return gap / ((self.counter.tokens_in(text) if several else None) or 1)
 
     def run_cancel(self, t: Target) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""

@@ -65,18 +65,15 @@ def name(identity: str, tokens: Tokens, start: int, *, state: bool = False) -> s
 
 def size_bytes(identity: str, tokens: Tokens, start: int, data: bytes | memoryview, *, state: bool = False) -> int:
     """How large the block's file is."""
-    fixed = _MAGIC, _LENGTHS.pack(0, 0, 0), _header(identity, tokens, start, state), tokens.tobytes()
-    return sum(map(len, fixed)) + len(data) + _CHECKSUM.size
+    return len(_before(identity, tokens, start, len(data), state)) + len(data) + _CHECKSUM.size
 
 
 def pieces(
     identity: str, tokens: Tokens, start: int, data: bytes | memoryview, *, state: bool = False
 ) -> Iterator[bytes | memoryview]:
     """The file's content, in order and in pieces that each take a moment: one is hashed when it is asked for."""
-    header, line = _header(identity, tokens, start, state), tokens.tobytes()
-    before = b"".join([_MAGIC, _LENGTHS.pack(len(header), len(line), len(data)), header, line])
     checksum = 0
-    for content in (memoryview(before), memoryview(data)):
+    for content in (memoryview(_before(identity, tokens, start, len(data), state)), memoryview(data)):
         for at in range(0, len(content), _PIECE_BYTES):
             piece = content[at : at + _PIECE_BYTES]
             checksum = zlib.crc32(piece, checksum)
@@ -84,8 +81,10 @@ def pieces(
     yield _CHECKSUM.pack(checksum)
 
 
-def _header(identity: str, tokens: Tokens, start: int, state: bool) -> bytes:
-    return json.dumps({"identity": identity, "start": start, "stop": len(tokens), "state": state}).encode()
+def _before(identity: str, tokens: Tokens, start: int, n_data: int, state: bool) -> bytes:
+    header = json.dumps({"identity": identity, "start": start, "stop": len(tokens), "state": state}).encode()
+    line = tokens.tobytes()
+    return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(line), n_data), header, line])
 
 
 def read_index(path: Path, identity: str) -> Entry | None:

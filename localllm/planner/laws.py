@@ -42,7 +42,7 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 _CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_LAID_OUT_GAIN = 1.1
 # Formats whose weights are multiplied as they lie.
-UNPACKED_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
+PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
 
 # What a sequence more costs grows slower than their number (kernels fill up), and their tokens are routed more alike than
@@ -209,14 +209,19 @@ def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant:
 
 def unpack_s(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Seconds a parameter's unpacking adds to reading it. (A processor's rate of reading has it in it.)"""
-    if hardware.engine == "cpu" or format_key(variant) in UNPACKED_FORMATS:
+    if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
         return 0.0
     return 2 / ((hardware.plain_tflops or hardware.tflops) * 1e12 * coefficients["unpack"])
 
 
 def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
     """How much longer what is launched takes on this clock than at `families.REFERENCE_GHZ`."""
-    return float(coefficients["clock"] ** -math.log(hardware.clock_ghz / families.REFERENCE_GHZ))
+    return float(coefficients["clock"] ** lag(hardware.clock_ghz))
+
+
+def lag(clock_ghz: float) -> float:
+    """The exponent of the coefficient `clock`: 0 at `families.REFERENCE_GHZ`, more where the clock is slower."""
+    return -math.log(clock_ghz / families.REFERENCE_GHZ)
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:

@@ -31,9 +31,9 @@ class Told(threading.Event):
         return super().wait(timeout)
 
 
-def opened(directory: Path) -> tuple[DiskTier, Told]:
+def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
     """A tier whose engine is working, and the event its writer waits for."""
-    told = Told()
+    told = told or Told()
     tier = DiskTier(directory, "model", 10**9, _quiet=told)
     tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
     tier.working(True)
@@ -109,9 +109,7 @@ def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, m
     """A thread that hashes and writes a line in one go takes a processor from those who compute, for as long as that takes."""
     monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.0)
     watched = Watched()
-    tier = DiskTier(tmp_path, "model", 10**9, _quiet=watched)
-    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
-    tier.working(True)
+    tier, _ = opened(tmp_path, watched)
     watched.rests.clear()
     n_bytes = 8 * 2**20
     block = kept(tier, n_bytes // 2)
@@ -124,9 +122,7 @@ def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, m
 
 def test_what_somebody_waits_for_is_written_without_rests(tmp_path: Path) -> None:
     watched = Watched()
-    tier = DiskTier(tmp_path, "model", 10**9, _quiet=watched)
-    tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
-    tier.working(True)
+    tier, _ = opened(tmp_path, watched)
     tier.hurry(True)
     watched.rests.clear()
     assert written(kept(tier, 2**22).path)

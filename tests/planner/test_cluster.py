@@ -100,8 +100,7 @@ def test_published_speeds_of_two_machines_are_met() -> None:
     assert statistics.median(abs(r.error) for r in rows) <= 0.2
     assert statistics.median(abs(r.error) for r in writing) <= 0.15
     assert statistics.median(abs(r.error) for r in writing if not r.seen) <= 0.15
-    # A range that holds four of five holds as few as eleven of fourteen three times in ten.
-    assert sum(r.predicted.low <= r.measured <= r.predicted.high for r in writing) >= 0.78 * len(writing)
+    assert sum(r.predicted.low <= r.measured <= r.predicted.high for r in writing) >= 0.8 * len(writing)
 
 
 def test_rpc_costs_each_token_time_on_the_fastest_link_too() -> None:

@@ -14,8 +14,8 @@ def usable_cores(root: Path = _SYSTEM) -> int:
     `root`: where the system's own files begin."""
     import psutil
 
-    allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    logical = len(allowed) if allowed is not None else (os.cpu_count() or 1)
+    allowed = _allowed()
+    logical = processors()
     cores = min(logical, psutil.cpu_count(logical=False) or logical)
     fast = _performance_cores(root, allowed)
     if fast is not None:
@@ -25,6 +25,16 @@ def usable_cores(root: Path = _SYSTEM) -> int:
         # Threads that are stopped in the middle of a step, its quota spent, hold up all others.
         cores = min(cores, math.floor(quota + 0.5))
     return max(1, cores)
+
+
+def processors() -> int:
+    """Logical processors that this process may run on."""
+    allowed = _allowed()
+    return len(allowed) if allowed is not None else (os.cpu_count() or 1)
+
+
+def _allowed() -> set[int] | None:
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def cpu_quota(root: Path = _SYSTEM) -> float | None:

@@ -8,32 +8,22 @@ at rest on two processors a decode step of SmolLM2 took 18.7 ms and slept 680 ti
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 from typing import Any
 
-from localllm_backends.llamacpp.cores import usable_cores
+from localllm_backends.llamacpp.cores import processors
 
 # omp_pause_soft, OpenMP 5.0, section 2.11.8: what is given up comes back with the next parallel region.
 _SOFT = 1
 
 
-def release_helpers(n_threads: int | None) -> None:
-    """Let go of the helpers this thread computes with, if two callers of `n_threads` each (None: as many as is worth their while)
-    are more threads than processors; they are made anew (some 0.1 ms) when it computes next. Call it outside of any
-    computation. Does nothing where another library than GNU's is used, or none."""
+def release_helpers(n_threads: int) -> None:
+    """Let go of the helpers this thread computes with, if two callers of `n_threads` each are more threads than processors;
+    they are made anew (some 0.1 ms) when it computes next. Call it outside of any computation. Does nothing where another
+    library than GNU's is used, or none."""
     library = _libgomp()
-    if library is not None and 2 * (n_threads or _cores()) > _processors():
+    if library is not None and 2 * n_threads > processors():
         library.omp_pause_resource_all(_SOFT)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@cache
-def _cores() -> int:
-    return usable_cores()
 
 
 @cache
