@@ -107,7 +107,7 @@ def _ours(wanted: Wanted, model: Path) -> Server:
 def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> tuple[Server, str]:
     """llama.cpp's own server, of the same release as the llama.cpp that ours runs on. Its slots share the context, as ours
     do."""
-    program = wanted.llama_server or _built()
+    program = wanted.llama_server or built("llama-server")
     port = free_port()
     command = [
         str(program), "-m", str(wanted.model), "--host", "127.0.0.1", "--port", str(port), "-t", str(wanted.threads),
@@ -121,33 +121,31 @@ def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> t
     return server, f"{said}, {' '.join(options)}".rstrip(", ")
 
 
-def _built() -> Path:
-    """llama-server, compiled once from the sources that llama-cpp-python's own release carries (some minutes)."""
+def built(name: str) -> Path:
+    """A program of llama.cpp, compiled once from the sources that llama-cpp-python's own release carries (some minutes)."""
     release = _version("llama-cpp-python")
     folder = _FOLDER / f"llama.cpp-{release}"
-    program = folder / "build" / "bin" / "llama-server"
+    build = folder / "build"
+    program = build / "bin" / name
     if program.exists():
         return program
     if shutil.which("cmake") is None:
-        raise NotHereError("llama-server: cmake, which builds it, is not installed")
-    print(f"building llama-server of llama-cpp-python {release}: some minutes, once …", file=sys.stderr, flush=True)
+        raise NotHereError(f"{name}: cmake, which builds it, is not installed")
+    print(f"building {name} of llama-cpp-python {release}: some minutes, once …", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    _run("llama-server", [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
-        "-d", str(folder), f"llama-cpp-python=={release}",
-    ])  # fmt: skip
-    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
+    if not any(folder.glob("llama_cpp_python-*/")):
+        _run(name, [
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
+            "-d", str(folder), f"llama-cpp-python=={release}",
+        ])  # fmt: skip
+        with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
     sources = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    build = folder / "build"
-    _run("llama-server", [
+    _run(name, [
         "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF",
         "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_CURL=OFF",
     ])  # fmt: skip
-    _run(
-        "llama-server",
-        ["cmake", "--build", str(build), "--target", "llama-server", "--parallel", str(os.cpu_count() or 1)],
-    )
+    _run(name, ["cmake", "--build", str(build), "--target", name, "--parallel", str(os.cpu_count() or 1)])
     return program
 
 

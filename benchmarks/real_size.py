@@ -1,7 +1,7 @@
 """Models of true size without their weights: is memory what was planned, and speed what was predicted?
 
 python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512] [--rounds 3]
-                               [--threads 0] [--keep]
+                               [--threads 0] [--beside 3] [--keep]
 python -m benchmarks.real_size --list
 
 The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings and
@@ -10,7 +10,8 @@ ones are, with every token sent to other experts. What they say is nonsense. Eac
 backend's plain loop, with random tokens. Where the plan says no, the reason is printed and nothing is loaded.
 
 Timings of a shared machine are noise: the load at start and end is printed beside them, and decode and prefill are taken
-in turns.
+in turns. With --beside N llama.cpp's own llama-bench has as many turns, one program at a time in memory, and what is
+printed is our figure over its, turn by turn.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +117,19 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 
 
 def planned(path: Path, context: int) -> tuple[Any, Any, Any]:
-    """(device, model, plan) of `path` on this machine, for one request at a time."""
-    from localllm.device.detect import detect
-    from localllm.planner.plan import Overrides, plan_for
+    """(device, model, plan) of `path` on this machine, for one request at a time, by what `localllm bench` measured here."""
+    from localllm.cli.asked import machine_of
+    from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
-    from localllm_catalog import from_gguf, gguf
+    from localllm_catalog import catalog, from_gguf, gguf
 
     model = from_gguf.model_from_gguf(gguf.read(path))
-    device = detect(measure=True)
+    device, known = machine_of(None, None, catalog.load())
     workload = Workload(context=context)
     return (
         device,
         model,
-        plan_for(device, model, model.variants[0], workload, overrides=Overrides(slots=4, kv_type="f16")),
+        plan_for(device, model, model.variants[0], workload, overrides=replace(known, slots=4, kv_type="f16")),
     )
 
 
@@ -140,6 +142,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     if plan.fits == "no":
         return {**found, "refused": why.does_not_fit(plan, device)}
     from localllm.cli.launch import load_spec
+    from localllm_backends.contract import Chunk
     from localllm_backends.llamacpp import backend_type
 
     backend_type.vocabulary(str(path))  # the libraries are in memory before what is weighed
@@ -147,6 +150,10 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     backend = backend_type.load(load_spec(str(path), plan.settings, n_threads=options.threads))
     found["load_s"] = time.perf_counter() - started
+    sequence = backend.new_sequence()
+    backend.step([Chunk(sequence, [0], outputs=1)]).argmax(0)
+    backend.drop(sequence)
+    found["first_token_s"] = time.perf_counter() - started
     found["predicted_load_s"] = plan.load_s.value
     found["places_gb"] = {k: v / 1e9 for k, v in backend.memory().places.items()}
     prefill, decode = _rates(backend, options, model.vocab_size)
@@ -157,6 +164,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         found[f"{name}_tok_s"] = statistics.median(rates)
         found[f"{name}_rounds"] = rates
         found[f"{name}_predicted"] = [said.low, said.value, said.high]
+    found["n_ubatch"] = plan.settings.n_ubatch
     backend.close()
     return found
 
@@ -194,6 +202,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0 = as served; 1 where others keep the cores busy")
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="N turns of llama-bench, and ours as often")
     parser.add_argument("--keep", action="store_true", help="keep the files")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
@@ -226,13 +235,51 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
     said = [f"--{key}={getattr(options, key)}" for key in ("context", "prompt", "decode", "rounds", "threads")]
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "benchmarks.real_size", f"--here={path}", *said]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, float]] = []
+    for _ in range(max(1, options.beside)):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(
+                f"\n{name}: failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}"
+            )
+            return
+        ours.append(json.loads(done.stdout.splitlines()[-1]))
+        if options.beside and "load_s" in ours[-1]:
+            theirs.append(llama_bench(path, options, ours[-1]["n_ubatch"]))
     print(f"\n{name}: load average {load:.1f} at start, {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} cores")
-    if done.returncode:
-        print(f"  failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
-        return
-    for key, value in json.loads(done.stdout.splitlines()[-1]).items():
+    for key, value in ours[-1].items():
         print(f"  {key:24} {_shown(value)}", flush=True)
+    for key in theirs[-1] if theirs else ():
+        pairs = [(mine[key], its[key]) for mine, its in zip(ours, theirs, strict=True)]
+        ratio = statistics.median(a / b for a, b in pairs)
+        turns = ", ".join(f"{a:.3g}/{b:.3g}" for a, b in pairs)
+        print(f"  {key:24} {ratio:.3f} x llama-bench's ({turns})", flush=True)
+
+
+def llama_bench(path: Path, options: argparse.Namespace, n_ubatch: int) -> dict[str, float]:
+    """What llama-bench says of `path` with the same prompt, micro-batch and threads: prefill and decode in tokens per
+    second, and seconds from its start to a first token, loading included."""
+    from benchmarks.peers_setup import built
+
+    program = built("llama-bench")
+    threads = options.threads or len(os.sched_getaffinity(0))
+    command = [str(program), "-m", str(path), "-t", str(threads), "-ub", str(n_ubatch), "-o", "json"]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
+
+    def run(*more: object) -> list[dict[str, Any]]:
+        whole = [*command, *(str(word) for word in more)]
+        done = subprocess.run(whole, capture_output=True, text=True, check=True, env=environment)
+        return list(json.loads(done.stdout))
+
+    started = time.perf_counter()
+    run("-p", 0, "-n", 1, "-r", 1, "--no-warmup")
+    first = time.perf_counter() - started
+    tests = run("-p", options.prompt, "-n", options.decode, "-r", options.rounds)
+    rates = {
+        "prefill_tok_s" if test["n_prompt"] else "decode_tok_s": statistics.median(test["samples_ts"]) for test in tests
+    }
+    return {**rates, "first_token_s": first}
 
 
 def _shown(value: Any) -> str:

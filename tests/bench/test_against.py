@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,9 +34,11 @@ from support.http_server import running_server
 
 @dataclass
 class Said:
-    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these fields."""
+    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these fields. `answer`: what
+    it says to a request, where that is not the same every time."""
 
     pieces: list[str] = field(default_factory=lambda: ["word "] * 12)
+    answer: Callable[[dict[str, Any]], Iterable[str]] | None = None
     usage: dict[str, Any] | None = None
     refuses: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +67,7 @@ def scripted(said: Said) -> Iterator[str]:
                 self._answer(200, {"choices": []})
             else:
                 said.bodies.append(body)
-                self._stream()
+                self._stream(said.answer(body) if said.answer else said.pieces)
 
         def _answer(self, status: int, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()
@@ -73,10 +76,10 @@ def scripted(said: Said) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        def _stream(self) -> None:
+        def _stream(self, pieces: Iterable[str]) -> None:
             self.send_response(200)
             self.end_headers()
-            for piece in said.pieces:
+            for piece in pieces:
                 chunk = {"choices": [{"delta": {"content": piece}}]}
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
                 self.wfile.flush()
@@ -167,6 +170,39 @@ def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_
     assert scenarios._per_token_s(0.3, " …") == pytest.approx(0.1)
     assert scenarios._per_token_s(0.3, "so …") == 0.3
     assert scenarios._per_token_s(0.3, "a") == 0.3
+
+
+def test_a_story_that_ends_before_the_newcomer_comes_is_followed_by_another() -> None:
+    stories: list[str] = []
+    answered = threading.Event()
+
+    def answer(body: dict[str, Any]) -> Iterator[str]:
+        text = body["messages"][-1]["content"]
+        if not text.startswith("Long story"):
+            yield from ["word "] * 8
+            answered.set()
+            return
+        stories.append(text)
+        for i in range(20 if len(stories) == 1 else 100):
+            if i == 70:
+                answered.wait(30)
+            time.sleep(0.001)
+            yield "word "
+
+    with scripted(Said(answer=answer)) as url:
+        found = against.run([against.target_of(url)], ["stall"], 1)
+    assert not found.faults
+    assert len(set(stories)) == 2
+    assert found.to_json()["tables"][0]["values"]
+
+
+def test_stories_that_all_end_too_soon_are_a_fault() -> None:
+    said = Said()
+    with scripted(said) as url:
+        found = against.run([against.target_of(url)], ["stall"], 1)
+    assert any("ended after [12, 12, 12] pieces" in fault for fault in found.faults)
+    assert len(said.bodies) % 3 == 0
+    assert all(body["messages"][-1]["content"].startswith("Long story") for body in said.bodies), "nobody came in vain"
 
 
 def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
