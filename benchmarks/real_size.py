@@ -61,7 +61,7 @@ def vocabulary(writer: Any, n_tokens: int) -> None:
 
 
 def fill(path: Path) -> None:
-    """Random embeddings and routers and norms of one in a file of holes: enough that tokens differ and are routed apart."""
+    """Random embeddings and routers and norms and scales of one in a file of holes: enough that tokens differ and are routed apart."""
     import numpy as np
 
     from localllm_catalog import gguf as header_of
@@ -77,9 +77,9 @@ def fill(path: Path) -> None:
                 for start in range(0, n_rows, 4096):
                     some = rng.integers(0, _POOL_ROWS, size=min(4096, n_rows - start))
                     f.write(b"".join(pool[i] for i in some))
-            elif "ffn_gate_inp." in tensor.name:
+            elif "ffn_gate_inp.weight" in tensor.name:
                 f.write(rng.standard_normal(tensor.n_bytes // 4).astype(np.float32).tobytes())
-            elif len(tensor.shape) == 1 and "norm" in tensor.name:
+            elif len(tensor.shape) == 1 and any(word in tensor.name for word in ("norm", "scale", "rope_freqs")):
                 f.write(np.ones(tensor.n_bytes // 4, dtype=np.float32).tobytes())
 
 
@@ -164,7 +164,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         found[f"{name}_tok_s"] = statistics.median(rates)
         found[f"{name}_rounds"] = rates
         found[f"{name}_predicted"] = [said.low, said.value, said.high]
-    found["n_ubatch"] = plan.settings.n_ubatch
+    found["n_ubatch"] = plan.settings.n_batch
     backend.close()
     return found
 
@@ -211,21 +211,22 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Make each named file, run it in a process of its own, print what was planned beside what was."""
-    from models import sparse_gguf
+    from models import sparse_gemma4, sparse_gguf
 
-    options = _parser(list(sparse_gguf.SHAPES)).parse_args()
+    known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
+    options = _parser(list(known)).parse_args()
     if options.here is not None:
         print(json.dumps(run_here(options.here, options)))
         return
     if options.list or not options.names:
-        print("\n".join(sparse_gguf.SHAPES))
+        print("\n".join(known))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = options.folder if options.keep and options.folder else Path(temporary)
         for name in options.names:
             path = folder / f"{name}.gguf"
             if not path.exists():
-                fill(sparse_gguf.write(sparse_gguf.SHAPES[name], folder, vocabulary))
+                fill(sparse_gguf.write(known[name], folder, vocabulary))
             _report(name, path, options)
             if not options.keep:
                 path.unlink()

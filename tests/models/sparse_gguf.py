@@ -39,6 +39,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     kv_heads_per_layer: tuple[int, ...] = ()
     quant: str = "Q4_K"
+    expert_quant: str = ""  # where the experts have another
     layers: Callable[[Shape], Iterator[Tensor]] | None = None  # where _LAYERS does not know the architecture
 
 
@@ -265,7 +266,7 @@ def tensors(s: Shape) -> list[Tensor]:
 def _type_of(s: Shape, name: str, dims: tuple[int, ...]) -> gguf.GGMLQuantizationType:
     if len(dims) == 1 or "_inp" in name or "conv1d" in name or "shortconv.conv" in name or name.endswith("bias"):
         return _SMALL
-    wanted = gguf.GGMLQuantizationType[s.quant]
+    wanted = gguf.GGMLQuantizationType[s.expert_quant if s.expert_quant and "_exps." in name else s.quant]
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     return wanted if dims[0] % block == 0 else gguf.GGMLQuantizationType.Q8_0
 
@@ -416,11 +417,11 @@ SHAPES: dict[str, Shape] = {
         ),
         Shape(
             "gpt-oss-20b", "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088,
-            experts=32, experts_used=4, expert_ff=2880, window=128, quant="Q8_0",
+            experts=32, experts_used=4, expert_ff=2880, window=128, quant="Q8_0", expert_quant="MXFP4",
         ),
         Shape(
             "gpt-oss-120b", "gpt-oss", 36, 2880, 2880, 64, 8, 64, 201088,
-            experts=128, experts_used=4, expert_ff=2880, window=128, quant="Q8_0",
+            experts=128, experts_used=4, expert_ff=2880, window=128, quant="Q8_0", expert_quant="MXFP4",
         ),
         Shape(
             "deepseek-v2-lite", "deepseek2", 27, 2048, 10944, 16, 1, 192, 102400,

@@ -15,7 +15,7 @@ from localllm_backends.llamacpp import backend_type, plan_probe
 from localllm_backends.llamacpp.plan_probe import Planned, ProbeSettings
 from localllm_catalog import from_gguf, gguf
 from localllm_catalog.types import Model
-from models import sparse_gguf, tiny_gguf
+from models import sparse_gemma4, sparse_gguf, tiny_gguf
 
 CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")
@@ -25,11 +25,12 @@ GRID = [
 ]
 # llama.cpp's graph of this hybrid takes it a second to plan, eighteen times.
 LONG = {"qwen3.5-27b"}
+SHAPES = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
 _LOG_ROUNDING = 0.00501 * memory.MIB
 
 
 def shapes() -> list[object]:
-    return [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in sparse_gguf.SHAPES]
+    return [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in SHAPES]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(name: str, files: Path) -> tuple[Model, Path]:
-    path = sparse_gguf.write(sparse_gguf.SHAPES[name], files)
+    path = sparse_gguf.write(SHAPES[name], files)
     return from_gguf.model_from_gguf(gguf.read(path)), path
 
 
