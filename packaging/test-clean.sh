@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the wheel and the sdist into clean environments and uses them from an empty home: for each Python named (default:
 # every one from 3.11 on that is found), with the newest dependencies, and on 3.11 also with the oldest.
-# PIP_FIND_LINKS=DIR saves the builds of llama-cpp-python. WORK=DIR keeps the environments.
+# WORK=DIR keeps the environments, and the build of llama-cpp-python.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 fail() { printf 'error: %s: %s\n' "$LABEL" "$*" >&2; exit 1; }
 
 # What a person does with it, from a folder that is not the checkout and a home with nothing in it. In a shell of its own: the
-# empty home must not hide pip's cache from the next environment, which would compile llama.cpp once more.
+# empty home must not hide pip's cache from the next environment.
 use() (
 	BIN=$1
 	HOME=$WORK/home-$LABEL
@@ -72,6 +72,10 @@ for python; do
 		"$python" -m venv --clear "$WORK/build"
 		"$WORK/build/bin/python" -m pip --disable-pip-version-check install --quiet 'build>=1.2,<2'
 		"$WORK/build/bin/python" -m build --outdir "$WORK/dist" . >/dev/null
+		say "building llama-cpp-python, whose wheel is the same for every Python"
+		"$WORK/build/bin/python" -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir "$WORK/wheels" \
+			"$(sed -n 's/^  "\(llama-cpp-python[^"]*\)",*$/\1/p' pyproject.toml)"
+		export PIP_FIND_LINKS="$WORK/wheels${PIP_FIND_LINKS:+ $PIP_FIND_LINKS}"
 		built=yes
 		make "sdist-$(basename "$python")" "$python" "$WORK"/dist/localllm-*.tar.gz
 	fi

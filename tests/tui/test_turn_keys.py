@@ -11,7 +11,7 @@ from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.turn import TurnView
 from tui.conftest import Driver
-from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
+from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer, UntilGone
 
 
 @pytest.fixture
@@ -51,6 +51,28 @@ def test_the_footer_names_the_key_for_versions_where_there_are_some(
         await d.until(lambda: "←→ version" in d.screen())
         await d.press("up")
         await d.until(lambda: "←→ version" not in d.screen())
+
+    drive(play, resume=conversation)
+
+
+def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_being_written(
+    drive: Any, server: ScriptedServer, conversation: str
+) -> None:
+    server.answer("another")
+    server.play(Say("half of it"), UntilGone())
+
+    async def play(d: Driver) -> None:
+        await d.press("f2", "r")
+        await d.until(lambda: "another" in d.screen() and not d.app.answering)
+        await d.send("and now?")
+        await d.until(lambda: "half of it" in d.screen())
+        await d.press("f2", "up")
+        await d.until(lambda: "←→ version" in d.screen())
+        await d.press("left")
+        await d.until(lambda: "was stopped; g at its turn goes on with it" in " ".join(d.screen().split()))
+        assert not d.app.answering
+        await d.press("right")
+        await d.until(lambda: "half of it" in d.screen())
 
     drive(play, resume=conversation)
 

@@ -77,8 +77,9 @@ class LineChat:
         if picked.isdigit() and 1 <= int(picked) <= len(found):
             await self.open(Session(self.history, self.model, conv_id=found[int(picked) - 1].id))
 
-    async def stop_answer(self) -> None:
+    async def stop_answer(self) -> bool:
         """Nothing runs while a command is typed."""
+        return False
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
         self.wanted = self.session.answer(to, goes_on=goes_on)

@@ -70,8 +70,8 @@ class Chat(Protocol):
         """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
         ...
 
-    async def stop_answer(self) -> None:
-        """Stop the answer, if there is one, and wait until what came is on disk."""
+    async def stop_answer(self) -> bool:
+        """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""
         ...
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:

@@ -12,9 +12,10 @@ from localllm_tui.control.texts import code_blocks, typed_in
 
 async def run(chat: Chat, what: str, turn: StoredMessage, argument: int = 0) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
-    if what not in ("copy", "code"):
-        await chat.stop_answer()
+    stopped = what not in ("copy", "code") and await chat.stop_answer()
     await _DONE[what](chat, turn, argument)
+    if stopped and what in ("version", "branch"):  # a key for looking around: nobody asked for that
+        await chat.say("the answer that was being written was stopped; g at its turn goes on with it")
 
 
 async def _edit(chat: Chat, turn: StoredMessage, _: int) -> None:

@@ -242,14 +242,17 @@ class AskingScreen(FramedScreen):
     def _compacts(self) -> bool:
         return self.client.compacts or self._session.compacts
 
-    async def stop_answer(self) -> None:
-        """Stop the answer, if there is one, and wait until what came is on disk."""
+    async def stop_answer(self) -> bool:
+        """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""
         worker, answering = self._worker, self._answering
-        if worker is not None and answering is not None:
-            if not answering.closed:  # else it is only being drawn to its end
-                worker.cancel()
-            with suppress(WorkerCancelled):
-                await worker.wait()
+        if worker is None or answering is None:
+            return False
+        being_written = not answering.closed  # else it is only being drawn to its end
+        if being_written:
+            worker.cancel()
+        with suppress(WorkerCancelled):
+            await worker.wait()
+        return being_written
 
     def _not_saved(self, e: LocalLLMError) -> None:
         """A full disk must not cost the answer on screen; once is enough to say it."""
