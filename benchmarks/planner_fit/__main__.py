@@ -32,7 +32,7 @@ CPU = {
     },
     "prefill": {
         "matmul": 0.9, "attention": 0.4, "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 95e-6,
-        "recurrent_layer_s": 95e-6, "scan": 0.2, "moe": 1.5,
+        "recurrent_layer_s": 95e-6, "scan": 0.2, "moe": 1.5, "clock": math.e,
     },
 }  # fmt: skip
 

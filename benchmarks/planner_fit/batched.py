@@ -10,7 +10,6 @@ import numpy as np
 
 from benchmarks.planner_fit.fit import Design, Fit, Floats, seconds
 from benchmarks.planner_fit.rows import Row, rows
-from localllm.planner import laws
 
 
 def extended(single: Sequence[Row]) -> Design:
@@ -27,17 +26,7 @@ def law_of(design: Design, decode: Fit) -> Design:
 
 
 def _row(row: Row, step_s: float) -> Row:
-    more = laws.further(row.batch)
-    moe = (("moe", 1),) if row.moe else ()
-    return replace(
-        row,
-        parts=(
-            (step_s, ()),
-            (more * row.token_s, (("many", -1), *moe)),
-            (more * row.n_layers, (("row_s", 1),)),
-            (more * row.n_recurrent, (("recurrent_row_s", 1),)),
-        ),
-    )
+    return replace(row, parts=((step_s, ()), *row.further))
 
 
 def leave_out(single: Sequence[Row], unit: Callable[[Row], object]) -> tuple[Sequence[Row], Floats]:

@@ -25,11 +25,12 @@ BASE = {
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
-        "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5,
+        "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5, "tile": 16.0, "activations": 1.0, "mask_s": 2e-9,
+        "clock": math.e,
     },
     "batched": {"many": 0.2, "row_s": 5e-6, "recurrent_row_s": 1e-5, "moe": 1.0},
 }  # fmt: skip
-_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.3}
+_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.3, "activations": 0.5}
 # Prior standard deviations of effects, in ln, by level of key. What is not named does not move. Chosen one at a time by the
 # errors on devices and files that were left out; on most, less freedom than the rows of a level would fill was better.
 PRIORS = {
@@ -42,14 +43,16 @@ PRIORS = {
         "quant": {"quant": 0.12},
     },
     "prefill": {
-        "engine": {"matmul": 1.08, "attention": 0.68, "eta": 0.81, "layer_s": 0.90, "expert_layer_s": 0.81},
-        "generation": {"matmul": 0.45, "attention": 0.60, "eta": 1.08, "layer_s": 0.30, "expert_layer_s": 1.08},
-        "tier": {"matmul": 0.08, "attention": 0.15, "layer_s": 0.30, "expert_layer_s": 0.15},
+        "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90, "expert_layer_s": 0.81},
+        "generation": {"matmul": 0.45, "attention": 0.60, "eta": 1.08, "layer_s": 0.30, "expert_layer_s": 1.08,
+                       "scan": 0.40},
+        "arithmetic": {"matmul": 0.45},
+        "tier": {"matmul": 0.08, "attention": 0.08, "layer_s": 0.50, "expert_layer_s": 0.15},
         "part": {"matmul": 0.09},
-        "era": {"matmul": 0.15, "attention": 0.30, "eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.30,
+        "era": {"matmul": 0.25, "attention": 0.30, "eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.50,
                 "recurrent_layer_s": 0.30, "moe": 0.20},
-        "own era": {"matmul": 1.40, "attention": 0.40},
-        "quant": {"quant": 0.12},
+        "own era": {"matmul": 1.40, "attention": 0.22},
+        "quant": {"quant": 0.065},
     },
     "batched": {"engine": {"many": 0.70, "row_s": 0.70}},
 }  # fmt: skip
@@ -67,8 +70,8 @@ Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]
 
 
 def level(key: str) -> str:
-    """What kind of thing a key names: engine, generation, tier, part, quant, era (of an engine) and own era (of its kernels
-    for one generation of chips), or "" (moves nothing)."""
+    """What kind of thing a key names: engine, arithmetic (what emulates a number type), generation, tier, part, quant, era (of
+    an engine) and own era (of its kernels for one generation of chips), or "" (moves nothing)."""
     kind = key.partition(":")[0]
     if kind == "quant":
         return "quant"
@@ -81,6 +84,8 @@ def level(key: str) -> str:
     head = key.split(".")[0]
     if "-" not in head:
         return "engine"
+    if head == "apple-emulated-bf16":
+        return "arithmetic"
     return "tier" if head in ("apple-base", "apple-pro", "apple-max", "apple-ultra") else "generation"
 
 

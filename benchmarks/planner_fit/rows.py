@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from localllm.device import table
-from localllm.planner import families, laws, power
-from localllm.planner.facts import facts
+from localllm.planner import families, laws, power, prefill_law
 from localllm.planner.streams import streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -23,14 +22,15 @@ ERAS = ("2023", "2024", "2025a", "2025b", "2026")
 TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
 
-Powers = tuple[tuple[str, float], ...]
+Powers = laws.Powers
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one prompt token.
 
-    `token_s`: what one token's arithmetic takes at the machine's nominal rate.
+    `token_s`: what one token's arithmetic takes at the machine's nominal rate. `further`: what the sequences beside the first
+    add, in the terms of their law.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Row:
     batch: int = 1
     token_s: float = 0.0
     n_layers: int = 0
-    n_recurrent: int = 0
+    further: tuple[tuple[float, Powers], ...] = ()
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -184,70 +184,48 @@ def _era(record: dict[str, str], model: Model) -> str:
     return max(record["era"], min(born, TODAY))
 
 
-def _row(
-    record: dict[str, str], model: Model, variant: Variant, keys: Sequence[str], parts: tuple[tuple[float, Powers], ...]
-) -> Row:
+def _row(record: dict[str, str], model: Model, variant: Variant, parts: Sequence[laws.Part]) -> Row:
+    hardware = _hardware(record)
     return Row(
         record["device"], record["engine"], model.id, variant.quant, bool(model.experts),
-        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]), tuple(keys), parts, record["source"],
-        _era(record, model), _batch(record), 2 * _active(model, variant) / _flops_s(record), len(model.layers),
-        facts(model).n_recurrent_layers,
+        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]), hardware.keys_for(variant),
+        _plain(parts), record["source"], _era(record, model), _batch(record),
+        2 * _active(model, variant) / _flops_s(record), len(model.layers),
+        _plain(laws.further_parts(model, variant, hardware, _batch(record))),
     )  # fmt: skip
 
 
-def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> tuple[tuple[float, Powers], ...]:
+def _plain(parts: Iterable[laws.Part]) -> tuple[tuple[float, Powers], ...]:
+    return tuple((part.value, part.powers) for part in parts)
+
+
+def _hardware(record: dict[str, str]) -> laws.Hardware:
+    name, units = record["device"], _units(record)
+    return laws.Hardware(
+        families.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
+        power_share=power.share(families.part(name), units), clock_ghz=families.clock_ghz(name),
+        plain_tflops=families.part_tflops(name, units)[0],
+    )  # fmt: skip
+
+
+def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
-    parts, known = streamed(model, variant), facts(model)
-    batch = _batch(record)
-    bandwidth = float(record["bandwidth_gbps"]) * 1e9
-    core: Powers = (("moe", 1),) if model.experts else ()
-    flops_s = _flops_s(record)
-    kv_part: tuple[float, Powers] = (batch * laws.kv_read_bytes(model, int(depth)) / bandwidth, (("kv", -1),))
-    if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
-        flops = sum(n * laws.attention_flops(layer, model.n_heads, int(depth)) for layer, n in known.groups)
-        kv_part = (batch * flops / flops_s, (("kv_mla", -1),))
-    wait: Powers = (("clock", laws.lag(families.clock_ghz(record["device"]))), *core)
-    plain_flops_s = families.part_tflops(record["device"], _units(record))[0] * 1e12
-    plain = laws.format_key(variant) in laws.PLAIN_FORMATS
-    unpacked = 0.0 if plain else parts.dense_params + parts.step_routed_params(model, laws.apart(batch))
-    return (
-        (parts.dense_bytes / bandwidth, (("eta", -1), ("quant", 1), *core)),
-        (
-            (parts.step_bytes(model, laws.apart(batch)) - parts.dense_bytes) / bandwidth,
-            (("eta", -1), ("quant", 1), ("routed", 1), *core),
-        ),
-        (2 * unpacked / plain_flops_s, (("unpack", -1), *core)),
-        (float(known.n_layers), (("layer_s", 1), *wait)),
-        (float(known.n_expert_layers), (("expert_layer_s", 1), *wait)),
-        (float(known.n_recurrent_layers), (("recurrent_layer_s", 1), *wait)),
-        kv_part,
-        (batch * laws.state_traffic_bytes(model) / bandwidth, (("state", -1),)),
-    )
+    parts = laws.decode_parts(model, variant, _hardware(record), depth=int(depth), n_sequences=_batch(record))
+    return tuple(parts.values())
 
 
-def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> tuple[tuple[float, Powers], ...]:
+def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
     length = re.match(r"pp(\d+)", record["test"])
     tokens = int(length.group(1)) if length else 2048
     depth = int(float(record["depth"] or 0))
     if record["test"] == "prefill" and depth:  # a whole prompt of that length, where llama-bench's are a chunk after it
         tokens, depth = depth, 0
-    flops_s, held = _flops_s(record), power.share(families.part(record["device"]), _units(record))
-    batch = max(1, min(tokens, 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)))
-    parts, known = streamed(model, variant), facts(model)
-    moe: Powers = (("moe", 1),) if model.experts else ()
-    weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
-    attention = sum(laws.attention_flops(layer, model.n_heads, depth + (tokens + batch) / 2) for layer in model.layers)
-    bandwidth = float(record["bandwidth_gbps"]) * 1e9
-    return (
-        (2 * weights / (flops_s * held), (("matmul", -1), ("quant", 1), *moe)),
-        (attention / flops_s, (("attention", -1),)),
-        (parts.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
-        (known.n_layers / batch, (("layer_s", 1),)),
-        (known.n_expert_layers / batch, (("expert_layer_s", 1),)),
-        (known.n_recurrent_layers / batch, (("recurrent_layer_s", 1),)),
-        (laws.scan_flops(model) / flops_s, (("scan", -1),)),
-    )
+    batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
+    parts = prefill_law.prefill_parts(
+        model, variant, _hardware(record), prompt_tokens=tokens, depth=depth, n_batch=batch
+    )  # fmt: skip
+    return tuple(parts.values())
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:
@@ -266,8 +244,12 @@ def rows(law: str, *, batched: bool = False) -> list[Row]:
             variant = variant_of(model, record["quant"], record["file_bytes"], mlx=mlx)
             if variant is None:
                 continue
-            hardware = families.hardware_keys(record["device"], record["engine"])
-            keys = (*hardware, laws.format_key(variant))
-            parts = (_decode_parts if law == "decode" else _prefill_parts)(record, model, variant)
-            found.append(_row(record, model, variant, keys, parts))
+            found.append(
+                _row(
+                    record,
+                    model,
+                    variant,
+                    (_decode_parts if law == "decode" else _prefill_parts)(record, model, variant),
+                )
+            )
     return found

@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import families, laws, memory, places, quality, speed, tables
+from localllm.planner import families, laws, memory, places, prefill_law, quality, speed, tables
 from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan, Range
@@ -172,14 +172,16 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     tflops, basis = families.nominal_tflops(device, plan.backend)
     hardware = laws.hardware_of(device, plan.backend)
-    terms = laws.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
+    terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     lines = [
         "prompt, per token of 2,048",
         f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {terms.flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
         f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
         *([f"  recurrent    {terms.scan_s * 1e6:>10.1f} µs   states taken forward"] if terms.scan_s else []),
+        f"  activations  {terms.activations_s * 1e6:>10.1f} µs   {terms.activation_bytes / 1e6:.1f} MB between the matrices",
         f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
+        *([f"  mask         {terms.mask_s * 1e6:>10.1f} µs   written by the processor"] if terms.mask_s else []),
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
     ]

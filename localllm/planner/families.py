@@ -32,6 +32,9 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
 
 # Parts whose cores, and so whose kernels, are those of another generation; memory and clocks are their own.
 _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
+# M1 and M2 have no bfloat16, which MLX's published files compute in: it is emulated. The same files with float16 read prompts
+# a fifth to a third faster there (github.com/jundot/omlx/issues/604, github.com/raullenchai/Rapid-MLX/issues/3154).
+_EMULATES_BF16 = ("m1", "m2")
 
 
 @lru_cache(maxsize=1024)
@@ -76,6 +79,8 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
         keys.append(f"{vendor}.{engine}")
     if gen in _KERNELS_OF:
         keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
+    if engine == "mlx" and gen in _EMULATES_BF16:
+        keys.append(f"{vendor}-emulated-bf16.{engine}")
     if gen:
         keys.append(f"{vendor}-{gen}.{engine}")
     if tier:

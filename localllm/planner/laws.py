@@ -1,16 +1,13 @@
-"""The two laws of speed, term by term: seconds of one decode step, and of one prompt token, by cause.
+"""The law of decoding, term by term: seconds of one step, by cause. (Prompts: prefill_law.py.)
 
-decode   t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
-             · (1.8 GHz / clock)^l ] + KV read / (f·BW)
-             + states read and written / (e·BW) + (sequences − 1)^0.9 · (2·P / (m·units) + layers·d)
-         weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing);
-         launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too
-         on a CPU attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine:
-         it takes whichever is longer, that or reading the KV
-prefill  t per token = 2·P / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
-         + weights / (η·BW·micro-batch) + layers·a / micro-batch
-         the matrices at what the board's power lets the units hold (power.py); attention as if every token of a micro-batch
-         saw all of it: kernels skip little of what the mask hides
+t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
+      · (1.8 GHz / clock)^l ] + KV read / (f·BW)
+      + states read and written / (e·BW) + (sequences − 1)^0.9 · (2·P / (m·units) + layers·d)
+
+Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing).
+Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
+attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine: it takes whichever
+is longer, that or reading the KV.
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
 routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
@@ -26,7 +23,6 @@ from localllm.device.types import Device
 from localllm.planner import efficiency, families, power
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
-from localllm.planner.types import DEFAULT_BATCH
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
@@ -111,6 +107,26 @@ def format_key(variant: Variant) -> str:
     return f"quant:{families.quant_class(variant.quant, mlx=variant.format == 'mlx')}"
 
 
+Powers = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One cause in a law: its `value` is seconds, or a count, before the coefficients are applied, each to its power."""
+
+    value: float
+    powers: Powers
+
+    def seconds(self, coefficients: Mapping[str, float]) -> float:
+        """`value` · Π coefficient ^ power."""
+        if not self.value:
+            return 0.0
+        found = self.value
+        for name, exponent in self.powers:
+            found *= coefficients[name] ** exponent
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Seconds of one decode step, by cause: what `--explain` prints line by line."""
@@ -143,6 +159,44 @@ class Terms:
         return core * self.mixture_factor + self.further_s + self.state_s + self.kv_s
 
 
+def decode_parts(
+    model: Model,
+    variant: Variant,
+    hardware: Hardware,
+    *,
+    depth: int = 0,
+    kv_type: str = "f16",
+    n_sequences: int = 1,
+) -> dict[str, Part]:
+    """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law without its coefficients,
+    which benchmarks/planner_fit finds and `decode_terms` reads."""
+    bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
+    plain_units = (hardware.plain_tflops or hardware.tflops) * 1e12
+    read, known = streamed(model, variant), facts(model)
+    core: Powers = (("moe", 1),) if model.experts is not None else ()
+    weights: Powers = (("eta", -1), ("quant", 1), *core)
+    wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
+    unpack: Powers = (("unpack", -1), *core)
+    # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading has that in it.)
+    unpacked = 0 if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS else 2
+    n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked else 0.0
+    kv = Part(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
+    if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
+        kv = Part(n_sequences * _step_attention_flops(model, depth) / units, (("kv_mla", -1),))
+    return {
+        "weights": Part(read.dense_bytes / bandwidth, weights),
+        "routed": Part((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth,
+                       (*weights, ("routed", 1))),
+        "unpacked": Part(unpacked * read.dense_params / plain_units, unpack),
+        "routed_unpacked": Part(unpacked * n_routed / plain_units, unpack),
+        "layers": Part(known.n_layers, (("layer_s", 1), *wait)),
+        "experts": Part(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
+        "recurrent": Part(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
+        "kv": kv,
+        "state": Part(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
+    }  # fmt: skip
+
+
 def decode_terms(
     model: Model,
     variant: Variant,
@@ -154,64 +208,61 @@ def decode_terms(
 ) -> Terms:
     """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
-    bandwidth = hardware.bandwidth_gbps * 1e9
-    parts = streamed(model, variant)
-    routed = parts.step_bytes(model, apart(n_sequences)) - parts.dense_bytes
-    known = facts(model)
-    kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
-    eta = weight_share(c, hardware, variant)
-    kv_s = kv / (bandwidth * (0.98 if known.has_mla else min(0.98, c["kv"])))
-    is_cpu = hardware.engine == "cpu" and hardware.n_cpu_cores > 0
-    if known.has_mla or is_cpu:
-        flops = sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in known.groups)
-    if known.has_mla:
-        kv_s = max(kv_s, n_sequences * flops / (hardware.tflops * 1e12 * c["kv_mla"]))
-    if is_cpu:
-        kv_s = max(kv_s, n_sequences * flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
-    unpacked_s, wait = unpack_s(c, hardware, variant), launch_factor(c, hardware)
+    limited = c | {"eta": weight_share(c, hardware, variant), "quant": 1.0, "moe": 1.0,
+                   "routed": max(1.0, c["routed"]), "kv": min(0.98, c["kv"])}  # fmt: skip
+    parts = decode_parts(model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences)
+    s = {name: part.seconds(limited) for name, part in parts.items()}
+    kv = kv_read_bytes(model, depth, kv_type) * n_sequences
+    if facts(model).has_mla:
+        s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * 0.98))
+    if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
+        flops = n_sequences * _step_attention_flops(model, depth)
+        s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
     return Terms(
-        weights_s=parts.dense_bytes / (eta * bandwidth),
-        routed_s=routed * max(1.0, c["routed"]) / (eta * bandwidth),
-        unpacked_s=parts.dense_params * unpacked_s,
-        routed_unpacked_s=parts.step_routed_params(model, apart(n_sequences)) * unpacked_s,
-        layers_s=known.n_layers * c["layer_s"] * wait,
-        experts_s=known.n_expert_layers * c["expert_layer_s"] * wait,
-        recurrent_s=known.n_recurrent_layers * c["recurrent_layer_s"] * wait,
+        weights_s=s["weights"],
+        routed_s=s["routed"],
+        unpacked_s=s["unpacked"],
+        routed_unpacked_s=s["routed_unpacked"],
+        layers_s=s["layers"],
+        experts_s=s["experts"],
+        recurrent_s=s["recurrent"],
         further_s=_further_s(model, variant, hardware, n_sequences),
-        state_s=n_sequences * state_traffic_bytes(model) / (bandwidth * c["state"]),
-        kv_s=kv_s,
+        state_s=s["state"],
+        kv_s=s["kv"],
         mixture_factor=c["moe"] if model.experts is not None else 1.0,
         coefficients=c,
-        streamed=parts,
+        streamed=streamed(model, variant),
         kv_read_bytes=kv,
     )
 
 
-def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> float:
-    """Seconds that the sequences beside the first add to a step on a GPU: their arithmetic, and a little per layer.
+def further_parts(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> tuple[Part, ...]:
+    """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little per layer.
     (A processor overlaps it with reading the weights: speed.py counts whichever is longer.)"""
     if n_sequences <= 1 or hardware.engine == "cpu":
+        return ()
+    read, known, more = streamed(model, variant), facts(model), further(n_sequences)
+    mixture: Powers = (("moe", 1),) if model.experts is not None else ()
+    arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
+    return (
+        Part(more * arithmetic, (("many", -1), *mixture)),
+        Part(more * known.n_layers, (("row_s", 1),)),
+        Part(more * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
+    )
+
+
+def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> float:
+    if n_sequences <= 1:
         return 0.0
     c = efficiency.coefficients("batched", hardware.keys_for(variant))
-    parts, known = streamed(model, variant), facts(model)
-    arithmetic = 2 * (parts.dense_params + parts.routed_params) / (hardware.tflops * 1e12 * c["many"])
-    mixture = c["moe"] if model.experts is not None else 1.0
-    layers = known.n_layers * c["row_s"] + known.n_recurrent_layers * c["recurrent_row_s"]
-    return further(n_sequences) * (arithmetic * mixture + layers)
+    return sum(part.seconds(c) for part in further_parts(model, variant, hardware, n_sequences))
 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
     return min(0.98, gain * coefficients["eta"] / coefficients["quant"])
-
-
-def unpack_s(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
-    """Seconds a parameter's unpacking adds to reading it. (A processor's rate of reading has it in it.)"""
-    if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS:
-        return 0.0
-    return 2 / ((hardware.plain_tflops or hardware.tflops) * 1e12 * coefficients["unpack"])
 
 
 def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
@@ -234,9 +285,6 @@ def state_traffic_bytes(model: Model) -> int:
     return 2 * facts(model).recurrent_state_bytes
 
 
-# --- prefill --------------------------------------------------------------------------------------------------------
-
-
 def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
     """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add)."""
     if layer.kind == "mla":
@@ -247,65 +295,6 @@ def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
     return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
 
 
-def scan_flops(model: Model) -> float:
-    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and read of each element."""
-    return 6.0 * facts(model).recurrent_state_bytes / 4
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTerms:
-    """Seconds one prompt token costs, by cause."""
-
-    matmul_s: float
-    attention_s: float
-    scan_s: float
-    weights_s: float
-    layers_s: float
-    flops: float
-    attention_flops: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds per token."""
-        return self.matmul_s + self.attention_s + self.scan_s + self.weights_s + self.layers_s
-
-
-def prefill_terms(
-    model: Model,
-    variant: Variant,
-    hardware: Hardware,
-    *,
-    prompt_tokens: int = 2048,
-    depth: int = 0,
-    n_batch: int = DEFAULT_BATCH,
-) -> PrefillTerms:
-    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per token."""
-    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
-    parts = streamed(model, variant)
-    batch = max(1, min(prompt_tokens, n_batch))
-    # Logits are computed for the last token only, so the output matrix does not count.
-    weights = max(1, parts.dense_params + parts.routed_params - model.vocab_size * model.hidden_size)
-    mean_depth = depth + (prompt_tokens + batch) / 2
-    attention = sum(count * attention_flops(layer, model.n_heads, mean_depth) for layer, count in facts(model).groups)
-    compute = hardware.tflops * 1e12
-    moe = c["moe"] if model.experts is not None else 1.0
-    read_s, launches_s = step_s(model, variant, hardware, batch)
-    return PrefillTerms(
-        matmul_s=2 * weights * c["quant"] * moe / (compute * hardware.power_share * c["matmul"]),
-        attention_s=attention / (compute * c["attention"]),
-        scan_s=scan_flops(model) / (compute * c["scan"]),
-        weights_s=read_s / batch,
-        layers_s=launches_s / batch,
-        flops=2.0 * weights,
-        attention_flops=attention,
-    )
-
-
-def step_s(model: Model, variant: Variant, hardware: Hardware, n_batch: int) -> tuple[float, float]:
-    """(seconds of reading the weights, seconds of launches) that a micro-batch of so many prompt tokens has in common."""
-    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
-    known = facts(model)
-    read = streamed(model, variant).step_bytes(model, n_batch)
-    launches_s = known.n_layers * c["layer_s"] + known.n_expert_layers * c["expert_layer_s"]
-    launches_s += known.n_recurrent_layers * c["recurrent_layer_s"]
-    return read / (hardware.bandwidth_gbps * 1e9 * min(0.98, c["eta"])), launches_s
+def _step_attention_flops(model: Model, depth: int) -> float:
+    """FLOPs one token's attention after `depth` tokens costs in all layers."""
+    return sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in facts(model).groups)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import laws, memory
+from localllm.planner import laws, memory, prefill_law
 from localllm.planner.types import DEFAULT_BATCH, MemoryNeed, RunSettings, backend_for
 from localllm_catalog.types import Model, Variant
 
@@ -27,14 +27,16 @@ def sizes(device: Device, model: Model, variant: Variant, settings: RunSettings,
     if device.accelerator == "cpu":
         return ()
     hardware = laws.hardware_of(device, backend_for(variant))
-    held = laws.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch).total_s
+    held = prefill_law.prefill_terms(
+        model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch
+    ).total_s
     found: list[int] = []
     for size in SIZES:
         if size <= settings.n_batch:
             continue
         if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
             break
-        each = laws.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
+        each = prefill_law.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
         if held < each * _PAYS:
             break
         found.insert(0, size)

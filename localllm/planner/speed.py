@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families, laws, learned, places, sustained, tables
+from localllm.planner import efficiency, families, laws, learned, places, prefill_law, sustained, tables
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Placement, Range, RunSettings, backend_for
 from localllm_catalog.types import Model, Variant
@@ -134,7 +134,7 @@ def _step(
     if laws.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {hardware.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
-        prompt = laws.prefill_terms(model, variant, hardware)
+        prompt = prefill_law.prefill_terms(model, variant, hardware)
         fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
@@ -255,7 +255,7 @@ def _prompt_seconds(
     """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has it."""
 
     def seconds_on(machine: laws.Hardware) -> float:
-        return laws.prefill_terms(
+        return prefill_law.prefill_terms(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s  # fmt: skip
 

@@ -13,7 +13,9 @@ import numpy as np
 from benchmarks.planner_fit import batched, fit, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
-from localllm.planner import families, laws
+from localllm.device.named import resolve
+from localllm.planner import efficiency, families, laws, prefill_law
+from localllm_catalog import catalog
 
 
 def _rows(device: str, slowdown: float) -> list[Row]:
@@ -74,7 +76,8 @@ def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
     single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
     step_s, token_s = single[0].seconds, 1e-4
     many = [
-        replace(single[0], batch=n, seconds=step_s + laws.further(n) * token_s * 10, token_s=token_s)
+        replace(single[0], batch=n, seconds=step_s + laws.further(n) * token_s * 10,
+                further=((laws.further(n) * token_s, (("many", -1),)),))
         for n in (2, 4, 8, 16)
     ]  # fmt: skip
     design = fit.Design("decode", [*single, *many])
@@ -94,7 +97,7 @@ def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() ->
     short = [r for r in planner_rows.rows("prefill") if "john-rocky" in r.source and r.depth == 512]
     assert short
     for row in short:
-        launches = next(value for value, powers in row.parts if powers == (("layer_s", 1),))
+        launches = next(value for value, powers in row.parts if powers[0] == ("layer_s", 1))
         assert launches == pytest.approx(row.n_layers / 512)
 
 
@@ -121,6 +124,19 @@ def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
     assert len(table) == 6
     assert not any(row.suspect for row in table)
     assert all(doubt.why in report.INTRODUCTION for doubt in planner_rows.SUSPECTS)
+
+
+def test_the_fit_learns_the_very_terms_that_predict() -> None:
+    """A row's parts at the coefficients of its machine are the seconds that the law says."""
+    hardware = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
+    m = catalog.load().by_id["qwen3-30b-a3b"]
+    v = next(v for v in m.variants if v.quant == "Q4_K_M")
+    c = efficiency.coefficients("prefill", hardware.keys_for(v))
+    parts = prefill_law.prefill_parts(m, v, hardware, prompt_tokens=1024, depth=4096)
+    terms = prefill_law.prefill_terms(m, v, hardware, prompt_tokens=1024, depth=4096)
+    assert sum(part.seconds(c) for part in parts.values()) == pytest.approx(terms.total_s)
+    row = next(r for r in planner_rows.rows("prefill") if "dgx-spark.md" in r.source)
+    assert {powers[0] for _, powers in row.parts} == {part.powers[0] for part in parts.values()}
 
 
 def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> None:

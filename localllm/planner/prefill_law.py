@@ -1,0 +1,171 @@
+"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md; decode: laws.py).
+
+t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
+    + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
+
+The matrices are multiplied at what the board's power lets the units hold (power.py); attention as if every token of a
+micro-batch saw all of it: kernels skip little of what the mask hides. Between the matrices every activation goes through
+memory: the smallest models spend as long on those as on their matrices. The mask itself llama.cpp writes on the host.
+Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.planner import efficiency
+from localllm.planner.facts import facts
+from localllm.planner.laws import Hardware, Part, Powers, attention_flops, lag
+from localllm.planner.streams import streamed
+from localllm.planner.types import DEFAULT_BATCH
+from localllm_catalog.types import Layer, Model, Variant
+
+# Float32 elements of a token that the kernels of a layer read and write beside its matrices (llama.cpp's graphs): the hidden
+# vector in two norms, two residual sums, two conversions for the matrices and what those put out (12 of its width); queries
+# and what attention makes of them (6), and the feed-forward's (6): each written, changed in place and read.
+_HIDDEN_PASSES = 12
+_HEAD_PASSES = 6
+_FFN_PASSES = 6
+# What a memory delivers of its nominal rate at most.
+_PEAK = 0.98
+# Keys of what multiplies matrices of bfloat16 under Vulkan.
+_MULTIPLY_BF16 = frozenset(("nvidia.vulkan", "amd-rdna4.vulkan"))
+
+
+def scan_flops(model: Model) -> float:
+    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and read of each element."""
+    return 6.0 * facts(model).recurrent_state_bytes / 4
+
+
+def activation_bytes(model: Model) -> float:
+    """Bytes of activations that one prompt token's layers read and write beside their matrices (float32)."""
+    elements = sum(count * _layer_elements(model, layer) for layer, count in facts(model).groups)
+    return 4.0 * elements
+
+
+def _layer_elements(model: Model, layer: Layer) -> int:
+    x, width = model.experts, 0
+    if layer.ffn in ("dense", "both"):
+        width += layer.intermediate or model.intermediate_size
+    if x is not None and layer.ffn in ("experts", "both"):
+        width += x.n_active * x.intermediate + x.n_shared * (x.shared_intermediate or x.intermediate)
+    heads = (layer.n_heads or model.n_heads) * layer.head_dim_v
+    return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads + _FFN_PASSES * width
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTerms:
+    """Seconds one prompt token costs, by cause."""
+
+    matmul_s: float
+    attention_s: float
+    scan_s: float
+    activations_s: float
+    weights_s: float
+    layers_s: float
+    mask_s: float
+    flops: float
+    attention_flops: float
+    activation_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds per token."""
+        return (
+            self.matmul_s + self.attention_s + self.scan_s + self.activations_s
+            + self.weights_s + self.layers_s + self.mask_s
+        )  # fmt: skip
+
+
+def prefill_parts(
+    model: Model,
+    variant: Variant,
+    hardware: Hardware,
+    *,
+    prompt_tokens: int = 2048,
+    depth: int = 0,
+    n_batch: int = DEFAULT_BATCH,
+) -> dict[str, Part]:
+    """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is made of: the law without
+    its coefficients, which benchmarks/planner_fit finds and `prefill_terms` reads."""
+    bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
+    read, known = streamed(model, variant), facts(model)
+    batch = max(1, min(prompt_tokens, n_batch))
+    context = mean_context(prompt_tokens, depth, batch)
+    held = units * hardware.power_share * matrix_share(variant, hardware)
+    moe: Powers = (("moe", 1),) if model.experts is not None else ()
+    matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
+    wait: Powers = (("clock", lag(hardware.clock_ghz)),)
+    touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0
+    is_cpu = hardware.engine == "cpu"
+    return {
+        "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
+        "padding": Part(0.0 if is_cpu else 2 * touched / batch / held, (*matrices, ("tile", 1))),
+        "attention": Part(prompt_attention_flops(model, context) / units, (("attention", -1),)),
+        "scan": Part(scan_flops(model) / units, (("scan", -1),)),
+        "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
+        "weights": Part(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
+        "layers": Part(known.n_layers / batch, (("layer_s", 1), *wait)),
+        "experts": Part(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
+        "recurrent": Part(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
+        "mask": Part(0.0 if is_cpu or hardware.engine == "mlx" else context, (("mask_s", 1),)),
+    }
+
+
+def prefill_terms(
+    model: Model,
+    variant: Variant,
+    hardware: Hardware,
+    *,
+    prompt_tokens: int = 2048,
+    depth: int = 0,
+    n_batch: int = DEFAULT_BATCH,
+) -> PrefillTerms:
+    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per token."""
+    c = efficiency.coefficients("prefill", hardware.keys_for(variant))
+    parts = prefill_parts(model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch)
+    s = {name: part.seconds(c) for name, part in parts.items()}
+    # Weights are read while the matrices before them are multiplied, so they may add less than the memory needs for them
+    # (η above 1); but no step is over before all of them were delivered.
+    s["weights"] = max(s["weights"], parts["weights"].value / _PEAK - (sum(s.values()) - s["weights"]))
+    context = mean_context(prompt_tokens, depth, max(1, min(prompt_tokens, n_batch)))
+    return PrefillTerms(
+        matmul_s=s["matmul"] + s["padding"],
+        attention_s=s["attention"],
+        scan_s=s["scan"],
+        activations_s=s["activations"],
+        weights_s=s["weights"],
+        layers_s=s["layers"] + s["experts"] + s["recurrent"],
+        mask_s=s["mask"],
+        flops=2.0 * matrix_params(model, variant),
+        attention_flops=prompt_attention_flops(model, context),
+        activation_bytes=activation_bytes(model),
+    )
+
+
+def mean_context(prompt_tokens: int, depth: int, batch: int) -> float:
+    """Tokens of context that a token's attention computes, on average: the whole micro-batch it is in among them."""
+    return depth + (prompt_tokens + batch) / 2
+
+
+def matrix_params(model: Model, variant: Variant) -> int:
+    """Parameters a prompt token is multiplied with. Logits are computed for the last token only: the output does not count."""
+    read = streamed(model, variant)
+    return max(1, read.dense_params + read.routed_params - model.vocab_size * model.hidden_size)
+
+
+def prompt_attention_flops(model: Model, context: float) -> float:
+    """FLOPs of one prompt token's attention over `context` tokens in all layers."""
+    return sum(count * attention_flops(layer, model.n_heads, context) for layer, count in facts(model).groups)
+
+
+def matrix_share(variant: Variant, hardware: Hardware) -> float:
+    """Share of the units' nominal rate that there are kernels for.
+
+    Under Vulkan bfloat16 goes to the plain units, at half the rate of those for matrices, where the driver multiplies no
+    matrices of that type: all but NVIDIA's and, from RDNA4 on, AMD's (VK_KHR_shader_bfloat16). A P100 lacks the products of
+    four bytes at once that llama.cpp's kernels for quantised matrices are made of, and what it has instead is half as wide.
+    """
+    if hardware.engine == "vulkan" and variant.quant.upper() == "BF16":
+        return 1.0 if _MULTIPLY_BF16.intersection(hardware.keys) else 0.5
+    return 0.5 if f"part:p100.{hardware.engine}" in hardware.keys else 1.0

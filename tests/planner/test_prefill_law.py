@@ -1,0 +1,86 @@
+"""What a prompt's tokens cost beside their matrices: activations, masks, half-filled tiles, launches, emulated types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.planner import families, laws, prefill_law
+from localllm.planner.prefill_law import PrefillTerms
+from localllm_catalog import catalog
+from localllm_catalog.types import Model, Variant
+
+MODELS = catalog.load().by_id
+SPARK = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
+CPU = laws.Hardware(("cpu",), 30, 1, 8)
+
+
+def file_of(model: Model, quant: str) -> Variant:
+    return next(v for v in model.variants if v.quant == quant)
+
+
+def terms(
+    name: str, hardware: laws.Hardware, *, tokens: int = 2048, depth: int = 0, n_batch: int = 512
+) -> PrefillTerms:
+    m = MODELS[name]
+    return prefill_law.prefill_terms(
+        m, file_of(m, "Q4_K_M"), hardware, prompt_tokens=tokens, depth=depth, n_batch=n_batch
+    )  # fmt: skip
+
+
+def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> None:
+    """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a token."""
+    assert prefill_law.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(20.4e6, rel=0.01)
+    small, large = (terms(name, SPARK) for name in ("qwen3-0.6b", "qwen3-32b"))
+    assert small.activations_s / small.matmul_s > 2 * large.activations_s / large.matmul_s
+    twice = terms("qwen3-0.6b", replace(SPARK, bandwidth_gbps=2 * SPARK.bandwidth_gbps))
+    assert twice.activations_s == pytest.approx(small.activations_s / 2)
+    assert twice.matmul_s == small.matmul_s
+
+
+def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
+    """512 tokens are 32 for each of 128 experts, 2,048 are 128: in larger steps the same matrices take less time."""
+    small, large = (terms("qwen3-30b-a3b", SPARK, n_batch=n) for n in (512, 2048))
+    assert 1.05 < small.matmul_s / large.matmul_s < 1.5
+    dense = [terms("qwen3-8b", SPARK, n_batch=n).matmul_s for n in (512, 2048)]
+    assert dense[0] == dense[1]
+
+
+def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> None:
+    near, far = (terms("qwen3-8b", SPARK, depth=depth).mask_s for depth in (0, 30_000))
+    assert far > 10 * near
+    assert far < 100e-6
+    m = MODELS["qwen3-8b"]
+    mlx = laws.hardware_of(resolve("M4 Max 128GB"), "mlx")
+    assert prefill_law.prefill_terms(m, file_of(m, "4bit"), mlx, depth=30_000).mask_s == 0
+    spared = terms("qwen3-30b-a3b", CPU)
+    assert spared.mask_s == spared.activations_s == 0
+
+
+def test_launches_of_prompts_go_by_the_clock() -> None:
+    slow, fast = (terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, families.REFERENCE_GHZ))
+    assert slow.layers_s > 1.1 * fast.layers_s
+    assert slow.matmul_s == fast.matmul_s
+
+
+def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None:
+    m = MODELS["qwen3-8b"]
+    bf16 = Variant("gguf", "BF16", "", (), 16_400_000_000)
+    halo, r9700, geforce = (
+        laws.Hardware(families.hardware_keys(name, "vulkan"), 256, 37)
+        for name in ("AMD Ryzen AI Max+ 395 (Strix Halo)", "AMD Radeon AI PRO R9700", "NVIDIA GeForce RTX 4090")
+    )
+    shares = [prefill_law.matrix_share(bf16, hardware) for hardware in (halo, r9700, geforce)]
+    assert shares == [0.5, 1.0, 1.0]
+    assert prefill_law.matrix_share(file_of(m, "Q4_K_M"), halo) == 1.0
+    p100, p40 = (laws.Hardware(families.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40"))
+    assert [prefill_law.matrix_share(file_of(m, "Q4_K_M"), h) for h in (p100, p40)] == [0.5, 1.0]
+
+
+def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
+    key = "apple-emulated-bf16.mlx"
+    assert all(key in families.hardware_keys(chip, "mlx") for chip in ("Apple M1", "M2 Ultra"))
+    assert not any(key in families.hardware_keys(chip, "mlx") for chip in ("Apple M3", "M4 Max"))
+    assert key not in families.hardware_keys("Apple M1", "metal")
