@@ -2,7 +2,7 @@
 
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
-      + states read and written / (e·BW) + (sequences − 1)^0.9 · (2·P / (m·units) + layers·d)
+      + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
 
 Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing).
 Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
@@ -43,7 +43,7 @@ PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
 # What a sequence more costs grows slower than their number (kernels fill up), and their tokens are routed more alike than
 # chance: of the powers tried on llama-batched-bench's rows (2 to 32 sequences) these left the least (benchmarks/planner_fit.md).
-_FURTHER_POWER = 0.9
+_FURTHER_POWER = 0.8
 _APART_POWER = 0.5
 
 
