@@ -262,9 +262,10 @@ def llama_bench(path: Path, options: argparse.Namespace, n_ubatch: int) -> dict[
     """What llama-bench says of `path` with the same prompt, micro-batch and threads: prefill and decode in tokens per
     second, and seconds from its start to a first token, loading included."""
     from benchmarks.peers_setup import built
+    from localllm_backends.llamacpp.cores import processors
 
     program = built("llama-bench")
-    threads = options.threads or len(os.sched_getaffinity(0))
+    threads = options.threads or processors()
     command = [str(program), "-m", str(path), "-t", str(threads), "-ub", str(n_ubatch), "-o", "json"]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_fit.rows import Row
-from localllm.planner import families
+from localllm.planner import families, laws
 
 # Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known of prompts: products of a
 # mixture cost half more a parameter, a recurrent layer's launches 50 µs.
@@ -66,7 +66,7 @@ SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
-_PEAK = math.log(0.98)
+_PEAK = math.log(laws.PEAK_SHARE)
 
 Floats = NDArray[np.float64]
 Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]

@@ -28,6 +28,8 @@ from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
+# What a memory delivers of its nominal rate at most.
+PEAK_SHARE = 0.98
 # One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax on Zen 4 (AVX-512), two
 # cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
 CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
@@ -182,7 +184,7 @@ def decode_parts(
     n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked else 0.0
     kv = Part(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
-        kv = Part(n_sequences * _step_attention_flops(model, depth) / units, (("kv_mla", -1),))
+        kv = Part(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
     return {
         "weights": Part(read.dense_bytes / bandwidth, weights),
         "routed": Part((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth,
@@ -210,14 +212,14 @@ def decode_terms(
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
     limited = c | {"eta": weight_share(c, hardware, variant), "quant": 1.0, "moe": 1.0,
-                   "routed": max(1.0, c["routed"]), "kv": min(0.98, c["kv"])}  # fmt: skip
+                   "routed": max(1.0, c["routed"]), "kv": min(PEAK_SHARE, c["kv"])}  # fmt: skip
     parts = decode_parts(model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences)
     s = {name: part.seconds(limited) for name, part in parts.items()}
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
     if facts(model).has_mla:
-        s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * 0.98))
+        s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
-        flops = n_sequences * _step_attention_flops(model, depth)
+        flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
     return Terms(
         weights_s=s["weights"],
@@ -262,7 +264,7 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
-    return min(0.98, gain * coefficients["eta"] / coefficients["quant"])
+    return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 
 
 def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
@@ -295,6 +297,6 @@ def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
     return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
 
 
-def _step_attention_flops(model: Model, depth: int) -> float:
-    """FLOPs one token's attention after `depth` tokens costs in all layers."""
+def all_attention_flops(model: Model, depth: float) -> float:
+    """FLOPs one token's attention over `depth` tokens costs in all layers."""
     return sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in facts(model).groups)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from localllm.planner import efficiency
 from localllm.planner.facts import facts
-from localllm.planner.laws import Hardware, Part, Powers, attention_flops, lag
+from localllm.planner.laws import PEAK_SHARE, Hardware, Part, Powers, all_attention_flops, lag
 from localllm.planner.streams import streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_catalog.types import Layer, Model, Variant
@@ -26,8 +26,6 @@ from localllm_catalog.types import Layer, Model, Variant
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
-# What a memory delivers of its nominal rate at most.
-_PEAK = 0.98
 # Keys of what multiplies matrices of bfloat16 under Vulkan.
 _MULTIPLY_BF16 = frozenset(("nvidia.vulkan", "amd-rdna4.vulkan"))
 
@@ -101,7 +99,7 @@ def prefill_parts(
     return {
         "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
         "padding": Part(0.0 if is_cpu else 2 * touched / batch / held, (*matrices, ("tile", 1))),
-        "attention": Part(prompt_attention_flops(model, context) / units, (("attention", -1),)),
+        "attention": Part(all_attention_flops(model, context) / units, (("attention", -1),)),
         "scan": Part(scan_flops(model) / units, (("scan", -1),)),
         "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
         "weights": Part(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
@@ -127,7 +125,7 @@ def prefill_terms(
     s = {name: part.seconds(c) for name, part in parts.items()}
     # Weights are read while the matrices before them are multiplied, so they may add less than the memory needs for them
     # (η above 1); but no step is over before all of them were delivered.
-    s["weights"] = max(s["weights"], parts["weights"].value / _PEAK - (sum(s.values()) - s["weights"]))
+    s["weights"] = max(s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"]))
     context = mean_context(prompt_tokens, depth, max(1, min(prompt_tokens, n_batch)))
     return PrefillTerms(
         matmul_s=s["matmul"] + s["padding"],
@@ -138,7 +136,7 @@ def prefill_terms(
         layers_s=s["layers"] + s["experts"] + s["recurrent"],
         mask_s=s["mask"],
         flops=2.0 * matrix_params(model, variant),
-        attention_flops=prompt_attention_flops(model, context),
+        attention_flops=all_attention_flops(model, context),
         activation_bytes=activation_bytes(model),
     )
 
@@ -152,11 +150,6 @@ def matrix_params(model: Model, variant: Variant) -> int:
     """Parameters a prompt token is multiplied with. Logits are computed for the last token only: the output does not count."""
     read = streamed(model, variant)
     return max(1, read.dense_params + read.routed_params - model.vocab_size * model.hidden_size)
-
-
-def prompt_attention_flops(model: Model, context: float) -> float:
-    """FLOPs of one prompt token's attention over `context` tokens in all layers."""
-    return sum(count * attention_flops(layer, model.n_heads, context) for layer, count in facts(model).groups)
 
 
 def matrix_share(variant: Variant, hardware: Hardware) -> float:
