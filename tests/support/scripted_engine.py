@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -33,9 +34,10 @@ BOS, EOS = 256, 257
 
 
 class Gate:
-    """A point in a script where the engine waits for the test; usable from any thread."""
+    """A point in a script where the engine waits for the test, which may wait until it is `reached`; for any thread."""
 
     def __init__(self) -> None:
+        self.reached = threading.Event()
         self._open = False
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -49,6 +51,7 @@ class Gate:
         """Used by the engine."""
         event = asyncio.Event()
         self._waiters.append((asyncio.get_running_loop(), event))
+        self.reached.set()
         if not self._open:
             await event.wait()
 
