@@ -1,4 +1,4 @@
-"""A step of llama.cpp is over when it returns, also where nobody asks for its logits: its time is what the step took."""
+"""Steps of llama.cpp: over when they return, also where nobody asks for logits, and the first like every other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
+from models import tiny_gguf
 
 
 @pytest.mark.parametrize("outputs", [0, 1])
@@ -30,3 +32,22 @@ def test_a_step_waits_for_its_device(tiny_model: Path, monkeypatch: pytest.Monke
     backend.step([Chunk(sequence, list(range(3, 43)), outputs)])
     backend.close()
     assert calls == ["llama_decode", "llama_get_logits" if outputs else "llama_synchronize"]
+
+
+def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_path: Path) -> None:
+    """llama.cpp's own warm-up asks all of them, and a step of the same shape that follows is computed as it was."""
+    backend = backend_type.load(LoadSpec(str(tiny_gguf.write_moe(tmp_path / "moe.gguf")), n_ctx=256, n_threads=1))
+
+    def logits_of_one_token() -> np.ndarray[Any, Any]:
+        sequence = backend.new_sequence()
+        logits = backend.step([Chunk(sequence, [7], outputs=1)]).rows[0].copy()
+        backend.drop(sequence)
+        return logits
+
+    first = logits_of_one_token()
+    between = backend.new_sequence()
+    backend.step([Chunk(between, list(range(3, 43)), outputs=1)])
+    backend.drop(between)
+    later = logits_of_one_token()
+    backend.close()
+    np.testing.assert_array_equal(first, later)

@@ -312,12 +312,15 @@ class LlamaCppBackend(Vocabulary):
         return self._heads.draft(wanted)
 
     def _warm_up(self) -> None:
-        """Touch every weight once, so that the first request does not pay for page faults."""
+        """One step, so that the first request does not pay for what a first step sets up.
+
+        Without llama_set_warmup: it asks every expert of a mixture, reading all of its weights, and a step of the same
+        shape that follows is computed by the same graph, with all of them, because the flag is not among what
+        llama-graph.h compares.
+        """
         sequence = self.new_sequence()
         token = self.info.bos_token if self.info.bos_token is not None else 0
-        self._llama.llama_set_warmup(self._context, True)
         self.step([Chunk(sequence, [token])])
-        self._llama.llama_set_warmup(self._context, False)
         if self._heads is not None:
             self._heads.draft([(sequence, token, 1)])
         if self._states is not None and not self._states.split(sequence):
