@@ -32,7 +32,7 @@ from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
 _MOST_LOST_POINTS = 3.0
-# A rated model in listed files that fits with room, this near in score, goes before a first one that is not all three.
+# A rated model in listed files that fits with room, this near in score, goes before one that is not all three.
 _NEAR_POINTS = 2.0
 
 
@@ -102,16 +102,19 @@ def recommend(
 
 
 def _sure_first(ranked: list[Plan]) -> list[Plan]:
-    """`ranked`, but what nobody has rated, whose files nobody has listed, or what fits only tightly is not first where a
-    plan is near of which less of that is true; the first of these doubts weighs most."""
+    """`ranked`, but what nobody has rated, whose files nobody has listed, or what fits only tightly comes, at every place,
+    behind a plan that is near of which less of that is true; the first of these doubts weighs most."""
 
     def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
         poor = not _is_sound(plan.model, plan.variant)
         return poor, not plan.is_rated, plan.variant.is_estimate, plan.fits == "tight"
 
-    near = [p for p in ranked if p.score >= ranked[0].score - _NEAR_POINTS]
-    first = min(near, key=doubts, default=None)
-    return ranked if first is None else [first, *(p for p in ranked if p is not first)]
+    left, ordered = list(ranked), []
+    while left:
+        surest = min((p for p in left if p.score >= left[0].score - _NEAR_POINTS), key=doubts)
+        left.remove(surest)
+        ordered.append(surest)
+    return ordered
 
 
 def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: Overrides) -> Rejected:

@@ -84,6 +84,19 @@ def test_what_nobody_has_rated_is_not_first_where_a_rated_one_is_near(machine: s
     assert plans[0].is_rated or max(p.score for p in rated) < plans[0].score - 2.0
 
 
+@pytest.mark.parametrize("machine", ["RTX 3060 12GB", "Strix Halo 128GB"])
+def test_at_every_place_the_surest_of_those_near_stands(machine: str) -> None:
+    """Of all that fit: two points of the scale apart is near; unrated weighs more than constructed, that more than tight."""
+    plans = recommend(resolve(machine), MODELS, golden_picks.WORKLOADS["coding"], limit=0).plans
+    sound = [p for p in plans if quality.format_cost(p.model, p.variant) <= 3.0]
+    doubts = [(not p.is_rated, p.variant.is_estimate, p.fits == "tight") for p in sound]
+    assert len(set(doubts)) > 2
+    for place, plan in enumerate(sound):
+        best = max(p.score for p in sound[place:])
+        near = [doubt for p, doubt in zip(sound[place:], doubts[place:], strict=True) if p.score >= best - 2.0]
+        assert doubts[place] == min(near), (place + 1, plan.model.id)
+
+
 def test_a_constructed_file_gives_way_to_a_listed_one_of_the_same_size() -> None:
     model = BY_ID["qwen3-8b"]
     listed = next(v for v in model.variants if v.quant == "Q4_K_M")
