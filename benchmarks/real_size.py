@@ -233,13 +233,15 @@ def main() -> None:
 
 
 def _report(name: str, path: Path, options: argparse.Namespace) -> None:
+    from localllm.engine.process_engine import worker_environment
+
     said = [f"--{key}={getattr(options, key)}" for key in ("context", "prompt", "decode", "rounds", "threads")]
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "benchmarks.real_size", f"--here={path}", *said]
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, float]] = []
     for _ in range(max(1, options.beside)):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=worker_environment())
         if done.returncode:
             print(
                 f"\n{name}: failed ({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from localllm.engine.pipe import JsonProcess
@@ -16,11 +17,19 @@ from localllm_backends.contract import ModelInfo
 # Every thread that allocates gets a heap of its own, and every sliced prefill is a thread: over 1,500 mixed requests the worker grew
 # by 10 %, with two heaps for all by 0.2 % (mallopt(3), M_ARENA_MAX).
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
+# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB, where it gives them only to
+# who asks (transparent_hugepage/enabled is `madvise` on most distributions). Measured with llama-bench, with and without in
+# turn: gpt-oss-20b is loaded in 6.6 and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to
+# 12 % faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C libraries.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it pays for them all.
+_USUAL_PAGE_BYTES = 4096
 
 
 def worker_environment() -> dict[str, str]:
     """The environment of every worker: this process's, and what native code reads there unless somebody chose it."""
-    return {**_WORKER_ENVIRONMENT, **os.environ}
+    huge = _HUGE_PAGES if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES else {}
+    return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 
 class ProcessEngine:

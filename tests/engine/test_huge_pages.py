@@ -1,0 +1,59 @@
+"""What a worker computes from lies in pages of 2 MiB where Linux has them to give."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from localllm.engine.client import WorkerOptions
+from localllm.engine.process_engine import worker_environment
+from localllm.engine.supervisor import Supervisor
+from localllm_backends.contract import LoadSpec
+
+MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+needs_huge_pages = pytest.mark.skipif(
+    not MODES.exists() or "[never]" in MODES.read_text(encoding="utf-8") or os.sysconf("SC_PAGE_SIZE") != 4096,
+    reason="this system gives nobody huge pages, or its usual ones aren't of 4 KiB",
+)
+
+
+@needs_huge_pages
+def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
+    """In /proc/PID/smaps the mappings of more than a few MiB that are no file's carry the flag `hg`."""
+
+    async def story() -> list[str]:
+        supervisor = Supervisor(WorkerOptions(LoadSpec(str(few_layers), n_ctx=8192)))
+        try:
+            engine = await supervisor.engine()
+            return Path(f"/proc/{engine.pid}/smaps").read_text(encoding="utf-8").splitlines()
+        finally:
+            await supervisor.close()
+
+    asked_bytes, is_anonymous = 0, False
+    size_bytes = 0
+    for line in asyncio.run(story()):
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_anonymous = len(line.split()) == 5
+        elif line.startswith("Size:"):
+            size_bytes = 1024 * int(line.split()[1])
+        elif line.startswith("VmFlags:") and is_anonymous and "hg" in line.split():
+            asked_bytes += size_bytes
+    assert asked_bytes > 8 * 2**20
+
+
+def test_a_choice_of_tunables_stays_and_pages_of_64_kib_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get)
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 65536}.get)
+    assert "GLIBC_TUNABLES" not in worker_environment()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get)
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
