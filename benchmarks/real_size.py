@@ -170,12 +170,12 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[list[float], list[float]]:
-    """Prefill and decode of every round, in tokens per second."""
+    """Prefill and decode of every round, in tokens per second, behind one that is not counted, as llama-bench has it."""
     from localllm_backends.contract import Chunk
 
     rng = random.Random(1)
     prefill, decode = [], []
-    for _ in range(options.rounds):
+    for _ in range(1 + options.rounds):
         sequence = backend.new_sequence()
         prompt = [rng.randrange(n_vocab) for _ in range(options.prompt)]
         started = time.perf_counter()
@@ -187,7 +187,7 @@ def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[lis
             backend.step([Chunk(sequence, [rng.randrange(n_vocab)], outputs=1)]).argmax(0)
         decode.append(options.decode / (time.perf_counter() - started))
         backend.drop(sequence)
-    return prefill, decode
+    return prefill[1:], decode[1:]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
