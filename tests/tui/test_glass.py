@@ -12,6 +12,7 @@ from localllm.cli.background_server import background_server
 from localllm_tui.control import glass
 from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
 from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.widgets.glass import GlassPanel
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
@@ -103,6 +104,21 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
 
     drive(play, size=size)
+
+
+def test_the_status_line_fits_itself_whenever_its_room_changes(drive: Any, server: ScriptedServer) -> None:
+    """Whatever takes the room, and with nobody telling the line: what came a moment too early left it cut."""
+    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+
+    async def play(d: Driver) -> None:
+        await d.ask("how fast?")
+        await d.until(lambda: "context 1,051/" in d.screen() and "cached tokens 750" in d.screen())
+        d.app.screen.query_one(GlassPanel).toggle()
+        await d.until(lambda: "ctx 1,051/" in d.screen() and "cached 750" in d.screen())
+        d.app.screen.query_one(GlassPanel).toggle()
+        await d.until(lambda: "cached tokens 750" in d.screen())
+
+    drive(play, size=(120, 40))
 
 
 def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, server: ScriptedServer) -> None:

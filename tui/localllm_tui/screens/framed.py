@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Static
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import LocalLLMError
@@ -21,7 +20,7 @@ from localllm_tui.control.cost import Cost, Typed
 from localllm_tui.control.drafts import Drafts
 from localllm_tui.control.engine import is_here
 from localllm_tui.control.keys import Moment
-from localllm_tui.control.meter import Numbers, status_text
+from localllm_tui.control.meter import Numbers
 from localllm_tui.control.opening import Opening
 from localllm_tui.control.physics import Physics, Seen
 from localllm_tui.control.session import Session
@@ -32,6 +31,7 @@ from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.foreign import title
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.head import HeadLine
+from localllm_tui.widgets.status import StatusLine
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import UNANSWERED, Earlier, Later, Note, Trouble, view_of
 
@@ -48,7 +48,6 @@ class FramedScreen(Screen[None]):
 
     DEFAULT_CSS = """
     FramedScreen { layout: vertical; }
-    FramedScreen > #status { height: 1; padding: 0 2; text-style: dim; }
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -90,7 +89,7 @@ class FramedScreen(Screen[None]):
         yield HeadLine()
         yield Transcript(id="transcript")
         yield Composer()
-        yield Static("", id="status", markup=False)
+        yield StatusLine()
 
     @property
     def composer(self) -> Composer:
@@ -272,8 +271,7 @@ class FramedScreen(Screen[None]):
             answer = session.last_answer
             used = session.used_tokens if session.counted or said is None else said
             n = Numbers.of(self.model, self.n_ctx, answer.meta if answer else {}, used)
-        width = self.query_one(Composer).size.width or self._columns or self.size.width
-        self.query_one("#status", Static).update(status_text(n, max(10, width - 4)))
+        self.query_one(StatusLine).show(n)
         self._show_head()
         if self.query_one(GlassPanel).wanted:
             self.query_one(GlassPanel).show(self.physics, self.seen)
