@@ -18,6 +18,7 @@ from localllm.planner.facts import facts
 from localllm.planner.laws import PEAK_SHARE, Hardware, Part, Powers, all_attention_flops, lag
 from localllm.planner.streams import streamed
 from localllm.planner.types import DEFAULT_BATCH
+from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 # Float32 elements of a token that the kernels of a layer read and write beside its matrices (llama.cpp's graphs): the hidden
@@ -35,6 +36,7 @@ def scan_flops(model: Model) -> float:
     return 6.0 * facts(model).recurrent_state_bytes / 4
 
 
+@by_identity
 def activation_bytes(model: Model) -> float:
     """Bytes of activations that one prompt token's layers read and write beside their matrices (float32)."""
     elements = sum(count * _layer_elements(model, layer) for layer, count in facts(model).groups)
@@ -53,7 +55,7 @@ def _layer_elements(model: Model, layer: Layer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """Seconds one prompt token costs, by cause."""
+    """Seconds one prompt token costs, by cause; `mean_context`: see there."""
 
     matmul_s: float
     attention_s: float
@@ -62,9 +64,7 @@ class PrefillTerms:
     weights_s: float
     layers_s: float
     mask_s: float
-    flops: float
-    attention_flops: float
-    activation_bytes: float
+    mean_context: float
 
     @property
     def total_s(self) -> float:
@@ -126,7 +126,6 @@ def prefill_terms(
     # Weights are read while the matrices before them are multiplied, so they may add less than the memory needs for them
     # (η above 1); but no step is over before all of them were delivered.
     s["weights"] = max(s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"]))
-    context = mean_context(prompt_tokens, depth, max(1, min(prompt_tokens, n_batch)))
     return PrefillTerms(
         matmul_s=s["matmul"] + s["padding"],
         attention_s=s["attention"],
@@ -135,9 +134,7 @@ def prefill_terms(
         weights_s=s["weights"],
         layers_s=s["layers"] + s["experts"] + s["recurrent"],
         mask_s=s["mask"],
-        flops=2.0 * matrix_params(model, variant),
-        attention_flops=all_attention_flops(model, context),
-        activation_bytes=activation_bytes(model),
+        mean_context=mean_context(prompt_tokens, depth, max(1, min(prompt_tokens, n_batch))),
     )
 
 
