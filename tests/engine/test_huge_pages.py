@@ -50,10 +50,10 @@ def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
 def test_a_choice_of_tunables_stays_and_pages_of_64_kib_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get, raising=False)
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 65536}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 65536}.get, raising=False)
     assert "GLIBC_TUNABLES" not in worker_environment()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get, raising=False)
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"

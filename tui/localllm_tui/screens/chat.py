@@ -262,7 +262,7 @@ class ChatScreen(ShoppingScreen):
             await self.app.push_screen(GlassScreen(lambda: (self.physics, self.seen)))
         else:
             self.query_one(GlassPanel).toggle()
-            self.call_after_refresh(self._show_counts)
+            self._show_counts()
 
     async def _after_choice(self, place: Place | None) -> None:
         try:
