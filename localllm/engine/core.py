@@ -394,7 +394,7 @@ class Engine:
             self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
         if rows == len(decoding) and not self._prefill.busy:
             # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
-            # has left the caches, and they take half as long again.
+            # has left the caches, and they take a little longer.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
             self._pace(grants, seconds)
         self.metrics.step(

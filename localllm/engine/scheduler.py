@@ -8,13 +8,15 @@ middle of a sweep, long prompts get slices of time between the steps instead: sl
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 STALL_RATIO = 7.0
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
 # a step with a chunk. Where the steps themselves are slow it is still worth its while.
-_SLICE_RATIO = 9.0
+_SLICE_RATIO = 8.0
 _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
 # Nobody decodes, but others read their prompts or wait, or a cancel has to wait for the end of the step: no step takes
@@ -27,12 +29,13 @@ ALONE_STEP_S = 4.0
 _LONE_CHUNK = 128
 # llama.cpp's attention on a CPU computes tiles of so many tokens, full or not.
 _TILE = 64
-# A figure that allows smaller chunks is believed sooner than one that allows larger ones: what a token costs grows with
-# the depth it is read at (5 % per chunk, early in a long prompt), and a chunk too large is a stall while one too small
-# costs little. One slow decode step (a batch that formed, a buffer that grew) is no measure of the next.
+# A dearer token is believed sooner than a cheaper one: what a token costs grows with the depth it is read at (5 % per chunk,
+# early in a long prompt), and a chunk too large is a stall while one too small costs little.
 _SMOOTHING = 0.2
 _CAUTIOUS_SMOOTHING = 0.6
-_MOST_GROWTH = 2.0
+# A decode step costs the median of so many with as many sequences: a few slow ones (a buffer that grew, another program, a long
+# prompt that is tokenised) are no measure of the next, and in an average they made everybody wait a quarter longer.
+_STEPS, _FEWEST_STEPS = 31, 5
 # Waiting this much longer outweighs this many more tokens to prefill: nobody starves behind short prompts.
 _AGE_TOKENS_PER_S = 500.0
 # One step of priority is worth as much as having come this much earlier: whoever waits long enough is next all the same.
@@ -149,8 +152,15 @@ class ChunkSizer:
 
     def __init__(self, n_batch: int) -> None:
         self._n_batch = n_batch
-        self._decode_s: float | None = None
+        # (sequences, seconds) of the last plain decode steps
+        self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         self._token_s: float | None = None
+
+    @property
+    def _decode_s(self) -> float | None:
+        alike = [seconds for n, seconds in self._decodes if n == self._decodes[-1][0]]
+        enough = alike if len(alike) >= _FEWEST_STEPS else [seconds for _, seconds in self._decodes]
+        return statistics.median(enough) if enough else None
 
     @property
     def chunk(self) -> int:
@@ -176,10 +186,7 @@ class ChunkSizer:
     def observe(self, *, decoded: int, prefilled: int, seconds: float) -> None:
         """Learn from a finished step."""
         if decoded and not prefilled:
-            known = self._decode_s
-            quicker = known is not None and seconds < known
-            at_most = seconds if known is None else min(seconds, _MOST_GROWTH * known)
-            self._decode_s = _blend(known, at_most, _CAUTIOUS_SMOOTHING if quicker else _SMOOTHING)
+            self._decodes.append((decoded, seconds))
         elif prefilled >= _MIN_CHUNK:
             base = self._decode_s if decoded and self._decode_s else 0.0
             cost_s = max(seconds - base, 0.0) / prefilled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,53 @@ def read(prefill: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
     while prefill.run(seconds) < n_tokens:
         slices += 1
     return slices
+
+
+def test_one_thread_computes_the_slices_and_the_steps_between_them(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads have OpenMP helpers each, more than two processors, and a step beside a paused prompt took twice as long."""
+    llama, tokens = start_native(), line(800)
+    computing: list[str] = []
+    real = llama.llama_decode
+    other = backend.new_sequence()
+
+    def decode(context: object, batch: object) -> int:
+        computing.append(threading.current_thread().name)
+        return int(real(context, batch))
+
+    monkeypatch.setattr(llama, "llama_decode", decode)
+    prefill = begin(backend, backend.new_sequence(), tokens)
+    while not computing:
+        prefill.run(1e-6)
+    feed(backend, other, line(3, seed=2))
+    read(prefill, len(tokens))
+    while prefill.join():
+        pass
+    assert set(computing) == {"sliced-prefill"}
+    computing.clear()
+    feed(backend, other, line(3, seed=3))
+    prefill.close()
+    feed(backend, other, line(3, seed=4))
+    assert set(computing) == {threading.current_thread().name}
+    backend.close()
+
+
+def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_prompt_goes_on(backend: Backend) -> None:
+    tokens = line(800)
+    prefill = begin(backend, backend.new_sequence(), tokens)
+    assert isinstance(prefill, PausingPrefill)
+    while not prefill._paused:
+        prefill.run(1e-6)
+
+    def fails() -> int:
+        raise ValueError("no such step")
+
+    with pytest.raises(ValueError, match="no such step"):
+        prefill.beside(fails)
+    assert read(prefill, len(tokens))
+    prefill.close()
+    backend.close()
 
 
 @pytest.mark.parametrize("prefix", [0, 70, 600])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class LlamaCppBackend(Vocabulary):
         n_native = int(llama.llama_n_seq_max(context))
         plain = not self._n_swa and not recurrent
         self._spare: int | None = n_native - 1 if plain else None
+        self._slices: PausingPrefill | None = None
         apart = not plain and n_native > spec.n_seq_max
         self._states = States(llama, context, n_native - 1) if apart else None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
@@ -238,7 +240,8 @@ class LlamaCppBackend(Vocabulary):
 
     def _sweep(self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int) -> Rows:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
-        code = self._interrupts.decode(batch.native, can_end=self._can_undo(chunks))
+        decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
+        code = self._slices.beside(decode) if self._slices is not None else decode()
         if code == 1 and self._part_windows(chunks):
             code = self._interrupts.decode(batch.native)
         if code:
@@ -297,7 +300,8 @@ class LlamaCppBackend(Vocabulary):
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PausingPrefill:
         """Start reading `tokens` behind `sequence` in a context of their own."""
         self._check_owner()
-        return PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
+        self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
+        return self._slices
 
     def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> Comparison:
         """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""
@@ -312,12 +316,9 @@ class LlamaCppBackend(Vocabulary):
         return self._heads.draft(wanted)
 
     def _warm_up(self) -> None:
-        """One step, so that the first request does not pay for what a first step sets up.
-
-        Without llama_set_warmup: it asks every expert of a mixture, reading all of its weights, and a step of the same
-        shape that follows is computed by the same graph, with all of them, because the flag is not among what
-        llama-graph.h compares.
-        """
+        """One step, so that the first request does not pay for what a first step sets up. Without llama_set_warmup: it asks
+        every expert of a mixture, and a step of the same shape that follows is computed by the same graph, with all of
+        them, because the flag is not among what llama-graph.h compares."""
         sequence = self.new_sequence()
         token = self.info.bos_token if self.info.bos_token is not None else 0
         self.step([Chunk(sequence, [token])])

@@ -2,10 +2,9 @@
 
 llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one wastes them: its
 tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
-micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. Either that
-thread computes, or the one that owns the backend does. (Both keep their OpenMP helpers, which makes barriers sleep, see openmp.py:
-letting them go at each pause won 15 % with nobody else there, but behind a server, whose own work then waited for threads
-that spin, a step took 30 ms where it takes 22.)
+micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. While it is paused
+there it also computes the steps of the backend that owns it: two threads that compute in turn have OpenMP helpers each, more
+than there are processors, and sleep at their barriers (openmp.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from localllm_backends.contract import Backend, BackendFailure, LoadSpec, StepEr
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
+from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.openmp import release_helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,11 @@ class PausingPrefill:
         self._failure: BackendFailure | None = None
         self._leaving = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        # Paused between two nodes, so that it can do something else; and what that is.
+        self._paused = self._over = False
+        self._errand: Callable[[], int] | None = None
+        self._answer: int | Exception = 0
+        self._n_threads = spec.n_threads or usable_cores()
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(lambda _user_data: True)
         self._context: Any = None
@@ -79,9 +85,27 @@ class PausingPrefill:
             self._pace.longest_wanted_s = seconds
             self._go.release()
             self._stopped.acquire()
+            self._pause()
         if self._failure is not None:
             raise self._failure
         return self._read
+
+    def beside(self, step: Callable[[], int]) -> int:
+        """`step()`, computed by the thread of the prompt where that is paused, so that only one thread has helpers."""
+        if not self._paused:
+            return step()
+        self._errand = step
+        self._go.release()
+        self._stopped.acquire()
+        answer = self._answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _pause(self) -> None:
+        before, self._paused = self._paused, not self._over
+        if self._paused and not before:
+            release_helpers(self._n_threads)
 
     def join(self) -> int:
         """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.
@@ -99,7 +123,7 @@ class PausingPrefill:
     def stop(self) -> int:
         """End the micro-batch that is being computed, in its middle; returns how many tokens those before it have. May be
         called at any time, `run` not any more."""
-        self._leaving = True
+        self._leaving, self._paused = True, False
         if self._context is not None:
             # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
             # the next one would go on from what was never computed: expert numbers out of range abort the process.
@@ -140,6 +164,7 @@ class PausingPrefill:
         except Exception as e:
             self._failure = _as_failure(e)
         # Whatever happened: the owner waits for this.
+        self._over = True
         self._stopped.release()
 
     def _compute(self) -> None:
@@ -169,9 +194,21 @@ class PausingPrefill:
             return self._pace.stops_here()
         if not self._leaving and self._pace.time_is_up():
             self._stopped.release()
-            self._go.acquire()
+            self._wait()
             self._pace.resume()
         return True
+
+    def _wait(self) -> None:
+        """Until the owner says to go on; what it wants computed meanwhile is computed here."""
+        self._go.acquire()
+        while self._errand is not None:
+            errand, self._errand = self._errand, None
+            try:
+                self._answer = errand()
+            except Exception as e:
+                self._answer = e
+            self._stopped.release()
+            self._go.acquire()
 
 
 class _Pace:
