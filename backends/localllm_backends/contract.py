@@ -454,6 +454,16 @@ class SlicingBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class SettlingBackend(Backend, Protocol):
+    """A Backend with housekeeping of its own, for when nobody asks anything."""
+
+    def settle(self, spare_bytes: int | None) -> bool:
+        """One piece of it, of a few milliseconds, within `spare_bytes` of memory (None: unknown); True while there is more.
+        No sequence and no logit changes."""
+        ...
+
+
+@runtime_checkable
 class ComparingBackend(Backend, Protocol):
     """A Backend that can say what its KV types cost in precision, on its own weights."""
 

@@ -48,6 +48,7 @@ from localllm_backends.contract import (
     InterruptedStepError,
     NoCellsError,
     SeeingBackend,
+    SettlingBackend,
     StepResult,
 )
 
@@ -313,11 +314,15 @@ class Engine:
         """Housekeeping between requests; True while there is more of it that needs no waiting."""
         self._wake(busy=False)
         # One thing at a time, so that a new request waits for no more than that.
-        if self.pool.tick(busy=False) or self.speculator.tick(busy=False):
+        if self.pool.tick(busy=False) or self._settle() or self.speculator.tick(busy=False):
             return True
         # After somebody was answered: a model that is only loaded, or tried, is not worth the heat.
         rested_s = self.clock() - self._worked_s
         return self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes)
+
+    def _settle(self) -> bool:
+        backend = self.backend
+        return isinstance(backend, SettlingBackend) and backend.settle(self.guard.spare_bytes)
 
     @property
     def awaits_disk(self) -> bool:

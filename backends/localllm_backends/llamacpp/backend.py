@@ -23,7 +23,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
-from localllm_backends.llamacpp import kv_blocks
+from localllm_backends.llamacpp import huge_weights, kv_blocks
 from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, LogitsView, Rows
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
@@ -33,7 +33,7 @@ from localllm_backends.llamacpp.model_info import model_info
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, has_gpu
 from localllm_backends.llamacpp.native_log import BufferSizes, log
-from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
+from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
 from localllm_backends.llamacpp.positions import Carried, Positions, without_tail
 from localllm_backends.llamacpp.states import States
 from localllm_backends.llamacpp.vocabulary import Vocabulary
@@ -70,11 +70,9 @@ class LlamaCppBackend(Vocabulary):
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
         self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
-        # Recurrent models only: how many tokens of a sequence's last step can be taken back, once.
-        self._undoable: dict[SequenceId, int] = {}
+        self._undoable: dict[SequenceId, int] = {}  # recurrent: tokens of the last step that can be taken back, once
         self._rolled_back: set[SequenceId] = set()
-        # Sliding windows only: sequences were forked since each last had cells of its own for its window.
-        self._shares_windows = False
+        self._shares_windows = False  # sliding windows: forked since each last had cells of its own for its window
         n_batch = int(llama.llama_n_batch(context))
         self._n_outputs = outputs_reserved(spec, n_batch)
         self._batch = Batch(llama, n_batch)
@@ -89,6 +87,7 @@ class LlamaCppBackend(Vocabulary):
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         self._warm_up()
+        self._mapped = huge_weights.of(path, spec)
         rewind = "any" if plain else "bounded" if self._n_swa or self._n_rewind else "none"
         self.capabilities = Capabilities(
             rewind=rewind,  # type: ignore[arg-type]
@@ -98,8 +97,7 @@ class LlamaCppBackend(Vocabulary):
             states=self._states is not None,
             exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
-            # Half a step is taken back from attention, never from a recurrent state.
-            interruptible=not recurrent,
+            interruptible=not recurrent,  # half a step is taken back from attention, never from a state
             drafts=heads.longest if heads is not None else 0,
             kv_on_device=spec.n_gpu_layers != 0 and has_gpu(),
             # Not run on a GPU: there a step's micro-batch is short anyway.
@@ -293,15 +291,18 @@ class LlamaCppBackend(Vocabulary):
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._end(chunk.sequence), -1)
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
-        """Memory it takes that ends up with `n_tokens`: its own KV, and buffers for its larger micro-batches."""
-        kv = self._sizes.kv_bytes * cells_for(n_tokens) // self._ledger.capacity
-        return kv + self._sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
+        """Memory it takes that ends up with `n_tokens`."""
+        return bytes_for(n_tokens, self._sizes, self._ledger.capacity, self.info.n_batch)
 
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PausingPrefill:
         """Start reading `tokens` behind `sequence` in a context of their own."""
         self._check_owner()
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
+
+    def settle(self, spare_bytes: int | None) -> bool:
+        """Weights that steps read in the mapped file move into huge pages."""
+        return self._mapped.move(spare_bytes)
 
     def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> Comparison:
         """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""

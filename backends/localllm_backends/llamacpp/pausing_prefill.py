@@ -20,7 +20,7 @@ from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.cores import usable_cores
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.native_log import BufferSizes, log
 from localllm_backends.llamacpp.openmp import release_helpers
 
 if TYPE_CHECKING:
@@ -271,3 +271,10 @@ def _as_failure(error: Exception) -> BackendFailure:
 def cells_for(n_tokens: int) -> int:
     """KV cells of a context that holds `n_tokens`: llama.cpp pads to 256."""
     return -(-n_tokens // 256) * 256
+
+
+def bytes_for(n_tokens: int, sizes: BufferSizes, n_ctx: int, n_batch: int) -> int:
+    """Memory of a prefill that ends up with `n_tokens`, by the buffers of a context of `n_ctx` cells and micro-batches of
+    `n_batch`: its own KV, and buffers for its larger micro-batches."""
+    kv = sizes.kv_bytes * cells_for(n_tokens) // n_ctx
+    return kv + sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, n_batch)

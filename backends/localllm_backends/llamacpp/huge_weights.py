@@ -1,0 +1,154 @@
+"""Weights that are read where the file is mapped, moved into huge pages of this process while nobody asks. Linux only.
+
+llama.cpp lays some formats out anew and reads the others (Q8_0, Q6_K, Q4_1 on x86) in the mapped file, in pages of 4 KiB:
+each token then walks hundreds of thousands of them. What a step has touched is copied into huge pages, and the copy put at the
+very addresses of the mapping (mremap), so that nobody notices but the processor. No byte is resident twice: the file's pages
+go back to the system's cache, and what nobody has asked for yet, such as experts and rows of a table, stays in the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp.native import has_gpu
+
+_SYSTEM = Path("/")
+_PAGE_BYTES = 4096
+_PIECE_BYTES = 4 * 2**20  # one to ten milliseconds, which is what a request may have to wait for
+_LOOK_BYTES = 256 * 2**20  # so many are looked through at once where nothing is to be moved
+_FIRST_REST_S = 60.0
+_AMPLE = 2  # times what is mapped must be spare
+_MOSTLY = 0.9  # of a huge page's small ones are in use: less would make resident what nobody reads
+_PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
+_PROT_READ, _PROT_WRITE = 1, 2
+_MAP_PRIVATE, _MAP_ANONYMOUS = 2, 0x20
+_MADV_HUGEPAGE = 14
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def mapped_at(path: Path) -> list[tuple[int, int]]:
+    """(start, stop) of the addresses at which `path` is mapped into this process; none where that can't be read."""
+    name, found = str(path.resolve()), []
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(.*)", line)
+        if match is not None and match[3] == name:
+            found.append((int(match[1], 16), int(match[2], 16)))
+    return found
+
+
+def huge_page_bytes(root: Path = _SYSTEM) -> int:
+    """Bytes of a huge page that this process may ask for; 0 where the system gives none. `root`: where its files begin."""
+    if sys.platform != "linux":
+        return 0
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    try:
+        if "[never]" in (folder / "enabled").read_text(encoding="ascii"):
+            return 0
+        return int((folder / "hpage_pmd_size").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def of(path: Path, spec: LoadSpec) -> HugeWeights:
+    """Those of `path` as loaded by `spec`: none where a device may compute from the mapping itself, and none that are locked."""
+    on_host = spec.n_gpu_layers == 0 or not has_gpu()
+    return HugeWeights(path, None if on_host and spec.placement.weights != "locked" else 0)
+
+
+class HugeWeights:
+    """The mapped weights of one model file, piece by piece on their way into huge pages."""
+
+    def __init__(self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._page = huge_page_bytes() if page_bytes is None else page_bytes
+        self._path, self._clock = path, clock
+        self._round: Iterator[tuple[int, int]] | None = None
+        self._again_s, self._rest_s = 0.0, _FIRST_REST_S
+        self.moved_bytes = 0
+
+    def move(self, spare_bytes: int | None) -> bool:
+        """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for one; True while there
+        may be more. What was not in use then is looked at again after a minute, after two more, and so on."""
+        if not self._page or (spare_bytes is not None and spare_bytes < _PIECE_BYTES):
+            return False
+        if self._round is None:
+            if self._clock() < self._again_s:
+                return False
+            # The system can drop a file's pages when memory gets short, but not ours: only where that is far away.
+            mapped_bytes = sum(stop - start for start, stop in mapped_at(self._path))
+            ample = spare_bytes is None or spare_bytes >= _AMPLE * mapped_bytes
+            self._round = self._pieces() if ample else iter(())
+        address, n_bytes = next(self._round, (0, 0))
+        if n_bytes and self._replace(address, n_bytes):
+            self.moved_bytes += n_bytes
+        elif n_bytes or not address:
+            self._round = None
+            self._again_s, self._rest_s = self._clock() + self._rest_s, 2 * self._rest_s
+            return False
+        return True
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of runs of huge pages whose small pages are in use, a piece at most each; 0 bytes where much was
+        looked through."""
+        most = max(1, _PIECE_BYTES // self._page)
+        for start, stop in mapped_at(self._path):
+            first, last = -(-start // self._page) * self._page, stop // self._page * self._page
+            run = 0  # huge pages in use before `at`
+            for at in range(first, last, self._page):
+                used = _in_use(at, self._page)
+                if run and (not used or run == most):
+                    yield at - run * self._page, run * self._page
+                    run = 0
+                run += used
+                if not run and (at - first) % _LOOK_BYTES == 0:
+                    yield at, 0
+            if run:
+                yield last - run * self._page, run * self._page
+
+    def _replace(self, address: int, n_bytes: int) -> bool:
+        """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed) where it can't be."""
+        libc = _libc()
+        taken = libc.mmap(None, n_bytes + self._page, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+        if taken == _FAILED:
+            return False
+        copy = -(-taken // self._page) * self._page
+        after = taken + n_bytes + self._page - (copy + n_bytes)
+        libc.munmap(copy + n_bytes, after) if after else None
+        libc.munmap(taken, copy - taken) if copy > taken else None
+        libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
+        ctypes.memmove(copy, address, n_bytes)
+        libc.mprotect(copy, n_bytes, _PROT_READ)
+        # The kernel does both under one lock: a thread that reads there waits, and finds the same bytes.
+        if libc.mremap(copy, n_bytes, n_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(address)) == _FAILED:
+            libc.munmap(copy, n_bytes)
+            return False
+        return True
+
+
+def _in_use(address: int, n_bytes: int) -> bool:
+    """Are most small pages of the `n_bytes` at `address` mapped in, so that they were read by somebody?"""
+    with open("/proc/self/pagemap", "rb", buffering=0) as f:
+        f.seek(address // _PAGE_BYTES * 8)
+        entries = memoryview(f.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
+    return sum(entry & _PRESENT != 0 for entry in entries) >= _MOSTLY * len(entries)
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    for name in ("munmap", "mprotect", "madvise"):
+        getattr(libc, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * (name != "munmap")]
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return libc
