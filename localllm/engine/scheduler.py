@@ -154,13 +154,8 @@ class ChunkSizer:
         self._n_batch = n_batch
         # (sequences, seconds) of the last plain decode steps
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
+        self._decode_s: float | None = None
         self._token_s: float | None = None
-
-    @property
-    def _decode_s(self) -> float | None:
-        alike = [seconds for n, seconds in self._decodes if n == self._decodes[-1][0]]
-        enough = alike if len(alike) >= _FEWEST_STEPS else [seconds for _, seconds in self._decodes]
-        return statistics.median(enough) if enough else None
 
     @property
     def chunk(self) -> int:
@@ -187,6 +182,8 @@ class ChunkSizer:
         """Learn from a finished step."""
         if decoded and not prefilled:
             self._decodes.append((decoded, seconds))
+            alike = [s for n, s in self._decodes if n == decoded]
+            self._decode_s = statistics.median(alike if len(alike) >= _FEWEST_STEPS else [s for _, s in self._decodes])
         elif prefilled >= _MIN_CHUNK:
             base = self._decode_s if decoded and self._decode_s else 0.0
             cost_s = max(seconds - base, 0.0) / prefilled

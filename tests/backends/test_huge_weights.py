@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ import pytest
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.huge_weights import HugeWeights, huge_page_bytes, mapped_at
+from localllm_backends.llamacpp.huge_weights import HugeWeights, huge_page_bytes
+from localllm_backends.llamacpp.placing import mapped_at
 
 HUGE_BYTES = 2 * 2**20
 FILE_BYTES = 24 * 2**20
@@ -32,7 +33,9 @@ def system(root: Path, enabled: str, n_bytes: str = "2097152\n") -> Path:
     return root
 
 
-@pytest.mark.skipif(os.name != "posix" or not Path("/proc/self/maps").exists(), reason="huge pages are asked of Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux" or mmap.PAGESIZE != 4096, reason="huge pages are asked of Linux with pages of 4 KiB"
+)
 @pytest.mark.parametrize(
     ("enabled", "expected"),
     [

@@ -9,15 +9,17 @@ go back to the system's cache, and what nobody has asked for yet, such as expert
 from __future__ import annotations
 
 import ctypes
-import re
+import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp.native import has_gpu
+from localllm_backends.llamacpp.placing import mapped_at
 
 _SYSTEM = Path("/")
 _PAGE_BYTES = 4096
@@ -34,23 +36,10 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def mapped_at(path: Path) -> list[tuple[int, int]]:
-    """(start, stop) of the addresses at which `path` is mapped into this process; none where that can't be read."""
-    name, found = str(path.resolve()), []
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(.*)", line)
-        if match is not None and match[3] == name:
-            found.append((int(match[1], 16), int(match[2], 16)))
-    return found
-
-
 def huge_page_bytes(root: Path = _SYSTEM) -> int:
-    """Bytes of a huge page that this process may ask for; 0 where the system gives none. `root`: where its files begin."""
-    if sys.platform != "linux":
+    """Bytes of a huge page that this process may ask for; 0 where the system gives none, or where usual pages aren't of 4 KiB
+    (huge ones are half a GB where they are of 64). `root`: where its files begin."""
+    if sys.platform != "linux" or mmap.PAGESIZE != _PAGE_BYTES:
         return 0
     folder = root / "sys/kernel/mm/transparent_hugepage"
     try:
@@ -102,19 +91,20 @@ class HugeWeights:
         """(address, bytes) of runs of huge pages whose small pages are in use, a piece at most each; 0 bytes where much was
         looked through."""
         most = max(1, _PIECE_BYTES // self._page)
-        for start, stop in mapped_at(self._path):
-            first, last = -(-start // self._page) * self._page, stop // self._page * self._page
-            run = 0  # huge pages in use before `at`
-            for at in range(first, last, self._page):
-                used = _in_use(at, self._page)
-                if run and (not used or run == most):
-                    yield at - run * self._page, run * self._page
-                    run = 0
-                run += used
-                if not run and (at - first) % _LOOK_BYTES == 0:
-                    yield at, 0
-            if run:
-                yield last - run * self._page, run * self._page
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for start, stop in mapped_at(self._path):
+                first, last = -(-start // self._page) * self._page, stop // self._page * self._page
+                run = 0  # huge pages in use before `at`
+                for at in range(first, last, self._page):
+                    used = _in_use(pagemap, at, self._page)
+                    if run and (not used or run == most):
+                        yield at - run * self._page, run * self._page
+                        run = 0
+                    run += used
+                    if not run and (at - first) % _LOOK_BYTES == 0:
+                        yield at, 0
+                if run:
+                    yield last - run * self._page, run * self._page
 
     def _replace(self, address: int, n_bytes: int) -> bool:
         """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed) where it can't be."""
@@ -124,8 +114,9 @@ class HugeWeights:
             return False
         copy = -(-taken // self._page) * self._page
         after = taken + n_bytes + self._page - (copy + n_bytes)
-        libc.munmap(copy + n_bytes, after) if after else None
-        libc.munmap(taken, copy - taken) if copy > taken else None
+        for start, spare in ((copy + n_bytes, after), (taken, copy - taken)):
+            if spare:
+                libc.munmap(start, spare)
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
         ctypes.memmove(copy, address, n_bytes)
         libc.mprotect(copy, n_bytes, _PROT_READ)
@@ -136,14 +127,14 @@ class HugeWeights:
         return True
 
 
-def _in_use(address: int, n_bytes: int) -> bool:
+def _in_use(pagemap: BinaryIO, address: int, n_bytes: int) -> bool:
     """Are most small pages of the `n_bytes` at `address` mapped in, so that they were read by somebody?"""
-    with open("/proc/self/pagemap", "rb", buffering=0) as f:
-        f.seek(address // _PAGE_BYTES * 8)
-        entries = memoryview(f.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
+    pagemap.seek(address // _PAGE_BYTES * 8)
+    entries = memoryview(pagemap.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
     return sum(entry & _PRESENT != 0 for entry in entries) >= _MOSTLY * len(entries)
 
 
+@cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p

@@ -19,7 +19,6 @@ from localllm_backends.contract import Backend, BackendFailure, LoadSpec, StepEr
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
-from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native_log import BufferSizes, log
 from localllm_backends.llamacpp.openmp import release_helpers
 
@@ -58,7 +57,6 @@ class PausingPrefill:
         self._paused = self._over = False
         self._errand: Callable[[], int] | None = None
         self._answer: int | Exception = 0
-        self._n_threads = spec.n_threads or usable_cores()
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(lambda _user_data: True)
         self._context: Any = None
@@ -105,7 +103,7 @@ class PausingPrefill:
     def _pause(self) -> None:
         before, self._paused = self._paused, not self._over
         if self._paused and not before:
-            release_helpers(self._n_threads)
+            release_helpers(self._llama.llama_n_threads(self._context))
 
     def join(self) -> int:
         """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.

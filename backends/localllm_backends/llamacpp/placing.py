@@ -86,15 +86,22 @@ def give_back(path: Path) -> int:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    given, name = 0, str(path.resolve())
+    given = 0
+    for start, stop in mapped_at(path):
+        if libc.madvise(start, stop - start, _MADV_DONTNEED) == 0:
+            given += stop - start
+    return given
+
+
+def mapped_at(path: Path) -> list[tuple[int, int]]:
+    """(start, stop) of the addresses at which `path` is mapped into this process; none where that can't be read."""
+    name, found = str(path.resolve()), []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return 0
+        return []
     for line in lines:
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(.*)", line)
         if match is not None and match[3] == name:
-            start, end = int(match[1], 16), int(match[2], 16)
-            if libc.madvise(start, end - start, _MADV_DONTNEED) == 0:
-                given += end - start
-    return given
+            found.append((int(match[1], 16), int(match[2], 16)))
+    return found
