@@ -139,6 +139,7 @@ def what_is_drawn_follows_from_the_logits(subject: Subject) -> None:
     sequence, named = backend.new_sequence(), 0
     backend.step([Chunk(sequence, line(11), outputs=0)])
     draws = [Draw(1.2, 0, 1.0, 0.0, 0.9), Draw(0.7, 20, 0.9, 0.0, 0.5), Draw(1.0, 40, 0.95, 0.05, 0.1, 0.7)]
+    draws.append(Draw(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)))
     for i, draw in enumerate(draws):
         result = backend.step([Chunk(sequence, [20 + i], draw=draw)])
         require(isinstance(result, DrawingResult), "a step with a draw can't say what was drawn")
@@ -152,6 +153,8 @@ def what_is_drawn_follows_from_the_logits(subject: Subject) -> None:
 
 def _drawn(row: NDArray[np.float64], draw: Draw) -> int:
     """The token that `draw` asks for, by its definition."""
+    row = row.copy()
+    row[list(draw.banned)] = -np.inf
     ids = np.lexsort((np.arange(len(row)), -row))[: draw.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
     share /= share.sum()

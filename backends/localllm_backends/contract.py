@@ -212,7 +212,8 @@ class Draw:
     (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
     `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
 
-    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once."""
+    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
+    is drawn, as if their logits were -inf."""
 
     temperature: float
     top_k: int
@@ -220,6 +221,7 @@ class Draw:
     min_p: float
     uniform: float
     next_uniform: float | None = None
+    banned: tuple[int, ...] = ()
 
     def behind(self) -> Draw | None:
         """How the token after it will be drawn."""

@@ -79,7 +79,7 @@ class Scenarios:
         self.counter, self.tokens = counter, tokens
         self.tables: dict[str, Comparison] = {}
         self.round = 0
-        self._seed = int(time.time()) if seed is None else seed
+        self._seed = self._first = int(time.time()) if seed is None else seed
         self._lock = threading.Lock()
 
     def put(self, figure: Figure, target: Target, value: float) -> None:
@@ -148,8 +148,9 @@ class Scenarios:
         self.put(Figure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
 
     def run_copy(self, t: Target) -> None:
-        """A file repeated with one change."""
-        body = {"prompt": copy_edit(self.fresh()), "max_tokens": 320, "temperature": 0, "ignore_eos": True}
+        """A file repeated with one change. The same one for every server in a round: what a model copies faithfully, and so how
+        often a draft is right, is very different from file to file."""
+        body = {"prompt": copy_edit(self._first + self.round), "max_tokens": 320, "temperature": 0, "ignore_eos": True}
         answer = t.stream(body)
         self.put(COPY, t, answer.rate(self._counted(t, answer)))
 

@@ -81,6 +81,7 @@ class Advance:
         job.draft, job.draft_from = [], None
         greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
+        greedy = greedy and job.sampler.open(best, len(job.tokens))
         drawn = None if greedy or draft else self._drawn(job, result, index)
         best = best if drawn is None else [drawn]
         rows = None if greedy or drawn is not None else result.logits(index)

@@ -213,9 +213,11 @@ class Engine:
         thought = None
         if request.thinking is not None:
             thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
+        eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
         bounds = Bounds(
             open_until=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
-            ends=tuple({t for t in (*backend.info.eog_tokens, *generation.stop_token_ids) if t < backend.info.n_vocab}),
+            ends=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
+            never=tuple(eog) if generation.ignore_eos else (),
             thought=thought,
             text=spell,
         )

@@ -211,12 +211,17 @@ def _typical(
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What one request's place in its text says about the next token: none of `ends` comes before `open_until` tokens
-    (prompt included), and `thought` may force one. `text` spells a token."""
+    (prompt included), none of `never` (some of `ends`) at all, and `thought` may force one. `text` spells a token."""
 
     open_until: int = 0
     ends: tuple[int, ...] = ()
+    never: tuple[int, ...] = ()
     thought: ThoughtLimit | None = None
     text: TokenBytes | None = None
+
+    def banned(self, length: int) -> tuple[int, ...]:
+        """What may not come behind `length` tokens, as long as anything else may."""
+        return self.ends if length < self.open_until else self.never
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +260,14 @@ class Sampler:
 
     def plain(self, length: int, ahead: int) -> bool:
         """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
-        more: the rows themselves need not be looked at."""
+        more, wherever they are `open`: the rows themselves need not be looked at."""
         bounds = self._bounds
         forces = bounds.thought is not None and bounds.thought.may_force(length, ahead)
-        return self.greedy and length >= bounds.open_until and not forces
+        return self.greedy and not forces
+
+    def open(self, tokens: Seq[int], length: int) -> bool:
+        """True when each of `tokens` may come in its place, the first of them behind `length` tokens."""
+        return not any(token in self._bounds.banned(at) for at, token in enumerate(tokens, length))
 
     def drawable(self, length: int) -> Draw | None:
         """How a backend may draw the token behind `length` tokens, and begin with the next; None where that takes a look here
@@ -268,11 +277,9 @@ class Sampler:
         forces = bounds.thought is not None and bounds.thought.may_force(length)
         if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MOST_DRAWN:
             return None
-        if length < bounds.open_until:
-            return None
         while len(self._uniforms) < 2:
             self._uniforms.append(float(self._random.random()))
-        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, *self._uniforms[:2])
+        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, *self._uniforms[:2], banned=bounds.banned(length))
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""
@@ -287,9 +294,10 @@ class Sampler:
             row = np.full_like(facts.row, -np.inf)
             row[forced] = 0.0
             return Logits(row)
-        if len(history) >= bounds.open_until or not bounds.ends:
+        banned = bounds.banned(len(history))
+        if not banned:
             return out
-        open_ = out.without(bounds.ends)
+        open_ = out.without(banned)
         # As it is where nothing else may follow.
         return open_ if open_.best() != -np.inf else out
 
@@ -358,9 +366,9 @@ class Sampler:
     def _choose_among(self, names: NDArray[np.int64], facts: Facts, history: Seq[int]) -> int:
         """The choice, where nothing but `names` is allowed: of a row of those alone."""
         values = Logits(facts.row, self._changes(facts.row, history, self._past), facts).at(names)
-        ends = np.isin(names, self._bounds.ends)
-        if len(history) < self._bounds.open_until and (values[~ends] > -np.inf).any():
-            values[ends] = -np.inf
+        banned = np.isin(names, self._bounds.banned(len(history)))
+        if (values[~banned] > -np.inf).any():
+            values[banned] = -np.inf
         if not (values > -np.inf).any():
             self.uniform()
             return 0

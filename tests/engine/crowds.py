@@ -38,17 +38,21 @@ class Tally:
 
 
 def isolated(backend: Backend, prompt: list[int], n: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of one request alone, and how clear each choice was (gap of the best two ÷ the row's spread)."""
+    """Greedy tokens of one request alone that ignores the end, and how clear each choice was (gap of the best two ÷ the row's
+    spread)."""
+    ends = list(backend.info.eog_tokens)
     sequence = backend.new_sequence()
     for i in range(0, len(prompt), backend.info.n_batch):
         result = backend.step([Chunk(sequence, prompt[i : i + backend.info.n_batch])])
     tokens: list[int] = []
     gaps: list[float] = []
     for _ in range(n):
-        row = result.logits(0)[-1]
+        row = result.logits(0)[-1].copy()
+        spread = row.std()
+        row[ends] = -np.inf
         second, best = np.partition(row, -2)[-2:]
         tokens.append(int(row.argmax()))
-        gaps.append(float((best - second) / row.std()))
+        gaps.append(float((best - second) / spread))
         result = backend.step([Chunk(sequence, [tokens[-1]])])
     backend.drop(sequence)
     return tokens, gaps

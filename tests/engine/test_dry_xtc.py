@@ -188,7 +188,7 @@ def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch)
     def never(*args: object) -> None:
         raise AssertionError("an unused filter was asked")
 
-    for name in ("repetitions", "_without_top_choices", "Logits.without"):
+    for name in ("repetitions", "_without_top_choices"):
         monkeypatch.setattr(f"localllm.engine.sampling.{name}", never)
     assert Sampler(Sampling(temperature=0)).plain(10, 5)
     assert len(generated("off", Sampling(seed=3))[0]) == 150

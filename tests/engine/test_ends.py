@@ -41,6 +41,16 @@ def test_an_answer_does_not_end_before_min_tokens(draft: str) -> None:
     assert END not in late.tokens["r"][:60]
 
 
+@DRAFTS
+@pytest.mark.parametrize("hot", [False, True], ids=["greedy", "drawn"])
+def test_where_the_end_is_ignored_it_is_never_written(draft: str, hot: bool) -> None:
+    """As llama.cpp's server has it: tokens that end a turn have no text, and what follows them is another turn."""
+    sampling = a_seed_that_ends_soon() if hot else GREEDY
+    outcome = answer(draft, sampling, max_tokens=300, ignore_eos=True)
+    assert END not in outcome.tokens["r"]
+    assert outcome.finish("r").usage.completion_tokens == 300
+
+
 def test_min_tokens_bars_stop_tokens_too_and_ends_with_the_limit() -> None:
     said = answer(min_tokens=0).tokens["r"]
     stop = said[3]

@@ -6,6 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
@@ -59,8 +60,14 @@ def prompt(text: str, request_id: str = "r", most: int = 12) -> Request:
 
 
 def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
-    """The greedy tokens of the backend alone."""
+    """The greedy tokens of the backend alone, which never ends."""
     backend: Any = engine.backend
+
+    def best_of(chunk: Chunk) -> int:
+        row = backend.step([chunk]).logits(0)[-1].copy()
+        row[list(backend.info.eog_tokens)] = -np.inf
+        return int(row.argmax())
+
     tokens, images = ImageReader(backend).read(str(request.prompt), request.images, add_bos=True)
     sequence = backend.new_sequence()
     at = 0
@@ -71,14 +78,14 @@ def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
         embeddings = backend.encode(placed.run)
         n = placed.run.n_tokens
         part = Chunk(sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings))
-        best = backend.step([part]).argmax(0)[-1]
+        best = best_of(part)
         at = placed.start + n
     while len(tokens) - at > 64:
         backend.step([Chunk(sequence, tokens[at : at + 64], 0)])
         at += 64
-    made = [backend.step([Chunk(sequence, tokens[at:])]).argmax(0)[-1] if tokens[at:] else best]
+    made = [best_of(Chunk(sequence, tokens[at:])) if tokens[at:] else best]
     while len(made) < most:
-        made.append(backend.step([Chunk(sequence, made[-1:])]).argmax(0)[-1])
+        made.append(best_of(Chunk(sequence, made[-1:])))
     backend.drop(sequence)
     return made
 

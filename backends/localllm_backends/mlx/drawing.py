@@ -46,6 +46,9 @@ def draw(rows: Any, asked: Seq[Draw]) -> Drawn:
     n_vocab = int(rows.shape[-1])
     n = min(MOST_DRAWN, n_vocab)
     rows = rows.astype(mx.float32)
+    if any(d.banned for d in asked):
+        at = [(i, token) for i, d in enumerate(asked) for token in d.banned]
+        rows[mx.array([i for i, _ in at]), mx.array([token for _, token in at])] = -mx.inf
     ids = mx.argpartition(-rows, n - 1, axis=-1)[:, :n] if n < n_vocab else mx.broadcast_to(mx.arange(n), rows.shape)
     # Equals stand by their ids: a stable sort by logit keeps the order that they are given in.
     ids = mx.sort(ids, axis=-1)
