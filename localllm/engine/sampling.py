@@ -279,7 +279,8 @@ class Sampler:
             return None
         while len(self._uniforms) < 2:
             self._uniforms.append(float(self._random.random()))
-        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, *self._uniforms[:2], banned=bounds.banned(length))
+        uniform, following = self._uniforms[:2]
+        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, bounds.banned(length))
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from localllm_backends.llamacpp.cores import cpu_quota, usable_cores
+from localllm_backends.llamacpp.cores import cpu_quota, give_way, usable_cores
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
@@ -82,6 +84,30 @@ def test_a_hybrids_slow_cores_are_left_out(tmp_path: Path) -> None:
 def test_pinned_to_slow_cores_it_uses_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10}, raising=False)
     assert usable_cores(system(tmp_path, {"sys/devices/cpu_core/cpus": "0-7\n"})) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts priority by thread")
+@pytest.mark.parametrize(("load", "policy", "nice"), [(0.0, "SCHED_IDLE", 0), (1e3, "SCHED_OTHER", 10)])
+def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
+    load: float, policy: str, nice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    seen: list[tuple[int, int]] = []
+
+    def here() -> tuple[int, int]:
+        me = threading.get_native_id()
+        return os.sched_getscheduler(me), os.getpriority(os.PRIO_PROCESS, me)
+
+    def one() -> None:
+        give_way()
+        seen.append(here())
+
+    before = here()
+    thread = threading.Thread(target=one)
+    thread.start()
+    thread.join()
+    assert seen == [(getattr(os, policy), nice)]
+    assert here() == before
 
 
 def test_here_there_is_at_least_one() -> None:

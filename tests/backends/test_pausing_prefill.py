@@ -184,7 +184,7 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
     tokens = line(600)
     sliced = begin(backend, sequence, tokens)
     read(sliced, len(tokens))
-    for _ in range(59):
+    for _ in range(63):
         feed(backend, other, line(64))
     with pytest.raises(NoCellsError):
         sliced.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.drive import GREEDY, Outcome, run
@@ -73,9 +75,9 @@ class SlicedBackend(ScriptedBackend):
         return self.slices[-1]
 
 
-def engine_of(backend: SlicedBackend, available: int = 10**12) -> Engine:
+def engine_of(backend: SlicedBackend, available: int = 10**12, clock: Callable[[], float] = time.monotonic) -> Engine:
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=100 * MB)
-    return Engine(backend, settings, available=lambda: available)
+    return Engine(backend, settings, available=lambda: available, clock=clock)
 
 
 def words(n: int, seed: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,45 @@ def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() ->
     assert outcome.finish("gap").usage.cached_tokens >= len(known) - 1
     assert outcome.tokens["gap"] == expected(prompt, 8)
     assert outcome.tokens["long"] == expected(words(900, 2), 8)
+
+
+def test_the_first_slices_are_shorter_than_the_others() -> None:
+    """New threads and new memory slow the steps behind them down."""
+    backend, ticks = SlicedBackend(), count()
+    engine = engine_of(backend, clock=lambda: float(next(ticks)))
+    outcome = start(engine, ask("stream", words(5, 1), 100))
+    outcome.take(engine.submit(ask("long", words(305, 2)), words(305, 2)))
+    finish(engine, outcome)
+    (sliced,) = backend.slices
+    steady = max(sliced.slices)
+    assert all(s <= 0.6 * steady for s in sliced.slices[:3])
+    assert min(sliced.slices[10:]) > 0.6 * steady
+
+
+def test_what_is_read_is_appended_for_as_long_as_a_slice_takes() -> None:
+    """Small pieces, several between two steps where they are quick, one where they are slow."""
+    steps = []
+    for piece_s in (0.0, 1.0):
+        backend, now = SlicedBackend(), [0.0]
+        engine = engine_of(backend, clock=lambda: now[0])  # noqa: B023
+        outcome = start(engine, ask("stream", words(5, 1), 200))
+        outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
+        outcome.take(engine.step())
+        (sliced,) = backend.slices
+        join = sliced.join
+
+        def slow() -> int:
+            now[0] += piece_s  # noqa: B023
+            return join()  # noqa: B023
+
+        sliced.join = slow  # type: ignore[method-assign]
+        while not sliced.joined:
+            outcome.take(engine.step())
+        before = len(outcome.tokens["stream"])
+        while not sliced.closed:
+            outcome.take(engine.step())
+        steps.append(len(outcome.tokens["stream"]) - before)
+        finish(engine, outcome)
+        assert outcome.tokens["long"] == expected(words(205, 2), 8)
+    assert steps[0] <= 1
+    assert steps[1] >= 8
