@@ -31,7 +31,8 @@ from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, h
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.metrics import Metrics
-from localllm.engine.pace import of_this_process
+from localllm.engine.others import of_this_process
+from localllm.engine.pace import Pace
 from localllm.engine.pictures import Placed
 from localllm.engine.sampling import Bounds, Sampler
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
@@ -98,7 +99,8 @@ class Engine:
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
-        self.speculator = Speculator(self.backend, self.settings.draft, model, self.clock)
+        others = of_this_process()
+        self.speculator = Speculator(self.backend, others, self.settings.draft, model, self.clock)
         self._sizer = ChunkSizer(self.backend.info.n_batch)
         self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
@@ -113,7 +115,7 @@ class Engine:
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._advance = Advance(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
-        self.pace = of_this_process()
+        self.pace = Pace(others)
 
     def _make_images(self) -> ImageSteps | None:
         if not (self.backend.capabilities.sees and isinstance(self.backend, SeeingBackend)):
@@ -315,11 +317,11 @@ class Engine:
     def idle(self) -> bool:
         """Housekeeping between requests; True while there is more of it that needs no waiting."""
         self._wake(busy=False)
+        rested_s = self.clock() - self._worked_s
         # One thing at a time, so that a new request waits for no more than that.
-        if self.pool.tick(busy=False) or self._settle() or self.speculator.tick(busy=False):
+        if self.pool.tick(busy=False) or self._settle() or self.speculator.tick(busy=False, rested_s=rested_s):
             return True
         # After somebody was answered: a model that is only loaded, or tried, is not worth the heat.
-        rested_s = self.clock() - self._worked_s
         return self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes)
 
     def _settle(self) -> bool:

@@ -8,25 +8,22 @@ about a build or a driver.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from localllm.engine.others import MOST_SHARE, Mark, Others
 
 _SPAN_S = 0.25
 # Fewer steps than this in a span: a model so slow that the span is longer.
 _FEWEST_STEPS = 8
 # A step that comes later than this behind another belongs to another answer.
 _PAUSE_S = 0.1
-# Others may have had this share of the processors meanwhile.
-_MOST_OTHERS = 0.1
 # Weights that are mapped from a file are read by the first steps.
 _WARMING_SPANS = 1
 # So many spans are a start's figures; then nothing is looked at any more.
 ENOUGH_SPANS = 8
-
-Busy = Callable[[], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +36,16 @@ class Span:
 
 @dataclass
 class Pace:
-    """Collects spans until there are enough. `others_s`: seconds of processor time that others have had so far, of those
-    processors this process may use, and how many those are (None: it can't be told, and everything counts)."""
+    """Collects spans until there are enough."""
 
-    others_s: Busy
-    cores: int = 1
+    others: Others
     clock: Callable[[], float] = time.perf_counter
     spans: list[Span] = field(default_factory=list)
     disturbed: int = 0
     _steps: list[float] = field(default_factory=list)
     _depth: int = 0
     _begun_s: float = 0.0
-    _others_s: float | None = None
+    _began: Mark | None = None
     _last_s: float = -math.inf
     _warming: int = _WARMING_SPANS
 
@@ -72,16 +67,14 @@ class Pace:
             self._end(depth, now)
 
     def _begin(self, depth: int, now: float) -> None:
-        self._steps, self._depth, self._begun_s, self._others_s = [], depth, now, self.others_s()
+        self._steps, self._depth, self._begun_s, self._began = [], depth, now, self.others.mark()
 
     def _end(self, depth: int, now: float) -> None:
-        after, before = self.others_s(), self._others_s
-        wall_s = (now - self._begun_s) * self.cores
-        others = (after - before) / wall_s if after is not None and before is not None else 0.0
+        others = self.others.share(self._began) if self._began is not None else 0.0
         steps, self._steps = self._steps, []
         if self._warming:
             self._warming -= 1
-        elif others > _MOST_OTHERS:
+        elif others > MOST_SHARE:
             self.disturbed += 1
         else:
             self.spans.append(Span((self._depth + depth) // 2, statistics.median(steps)))
@@ -89,23 +82,3 @@ class Pace:
     def snapshot(self) -> dict[str, object]:
         """The spans as plain values: [depth, seconds of a step]; and how many were left out."""
         return {"spans": [[s.depth, s.step_s] for s in self.spans], "disturbed": self.disturbed}
-
-
-def of_this_process() -> Pace:
-    """Among the processors that this process may use."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    return Pace(lambda: _others_s(allowed), len(allowed))
-
-
-def _others_s(allowed: list[int]) -> float | None:
-    """Seconds of work on the processors `allowed` that were not this process's. What a hypervisor kept for others counts."""
-    import psutil
-
-    try:
-        each = psutil.cpu_times(percpu=True)
-        times = [each[i] for i in allowed]
-    except (IndexError, OSError, RuntimeError):
-        return None
-    # Guests are in `user` already.
-    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
-    return sum(float(getattr(t, kind, 0.0)) for t in times for kind in kinds) - time.process_time()

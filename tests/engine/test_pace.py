@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.pace import ENOUGH_SPANS, Pace, of_this_process
+from localllm.engine.others import Others, of_this_process
+from localllm.engine.pace import ENOUGH_SPANS, Pace
 
 
 class Machine:
@@ -16,7 +17,7 @@ class Machine:
         self.others_s: float | None = 0.0
 
     def pace(self, cores: int = 2) -> Pace:
-        return Pace(lambda: self.others_s, cores, lambda: self.now_s)
+        return Pace(Others(lambda: self.others_s, cores, lambda: self.now_s), lambda: self.now_s)
 
     def step(self, pace: Pace, depth: int, seconds: float, others: float = 0.0) -> None:
         self.now_s += seconds
@@ -73,9 +74,10 @@ def test_a_span_is_never_shorter_than_a_step_nor_longer_than_the_longest(
 
 
 def test_others_time_on_this_machine_only_grows() -> None:
-    pace = of_this_process()
-    first = pace.others_s()
-    again = pace.others_s()
-    assert pace.cores >= 1
+    others = of_this_process()
+    first = others.mark()
+    again = others.mark()
+    assert others.cores >= 1
     # Ticks of a hundredth of a second against a fine clock: a little may be missing.
-    assert first is None or (again is not None and again >= first - 0.2)
+    assert first.taken_s is None or (again.taken_s is not None and again.taken_s >= first.taken_s - 0.2)
+    assert others.share(first) == 0.0, "over a moment nothing can be said"

@@ -17,6 +17,12 @@ _SCALE_RATE = 0.15
 _SHAPE_RATE = 0.15
 # One slow step (somebody else's burst) must not turn drafting off: a step counts as at most this far off.
 _MOST_SURPRISE = math.log(1.5)
+# Two steps with drafts on end that are this far off in the same direction are no accident: the machine was busy while the shape
+# was probed, or is now. They count more and further, also for the numbers of rows beside theirs.
+_SURPRISE = math.log(1.2)
+_SURPRISED_RATE, _MOST_SURPRISE_TWICE, _BESIDE = 0.5, math.log(2.0), 0.7
+# This far from what was probed it is time to probe again.
+_STRAYED = math.log(1.3)
 # Drafting must promise this much before it is tried, and may cost no stream more than this.
 _WORTH = 1.03
 _FLOOR = 0.99
@@ -46,6 +52,13 @@ class StepCost:
         self._shape = [0.0] * len(KNOTS)
         for i, n in enumerate(KNOTS):
             self._shape[i] = 1.0 + _UNMEASURED_ROW * (n - 1)
+        self._probed = list(self._shape)
+        self._last_off = 0.0
+
+    @property
+    def strayed(self) -> bool:
+        """True where what was learnt since the last probe is far from it."""
+        return any(abs(math.log(now / then)) > _STRAYED for now, then in zip(self._shape, self._probed, strict=True))
 
     @property
     def known(self) -> bool:
@@ -71,6 +84,7 @@ class StepCost:
             # A further row is never free, whatever a noisy probe says.
             least = self._shape[i - 1] + _LEAST_ROW * (n - KNOTS[i - 1]) if i else 1.0
             self._shape[i] = max(seconds / self._scale_s, least)
+        self._probed = list(self._shape)
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a step over `rows` tokens (1.0 × rows' shape while nothing is measured)."""
@@ -90,12 +104,25 @@ class StepCost:
             self._scale_s = seconds / self._shape_of(rows)
             return
         off = math.log(seconds / self.seconds(rows))
-        off = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
-        self._scale_s *= math.exp(_SCALE_RATE * off)
+        near = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
+        self._scale_s *= math.exp(_SCALE_RATE * near)
+        if rows == 1:
+            return
+        if off * self._last_off > 0 and min(abs(off), abs(self._last_off)) > _SURPRISE:
+            self._reshape(rows, max(-_MOST_SURPRISE_TWICE, min(_MOST_SURPRISE_TWICE, off)) * _SURPRISED_RATE, _BESIDE)
+        else:
+            self._reshape(rows, near * _SHAPE_RATE)
+        self._last_off = off
+
+    def _reshape(self, rows: int, by: float, beside: float = 0.0) -> None:
+        """Move (the log of) the shape at `rows` by so much, and by `beside`, `beside`² … of that at the knots around."""
         low, high, part = _AROUND[min(rows, KNOTS[-1])]
-        for i, weight in ((low, 1 - part), (high, part)):
-            if i and weight:
-                self._shape[i] *= math.exp(_SHAPE_RATE * weight * off)
+        for i in range(1, len(KNOTS)):
+            weight = (1 - part) * (i == low) + part * (i == high)
+            if beside and low != i != high:
+                weight = beside ** (low - i if i < low else i - high)
+            if weight:
+                self._shape[i] *= math.exp(by * weight)
 
 
 @dataclass(frozen=True, slots=True)

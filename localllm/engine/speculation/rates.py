@@ -15,8 +15,9 @@ _GAIN_DECAY = 0.97
 
 
 def _prior(match: int) -> float:
-    """Before anything is measured a match of n tokens is trusted 1 − 1/(1 + 0.15 n): 0.23 for 2, 0.55 for 8."""
-    return 1.0 - 1.0 / (1.0 + 0.15 * match)
+    """How far a match of n tokens is trusted before anything is measured: 0.44 for 2, 0.80 for 8, 0.97 for 32, as SmolLM2's own
+    chats, stories, code, JSON and copies followed them at temperatures 0 and 0.8 (0.42, 0.82, 0.97; 10,000 guesses)."""
+    return 1.0 - 1.0 / (1.0 + 0.35 * match + 0.02 * match**2)
 
 
 class _Average:
@@ -92,15 +93,18 @@ class Acceptance:
 
 
 class Gain:
-    """How much quicker one stream is with its drafts than without, over its last steps; as if it had decoded plainly before."""
+    """How much quicker one stream is with its drafts than without: over its last steps, as if it had decoded plainly before, or
+    (`whole`) over all of its own."""
 
-    def __init__(self) -> None:
-        self._plain = self._spent = 1.0 / (1.0 - _GAIN_DECAY)  # tokens, and the plain steps that they took
+    def __init__(self, *, whole: bool = False) -> None:
+        self._decay = 1.0 if whole else _GAIN_DECAY
+        # Tokens, and the plain steps that they took.
+        self._plain = self._spent = 0.0 if whole else 1.0 / (1.0 - _GAIN_DECAY)
 
     def observe(self, tokens: int, steps: float) -> None:
         """A step brought `tokens` and took as long as so many plain ones."""
-        self._plain = self._plain * _GAIN_DECAY + tokens
-        self._spent = self._spent * _GAIN_DECAY + steps
+        self._plain = self._plain * self._decay + tokens
+        self._spent = self._spent * self._decay + steps
 
     def affords(self, least: float, tokens: int) -> float:
         """How many plain steps the next one may take, if it brings `tokens`, for the gain to stay at `least`."""

@@ -11,12 +11,14 @@ from typing import Protocol
 
 from localllm.engine.coupling import Distribution
 from localllm.engine.job import Job
+from localllm.engine.others import Others
 from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
+from localllm.engine.speculation.probe import CostProbe
 from localllm.engine.speculation.rates import Acceptance, Gain, HitRates
-from localllm_backends.contract import Backend, BackendFailure, Chunk, DraftingBackend, NoCellsError
+from localllm_backends.contract import Backend, BackendFailure, DraftingBackend
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
@@ -26,21 +28,23 @@ _MOST_MODEL_TOKENS = 16
 _MOST_STEPS_BESIDE_OTHERS = 2.5
 # A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream, which stays faster by this
 # much even if only those of them are right that very likely are. Else a step with them takes no longer than so many plain
-# ones. (A grammar's forced text is no guess, and what drafts by computing backs off by itself.) A fifth, since now and then
+# ones: less than two, since behind a long prompt a step of two rows took up to 15 % more than was known of it. (A grammar's forced text is no guess, and what drafts by computing backs off by itself.) A fifth, since now and then
 # the very likely is wrong: over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with
 # 15 % in one of 30 not.
 _EARNED_GAIN = 1.2
 _LIKELY = 0.9
-_MOST_STEPS_UNEARNED = 2.0
+_MOST_STEPS_UNEARNED = 1.75
+# Only a burst shows that a copy has begun, and one in so many steps is no matter to a reader (the 95th percentile of the gaps
+# does not see it): that often a draft that promises the gain may be tried before it is earned, if its step takes no longer
+# than this many plain ones.
+_TRIED_EVERY = 24
+_MOST_STEPS_TRIED = 8.0
+# A stream loses no more by what was tried than this many plain steps and 1.5 in a hundred.
+_MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
-# 64 is where llama.cpp's attention on a CPU begins to read the KV cache once for all rows: at depth 2,500 a token of 64 took
-# 9.4 ms, one of 47 took 14.3, and what was extrapolated from 32 kept them from being tried.
-_PROBE_ROWS = (1, 2, 4, 8, 16, 32, 64)
-_PROBE_ROUNDS = 3
-_PROBE_BUDGET_S = 1.0
 
 
 class ComputedDrafter(Protocol):
@@ -96,13 +100,34 @@ class _BackOff:
 @dataclass
 class _DraftState:
     """One decoding request: its lookup, every drafter's back-off, who drafted last and what it brought. `stopped_at`: the
-    length at which the last drafter stopped before what was wanted, unsure of the next token (-1: it did not)."""
+    length at which the last drafter stopped before what was wanted, unsure of the next token (-1: it did not).
+    `since_burst`: steps since one that took longer than what has not earned it may."""
 
     lookup: Lookup
     back_offs: dict[str, _BackOff]
     drafter: str = ""
     stopped_at: int = -1
-    gain: Gain = field(default_factory=Gain)
+    recent: Gain = field(default_factory=Gain)
+    whole: Gain = field(default_factory=lambda: Gain(whole=True))
+    since_burst: int = _TRIED_EVERY
+
+    def learn(self, tokens: int, steps: float) -> None:
+        """A step brought `tokens` and took as long as so many plain ones."""
+        self.recent.observe(tokens, steps)
+        self.whole.observe(tokens, steps)
+        self.since_burst = 0 if steps > _MOST_STEPS_UNEARNED else self.since_burst + 1
+
+    def earned(self, tokens: int) -> float:
+        """Plain steps that the next one may take, since it very likely brings `tokens`: this stream stays faster, lately or on
+        the whole."""
+        return max(gain.affords(_EARNED_GAIN, tokens) for gain in (self.recent, self.whole))
+
+    def tried(self) -> float:
+        """Plain steps that a draft may take that has not earned them: none until the last burst is long past, and no more than
+        this stream can lose."""
+        if self.since_burst < _TRIED_EVERY:
+            return 0.0
+        return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.whole.affords(_LEAST_GAIN, 1))
 
 
 @dataclass
@@ -119,6 +144,7 @@ class Speculator:
     (those too), ngram, off."""
 
     backend: Backend
+    others: Others
     mode: str = "auto"
     model: DraftModel | None = None
     clock: Callable[[], float] = time.monotonic
@@ -135,9 +161,7 @@ class Speculator:
         self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally(), "mtp": _Tally()}
         self._since_plain = 0
         self._drafting_s = self._plain_s = 0.0
-        self._probed: dict[int, float] = {}
-        self._probe_left = [n for _ in range(_PROBE_ROUNDS) for n in self._probe_sizes()]
-        self._probe_spent_s = 0.0
+        self._probe = CostProbe(self.backend, self.cost, self.others, self.clock)
         self.off_because = self._why_off()
 
     def _why_off(self) -> str:
@@ -147,10 +171,6 @@ class Speculator:
         if able.rewind == "none" or (able.rewind == "bounded" and able.rewind_tokens < 1):
             return "this model's memory can't take tokens back"
         return ""
-
-    def _probe_sizes(self) -> list[int]:
-        most = min(self.backend.info.n_batch, self.backend.info.n_outputs)
-        return [n for n in _PROBE_ROWS if n <= most]
 
     @property
     def _most(self) -> int:
@@ -200,12 +220,20 @@ class Speculator:
         ]
         if not guesses:
             return pay
-        earned = min(
-            self._states[job.id].gain.affords(_EARNED_GAIN, 1 + sum(s >= _LIKELY for s in p.candidate.survival[:n]))
-            for job, p, n in guesses
-        )
-        most_steps = min(most_steps, max(earned, _MOST_STEPS_UNEARNED))
-        return choose_lengths(candidates, self.cost.seconds, most_steps)
+        states = [self._states[job.id] for job, _, _ in guesses]
+        likely = [1 + sum(s >= _LIKELY for s in p.candidate.survival[:n]) for _, p, n in guesses]
+        earned = min(state.earned(n) for state, n in zip(states, likely, strict=True))
+        earned = max(earned, _MOST_STEPS_UNEARNED)
+        if (tried := min(most_steps, *(state.tried() for state in states))) > earned:
+            lengths = choose_lengths(candidates, self.cost.seconds, tried)
+            if self._promises(candidates, lengths, _EARNED_GAIN):
+                return lengths
+        return choose_lengths(candidates, self.cost.seconds, min(most_steps, earned))
+
+    def _promises(self, candidates: Seq[Candidate], lengths: Seq[int], gain: float) -> bool:
+        """Whether the streams that draft are expected to be faster by so much in a step with these drafts."""
+        steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
+        return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
 
     def _let_draft(self, name: str, drafter: ComputedDrafter, wanted: list[tuple[Job, int]]) -> None:
         if not any(n for _, n in wanted):
@@ -286,7 +314,7 @@ class Speculator:
         if state is None:
             return
         state.lookup.advance(tokens)
-        state.gain.observe(len(tokens), self._steps(state.drafter, drafted))
+        state.learn(len(tokens), self._steps(state.drafter, drafted))
         # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
         unsure, state.stopped_at = state.stopped_at == drafted, -1
         if not drafted and not unsure:
@@ -322,49 +350,21 @@ class Speculator:
 
     # --- between requests ----------------------------------------------------------------------------------------
 
-    def tick(self, *, busy: bool) -> bool:
-        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits. True: more to do."""
+    def tick(self, *, busy: bool, rested_s: float = 0.0) -> bool:
+        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody has for `rested_s`. True:
+        more to do."""
         more = sum(drafter.tick(busy=busy) for drafter in self._drafters.values()) > 0
-        return more or (not busy and self._probe())
+        return more or (not busy and self._measure(rested_s))
 
-    def _probe(self) -> bool:
-        """Time one verification of the next size on a sequence of its own; True while there are more."""
-        if self.off_because or not self._probe_left or self.backend.cells_free() < max(self._probe_left):
+    def _measure(self, rested_s: float) -> bool:
+        if self.off_because:
             return False
-        rows = self._probe_left.pop(0)
-        try:
-            sequence = self.backend.new_sequence()
-        except BackendFailure:
-            self._probe_left.insert(0, rows)
-            return False
-        try:
-            seconds = self._verification_s(sequence, rows)
-        except NoCellsError:
-            self._probe_left.insert(0, rows)
-            return False
-        except BackendFailure as e:
-            # What can't be verified must not be drafted: a step that fails costs every request in it.
-            self._give_up(f"a trial step with {rows} rows failed: {e}")
-            return False
-        self._probed[rows] = min(self._probed.get(rows, seconds), seconds)
-        self._probe_spent_s += seconds
-        if self._probe_spent_s > _PROBE_BUDGET_S:
-            self._probe_left.clear()
-        if not self._probe_left:
-            self.cost.set(self._probed)
+        more = self._probe.tick(rested_s)
+        if self._probe.failed:
+            self.off_because = self._probe.failed
+        elif self.cost.known and not more:
             self._probe_drafters()
-        return bool(self._probe_left)
-
-    def _verification_s(self, sequence: int, rows: int) -> float:
-        # Different tokens: equal ones go to the same experts of a mixture, which then reads less than it does for a draft.
-        first, n_vocab = self.backend.info.bos_token or 0, self.backend.info.n_vocab
-        tokens = [(first + i * max(n_vocab // rows, 1)) % n_vocab for i in range(rows)]
-        started = self.clock()
-        try:
-            self.backend.step([Chunk(sequence, tokens, rows)]).argmax(0)
-            return self.clock() - started
-        finally:
-            self.backend.drop(sequence)
+        return more
 
     def _probe_drafters(self) -> None:
         for name, drafter in list(self._drafters.items()):
@@ -373,11 +373,7 @@ class Speculator:
             try:
                 drafter.probe()
             except BackendFailure as e:
-                self._give_up(f"a trial draft ({name}) failed: {e}")
-
-    def _give_up(self, why: str) -> None:
-        self._probe_left.clear()
-        self.off_because = why
+                self.off_because = f"a trial draft ({name}) failed: {e}"
 
     def close(self) -> None:
         """Free the draft model, if there is one."""

@@ -1,5 +1,5 @@
-"""A draft must earn its burst: a step with drafts takes no longer than two plain ones, unless this stream is a good deal
-faster for its drafts. By a clock that only the work moves."""
+"""A draft must earn its burst: but for one step in 24, which is how a copy is found out, a step with drafts takes no longer
+than two plain ones, unless this stream is a good deal faster for its drafts. By a clock that only the work moves."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 @example(0.4, 20, 27, 40, 0.35)
 @example(0.3, 38, 33, 47, 0.6)
 @example(0.46, 38, 16, 71, 0.3)
+@example(0.25, 20, 35, 19, 0.6)  # bursts that each gain a little, and a stream that gains nothing
+@example(0.538, 31, 23, 49, 0.3)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_an_ordinary_stream_has_no_long_pauses(
     answer: str, row: float, right: int, wrong: int, every: int, second: float
@@ -76,6 +78,8 @@ def test_an_ordinary_stream_has_no_long_pauses(
     whole stream of better and worse stretches it may be less than the 15 % that were asked of each."""
     steps, gain = stream(row, half_right(answer, right, wrong, every), second=second)
     assert float(np.percentile(steps, 95)) <= 2.0 + 1e-6 or gain >= 1.08
+    # And no slower: what is tried before it is earned costs the stream some steps at most.
+    assert gain >= 0.96
 
 
 @given(st.floats(0.02, 0.6), st.floats(0.0, 0.9))
@@ -85,8 +89,24 @@ def test_an_ordinary_stream_has_no_long_pauses(
 @example(0.4, 0.8)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) -> None:
-    """All of it, its slow beginning too, is more than half as quick as if each step had been the longest burst that pays."""
+    """All of it, its beginning too, is well over half as quick as if each step had been the longest burst that pays."""
     best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
-    steps, gain = stream(row, answer, second=second)
-    assert max(steps[:2]) <= 2.0 + 1e-6
-    assert gain >= 0.57 * best
+    gain = stream(row, answer, second=second)[1]
+    assert gain >= 0.58 * best
+
+
+@pytest.mark.parametrize("really", [0.05, 0.45])
+def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: float) -> None:
+    """Probed while the machine did something else: what drafting steps show is believed at once, and probed when it is quiet."""
+    backend = Timed(0.25)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    settle(engine)
+    backend.row = really
+    wrong = half_right(answer, 12, 30, 40)
+    for name in "ab":
+        backend.took.clear()
+        run(engine, request_for(name, "say it", N, GREEDY, ignore_eos=True, prediction=wrong))
+        for _ in range(3):
+            backend.now += 2.0
+            settle(engine)
+    assert engine.snapshot()["verify_16_cost"] == pytest.approx(1.0 + 15 * really, rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,23 @@ def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
         cost.observe(8, 0.080)
         cost.observe(1, 0.010)
     assert cost.seconds(8) / cost.seconds(1) == pytest.approx(8, rel=0.15)
+
+
+@given(st.floats(0.2, 0.7), st.floats(1.5, 4.0), st.sampled_from(KNOTS[3:]))
+def test_a_probe_beside_somebody_elses_work_is_soon_put_right(row: float, busy: float, rows: int) -> None:
+    """A plain step suffers most from others (each of its many small parts waits): drafts looked cheap."""
+    cost = StepCost()
+    cost.set({n: 0.01 * (1 + row * (n - 1)) for n in KNOTS} | {1: 0.01 * busy})
+    wrong = cost.seconds(rows) / cost.seconds(1)
+    for _ in range(3):
+        for _ in range(12):
+            cost.observe(1, 0.01)
+        for _ in range(2):
+            cost.observe(rows, 0.01 * (1 + row * (rows - 1)))
+    right = 1 + row * (rows - 1)
+    found = cost.seconds(rows) / cost.seconds(1)
+    assert abs(math.log(found / right)) <= max(0.25, 0.3 * abs(math.log(wrong / right)))
+    assert cost.strayed or abs(math.log(wrong / right)) < 0.6
 
 
 def test_one_burst_of_somebody_else_does_not_unlearn() -> None:

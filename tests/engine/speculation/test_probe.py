@@ -1,0 +1,104 @@
+"""What drafts cost is measured while nobody waits, and again when the machine is quiet if it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from localllm.engine.others import Others
+from localllm.engine.speculation.controller import StepCost
+from localllm.engine.speculation.probe import CostProbe
+from localllm_backends.contract import Chunk
+from support.scripted_backend import ScriptedBackend, _Result
+
+PLAIN_S = 0.01
+
+
+class Machine(ScriptedBackend):
+    """A step takes `PLAIN_S` and 0.4 of that for each further row. Beside others' work (`beside`: their share of two
+    processors) a plain one takes three times as long and the rest as long as ever, which is how a probe goes wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(n_ctx=1024, n_batch=64)
+        self.now, self.theirs_s, self.beside, self.made = 0.0, 0.0, 0.0, 0
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.theirs_s += seconds * self.beside * 2
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        rows = sum(len(c.tokens) for c in chunks)
+        self.made += 1
+        self.wait(PLAIN_S * (3.0 if self.beside and rows == 1 else 1.0) + PLAIN_S * 0.4 * (rows - 1))
+        return super().step(chunks)
+
+    def probe(self, cost: StepCost) -> CostProbe:
+        return CostProbe(self, cost, Others(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now)
+
+
+def tick_all(probe: CostProbe, rested_s: float = 0.0) -> None:
+    while probe.tick(rested_s):
+        pass
+
+
+def of_eight(cost: StepCost) -> float:
+    return cost.seconds(8) / cost.seconds(1)
+
+
+def test_beside_others_it_is_made_at_once_and_again_when_they_are_quiet() -> None:
+    machine, cost = Machine(), StepCost()
+    machine.beside = 0.5
+    probe = machine.probe(cost)
+    tick_all(probe)
+    assert of_eight(cost) == pytest.approx(3.8 / 3.0), "better than nothing"
+    steps = machine.made
+    for _ in range(10):
+        machine.wait(2.0)
+        tick_all(probe, rested_s=20.0)
+    assert machine.made == steps, "not while they compute"
+    machine.beside = 0.0
+    for _ in range(4):
+        machine.wait(2.0)
+        tick_all(probe, rested_s=0.5)
+    assert machine.made == steps, "not while somebody may ask again"
+    for _ in range(3):
+        machine.wait(2.0)
+        tick_all(probe, rested_s=20.0)
+    assert of_eight(cost) == pytest.approx(3.8)
+    steps = machine.made
+    for _ in range(100):
+        machine.wait(2.0)
+        tick_all(probe, rested_s=20.0)
+    assert machine.made == steps, "what is known is not measured again"
+
+
+def test_what_strays_from_the_probe_is_measured_ever_more_rarely() -> None:
+    machine, cost = Machine(), StepCost()
+    probe = machine.probe(cost)
+    tick_all(probe)
+    began = []
+    for _ in range(500):
+        cost.observe(8, PLAIN_S * 8.0)  # deep in a conversation it is so
+        steps = machine.made
+        machine.wait(2.0)
+        tick_all(probe, rested_s=20.0)
+        if machine.made > steps:
+            began.append(machine.now)
+    assert 3 <= len(began) <= 8, began
+
+
+def test_a_machine_that_turns_busy_does_not_unlearn() -> None:
+    machine, cost = Machine(), StepCost()
+    probe = machine.probe(cost)
+    tick_all(probe)
+    for _ in range(4):
+        cost.observe(8, PLAIN_S * 8.0)
+    assert cost.strayed
+    machine.wait(10.0)
+    probe.tick(20.0)
+    machine.wait(2.0)
+    assert probe.tick(20.0), "quiet until now"
+    machine.beside = 0.5
+    tick_all(probe, rested_s=20.0)
+    assert of_eight(cost) > 4.5
