@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks.planner_fit import ages
 from localllm.device import table
 from localllm.planner import families, laws, power, prefill_law
 from localllm.planner.streams import streamed
@@ -208,11 +209,20 @@ def _hardware(record: dict[str, str]) -> laws.Hardware:
     )  # fmt: skip
 
 
+def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
+    quant = families.quant_class(variant.quant, mlx=variant.format == "mlx")
+    keys = families.hardware_keys(record["device"], record["engine"])
+    return ages.Age(keys, quant, model.experts is not None, _era(record, model), int(record["build"] or 0))
+
+
 def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
-    parts = laws.decode_parts(model, variant, _hardware(record), depth=int(depth), n_sequences=_batch(record))
-    return tuple(parts.values())
+    hardware = _hardware(record)
+    parts = laws.decode_parts(model, variant, hardware, depth=int(depth), n_sequences=_batch(record))
+    return tuple(
+        ages.decode(_age(record, model, variant), parts, _active(model, variant), hardware.plain_tflops * 1e12).values()
+    )
 
 
 def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
@@ -225,7 +235,7 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Se
     parts = prefill_law.prefill_parts(
         model, variant, _hardware(record), prompt_tokens=tokens, depth=depth, n_batch=batch
     )  # fmt: skip
-    return tuple(parts.values())
+    return tuple(ages.prefill(_age(record, model, variant), parts).values())
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:
