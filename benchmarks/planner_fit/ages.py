@@ -10,22 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from localllm.planner import families
 from localllm.planner.laws import Part
 
 # AMD's GPUs with units for matrices, which llama.cpp's Vulkan uses from RDNA3 on.
 _AMD_WITH_MATRICES = ("amd-rdna3.vulkan", "amd-rdna4.vulkan", "amd-strix-halo.vulkan")
 _RDNA3 = ("amd-rdna3.rocm", "amd-strix-halo.rocm")
+_VOLTA = ("part:v100.cuda", "part:titan v.cuda")
 
 
 @dataclass(frozen=True)
 class Age:
-    """A row as far as its age matters: the keys of its hardware, its format's class, whether it is a mixture, its era, the
-    build of its llama.cpp (0: not stated)."""
+    """A row as far as its age matters: the keys of its hardware, its format's class, whether it is a mixture, how many of its
+    query heads share a head of the KV, its era, the build of its llama.cpp (0: not stated)."""
 
     keys: tuple[str, ...]
     quant: str
     moe: bool
+    heads_per_kv: float
     era: str
     build: int
 
@@ -38,7 +39,8 @@ def prefill(age: Age, parts: Mapping[str, Part]) -> dict[str, Part]:
 
 def decode(age: Age, parts: Mapping[str, Part], weights: float, flops_s: float) -> dict[str, Part]:
     """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age took for them."""
-    return {**parts, "older": Part(_k_quants_flops(age) * weights / flops_s, ())}
+    kv = replace(parts["kv"], value=parts["kv"].value * _kv_reads(age))
+    return {**parts, "kv": kv, "older": Part(_k_quants_flops(age) * weights / flops_s, ())}
 
 
 def _dense_tiles(age: Age) -> float:
@@ -61,3 +63,9 @@ def _k_quants_flops(age: Age) -> float:
     Vulkan reads it at 43.3, at 44.3 in Q2_K (56.3) and 34.7 in Q3_K (46.8): 4.9, 4.8 and 7.4 ms of 36.8 TFLOP/s."""
     old = age.era != "2026" and bool(set(_RDNA3).intersection(age.keys))
     return {"k": 22.5, "k23": 28.0}.get(age.quant, 0.0) if old else 0.0
+
+
+def _kv_reads(age: Age) -> float:
+    """Times that CUDA's attention read the KV for one token on Volta: once for every query head, until the kernel that packs
+    them (https://github.com/ggml-org/llama.cpp/pull/11583: from Turing on) learnt of its units (/17505, December 2025)."""
+    return age.heads_per_kv if age.era != "2026" and bool(set(_VOLTA).intersection(age.keys)) else 1.0

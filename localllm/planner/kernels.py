@@ -30,6 +30,11 @@ _MESA_SHARE = 0.5
 # 5.4 ms of 10.7 TFLOP/s for 6.7 billion weights.
 _METAL_FEW_BITS_FLOPS = 8.6
 
+# MLX multiplies experts on the units for matrices in tiles of 64 rows, and computes a tile anew for every expert in it
+# (gather_qmm_rhs_nax: github.com/ml-explore/mlx/issues/3925, measured on an M5): 64 rows more for each expert that is touched.
+_NAX_TILE = 64.0
+_NAX = frozenset(("apple-m5.mlx", "apple-m6.mlx"))
+
 
 def read_share(variant: Variant, keys: Keys) -> float:
     """Share of the usual rate at which weights of this format are read for one token."""
@@ -47,6 +52,11 @@ def unpack_flops(variant: Variant, keys: Keys) -> float:
     """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every format does."""
     few = keys[0] == "metal" and families.quant_class(variant.quant) == "k23"
     return _METAL_FEW_BITS_FLOPS if few else 0.0
+
+
+def expert_tile(keys: Keys) -> float:
+    """Rows that every touched expert of a micro-batch costs beside its tokens, where the kernel says it; 0: to be learnt."""
+    return _NAX_TILE if _NAX.intersection(keys) else 0.0
 
 
 def matrix_share(variant: Variant, keys: Keys) -> float:

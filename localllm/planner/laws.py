@@ -4,7 +4,8 @@ t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + ex
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
       + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
 
-Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing).
+Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing). Where an
+engine's kernels for a format are poor, reading or unpacking takes longer by what kernels.py has of it.
 Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
 attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine: it takes whichever
 is longer, that or reading the KV.

@@ -3,9 +3,10 @@
 t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
 
-The matrices are multiplied at what the board's power lets the units hold (power.py); attention as if every token of a
-micro-batch saw all of it: kernels skip little of what the mask hides. Between the matrices every activation goes through
-memory: the smallest models spend as long on those as on their matrices. The mask itself llama.cpp writes on the host.
+The matrices are multiplied at what the board's power lets the units hold (power.py), if there are kernels for their type
+(kernels.py); attention as if every token of a micro-batch saw all of it: kernels skip little of what the mask hides. Between
+the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices. The mask
+itself llama.cpp writes on the host.
 Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
 """
 
@@ -93,10 +94,12 @@ def prefill_parts(
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
     wait: Powers = (("clock", lag(hardware.clock_ghz)),)
     touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0
+    rows = kernels.expert_tile(hardware.keys)
+    tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"
     return {
         "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
-        "padding": Part(0.0 if is_cpu else 2 * touched / batch / held, (*matrices, ("tile", 1))),
+        "padding": Part(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
         "attention": Part(all_attention_flops(model, context) / units, (("attention", -1),)),
         "scan": Part(scan_flops(model) / units, (("scan", -1),)),
         "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import families, laws, prefill_law
+from localllm.planner import families, kernels, laws, prefill_law
 from localllm.planner.prefill_law import PrefillTerms
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
