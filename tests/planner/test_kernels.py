@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from localllm.planner import families, kernels, laws, prefill_law
@@ -15,7 +17,7 @@ def machine(name: str, engine: str, gbps: float = 400) -> laws.Hardware:
     return laws.Hardware(families.hardware_keys(name, engine), gbps, 40)
 
 
-def file(quant: str, file_format: str = "gguf", size: int = 5_000_000_000) -> Variant:
+def file(quant: str, file_format: Literal["gguf", "mlx"] = "gguf", size: int = 5_000_000_000) -> Variant:
     return Variant(file_format, quant, "", (), size)
 
 

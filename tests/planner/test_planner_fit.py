@@ -98,7 +98,7 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
         found = ages.decode(age, {"kv": part}, 8e9, 40e12)
         return found["kv"].value, found["older"].value
 
-    assert step(_age(halo, "rocm")) == (1.0, pytest.approx(22.5 * 8e9 / 40e12))
+    assert step(_age(halo, "rocm")) == pytest.approx((1.0, 22.5 * 8e9 / 40e12))
     assert step(_age(halo, "rocm", era="2026")) == step(_age(halo, "rocm", quant="q8")) == (1.0, 0.0)
     assert step(_age("NVIDIA Tesla V100", "cuda")) == (4.0, 0.0)
     assert step(_age("NVIDIA Tesla V100", "cuda", era="2026")) == step(_age("NVIDIA A100", "cuda")) == (1.0, 0.0)
