@@ -70,7 +70,8 @@ def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]
 
 def main() -> None:
     """Report, and with --write replace the table."""
-    fitted, text = {}, [INTRODUCTION]
+    fitted: dict[str, tuple[Fit, Sequence[Row], Mapping[str, float]]] = {}
+    text = [INTRODUCTION]
     for law in ("decode", "prefill"):
         data = rows(law)
         lines, spread = report(law, data)

@@ -32,17 +32,17 @@ BASE = {
     },
     "batched": {"many": 0.2, "row_s": 2e-5, "recurrent_row_s": 5e-5, "moe": 1.5},
 }  # fmt: skip
-_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.3, "activations": 0.5}
+_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.5}
 # Prior standard deviations of effects, in ln, by level of key. What is not named does not move. Chosen one at a time by the
 # errors on devices and files that were left out; on most, less freedom than the rows of a level would fill was better.
 PRIORS = {
     "decode": {
-        "engine": {"eta": 0.10, "layer_s": 0.195, "expert_layer_s": 0.33, "kv": 0.70, "unpack": 0.25},
-        "generation": {"eta": 0.10, "layer_s": 0.47, "expert_layer_s": 0.39, "kv": 0.20},
-        "tier": {"eta": 0.23, "layer_s": 0.10, "expert_layer_s": 0.20, "kv": 0.47},
+        "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 1.00, "unpack": 0.25},
+        "generation": {"eta": 0.15, "layer_s": 0.47, "expert_layer_s": 0.39, "kv": 0.13},
+        "tier": {"eta": 0.23, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
-        "era": {"eta": 0.20, "layer_s": 0.30, "expert_layer_s": 0.30, "recurrent_layer_s": 0.30, "kv": 0.20},
-        "own era": {"expert_layer_s": 0.40},
+        "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30, "kv": 0.12},
+        "own era": {"expert_layer_s": 0.70},
         "quant": {"quant": 0.12},
     },
     "prefill": {

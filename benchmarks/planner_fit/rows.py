@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks.planner_fit import ages
 from localllm.device import table
 from localllm.planner import families, laws, power, prefill_law
 from localllm.planner.streams import streamed
@@ -67,6 +68,7 @@ class Row:
             and doubt.source in self.source
             and (not doubt.prefill_engine or (self.is_prefill and self.engine == doubt.prefill_engine))
             and doubt.quant in ("", self.quant)
+            and doubt.model in ("", self.model)
             for doubt in SUSPECTS
         )
 
@@ -85,6 +87,7 @@ class Doubt:
     why: str
     prefill_engine: str = ""
     quant: str = ""
+    model: str = ""
 
 
 SUSPECTS = (
@@ -100,6 +103,13 @@ SUSPECTS = (
         "kernels for the chip (5.1 of 59 TFLOP/s in its author's test, 36.9 with it). The same author's table of the same "
         "models with it, 3.2 to 5.1 times as fast, is in their place (of decode both are alike, and it counts)",
         "rocm",
+    ),
+    Doubt(
+        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",), "strix-halo-testing/tree/main/llm-bench",
+        "a 70B's prompts under Vulkan in the same raw runs (July 2025): 26 tok/s, and 34 to 37 in shorter ones, where another "
+        "machine of the chip with the same driver, format and a build of three weeks later has 72.8, and 79.1 with the other "
+        "driver (kyuz0/amd-strix-halo-toolboxes, 3 August 2025)",
+        "vulkan", "Q4_K_M", "llama-3.3-70b-instruct",
     ),
     Doubt(
         ("Apple M2 Pro",), "Rapid-MLX",
@@ -208,11 +218,23 @@ def _hardware(record: dict[str, str]) -> laws.Hardware:
     )  # fmt: skip
 
 
+def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
+    quant = families.quant_class(variant.quant, mlx=variant.format == "mlx")
+    keys = families.hardware_keys(record["device"], record["engine"])
+    kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
+    return ages.Age(
+        keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model), int(record["build"] or 0)
+    )  # fmt: skip
+
+
 def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
-    parts = laws.decode_parts(model, variant, _hardware(record), depth=int(depth), n_sequences=_batch(record))
-    return tuple(parts.values())
+    hardware = _hardware(record)
+    parts = laws.decode_parts(model, variant, hardware, depth=int(depth), n_sequences=_batch(record))
+    return tuple(
+        ages.decode(_age(record, model, variant), parts, _active(model, variant), hardware.plain_tflops * 1e12).values()
+    )
 
 
 def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
@@ -225,7 +247,7 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Se
     parts = prefill_law.prefill_parts(
         model, variant, _hardware(record), prompt_tokens=tokens, depth=depth, n_batch=batch
     )  # fmt: skip
-    return tuple(parts.values())
+    return tuple(ages.prefill(_age(record, model, variant), parts).values())
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:

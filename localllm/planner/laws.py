@@ -4,7 +4,8 @@ t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + ex
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
       + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
 
-Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing).
+Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing). Where an
+engine's kernels for a format are poor, reading or unpacking takes longer by what kernels.py has of it.
 Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
 attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine: it takes whichever
 is longer, that or reading the KV.
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families, power
+from localllm.planner import efficiency, families, kernels, power
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm_catalog import quants
@@ -181,16 +182,18 @@ def decode_parts(
     unpack: Powers = (("unpack", -1), *core)
     # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading has that in it.)
     unpacked = 0 if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS else 2
-    n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked else 0.0
+    hard = kernels.unpack_flops(variant, hardware.keys)
+    n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked or hard else 0.0
     kv = Part(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
         kv = Part(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
     return {
-        "weights": Part(read.dense_bytes / bandwidth, weights),
-        "routed": Part((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth,
-                       (*weights, ("routed", 1))),
+        "weights": Part(read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights),
+        "routed": Part((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth
+                       / kernels.experts_read_share(variant, hardware.keys), (*weights, ("routed", 1))),
         "unpacked": Part(unpacked * read.dense_params / plain_units, unpack),
         "routed_unpacked": Part(unpacked * n_routed / plain_units, unpack),
+        "hard_unpacked": Part(hard * (read.dense_params + n_routed) / plain_units, core),
         "layers": Part(known.n_layers, (("layer_s", 1), *wait)),
         "experts": Part(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
         "recurrent": Part(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
@@ -224,7 +227,7 @@ def decode_terms(
     return Terms(
         weights_s=s["weights"],
         routed_s=s["routed"],
-        unpacked_s=s["unpacked"],
+        unpacked_s=s["unpacked"] + s["hard_unpacked"],
         routed_unpacked_s=s["routed_unpacked"],
         layers_s=s["layers"],
         experts_s=s["experts"],

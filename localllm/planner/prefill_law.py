@@ -3,9 +3,10 @@
 t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
 
-The matrices are multiplied at what the board's power lets the units hold (power.py); attention as if every token of a
-micro-batch saw all of it: kernels skip little of what the mask hides. Between the matrices every activation goes through
-memory: the smallest models spend as long on those as on their matrices. The mask itself llama.cpp writes on the host.
+The matrices are multiplied at what the board's power lets the units hold (power.py), if there are kernels for their type
+(kernels.py); attention as if every token of a micro-batch saw all of it: kernels skip little of what the mask hides. Between
+the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices. The mask
+itself llama.cpp writes on the host.
 Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.planner import efficiency
+from localllm.planner import efficiency, kernels
 from localllm.planner.facts import facts
 from localllm.planner.laws import PEAK_SHARE, Hardware, Part, Powers, all_attention_flops, lag
 from localllm.planner.streams import streamed
@@ -27,8 +28,6 @@ from localllm_catalog.types import Layer, Model, Variant
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
-# Keys of what multiplies matrices of bfloat16 under Vulkan.
-_MULTIPLY_BF16 = frozenset(("nvidia.vulkan", "amd-rdna4.vulkan"))
 
 
 def scan_flops(model: Model) -> float:
@@ -90,15 +89,17 @@ def prefill_parts(
     read, known = streamed(model, variant), facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
     context = mean_context(prompt_tokens, depth, batch)
-    held = units * hardware.power_share * matrix_share(variant, hardware)
+    held = units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
     moe: Powers = (("moe", 1),) if model.experts is not None else ()
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
     wait: Powers = (("clock", lag(hardware.clock_ghz)),)
     touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0
+    rows = kernels.expert_tile(hardware.keys)
+    tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"
     return {
         "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
-        "padding": Part(0.0 if is_cpu else 2 * touched / batch / held, (*matrices, ("tile", 1))),
+        "padding": Part(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
         "attention": Part(all_attention_flops(model, context) / units, (("attention", -1),)),
         "scan": Part(scan_flops(model) / units, (("scan", -1),)),
         "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
@@ -147,15 +148,3 @@ def matrix_params(model: Model, variant: Variant) -> int:
     """Parameters a prompt token is multiplied with. Logits are computed for the last token only: the output does not count."""
     read = streamed(model, variant)
     return max(1, read.dense_params + read.routed_params - model.vocab_size * model.hidden_size)
-
-
-def matrix_share(variant: Variant, hardware: Hardware) -> float:
-    """Share of the units' nominal rate that there are kernels for.
-
-    Under Vulkan bfloat16 goes to the plain units, at half the rate of those for matrices, where the driver multiplies no
-    matrices of that type: all but NVIDIA's and, from RDNA4 on, AMD's (VK_KHR_shader_bfloat16). A P100 lacks the products of
-    four bytes at once that llama.cpp's kernels for quantised matrices are made of, and what it has instead is half as wide.
-    """
-    if hardware.engine == "vulkan" and variant.quant.upper() == "BF16":
-        return 1.0 if _MULTIPLY_BF16.intersection(hardware.keys) else 0.5
-    return 0.5 if f"part:p100.{hardware.engine}" in hardware.keys else 1.0

@@ -10,7 +10,7 @@ pytest.importorskip("numpy")
 
 import numpy as np
 
-from benchmarks.planner_fit import batched, fit, report
+from benchmarks.planner_fit import ages, batched, fit, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
 from localllm.device.named import resolve
@@ -69,6 +69,39 @@ def test_every_row_has_an_era_and_suspect_ones_are_known() -> None:
     assert len({row.era for row in rows}) == len(planner_rows.ERAS)
     assert any(row.suspect for row in rows)
     assert {row.device for row in rows if row.suspect} == {"Apple M2 Max", "Apple M5"}
+
+
+def _age(device: str, engine: str, **what: object) -> ages.Age:
+    plain = ages.Age(families.hardware_keys(device, engine), "k", False, 4.0, "2025b", 0)
+    return replace(plain, **what)  # type: ignore[arg-type]
+
+
+def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
+    """Dense tiles on AMD under Vulkan, the search for experts' tokens, K formats under ROCm, unpacked heads on Volta."""
+    part = laws.Part(1.0, ())
+    prompt = {"matmul": part, "padding": part, "attention": part}
+
+    def tokens(age: ages.Age) -> float:
+        found = ages.prefill(age, prompt)
+        assert found["padding"] == found["matmul"]
+        assert found["attention"] == part
+        return found["matmul"].value
+
+    halo = "AMD Ryzen AI Max+ 395 (Strix Halo)"
+    assert [tokens(_age(halo, "vulkan", quant=q)) for q in ("q4_0", "k", "q8")] == [1.36, 1.50, 1.76]
+    assert tokens(_age(halo, "vulkan", era="2026")) == tokens(_age(halo, "rocm")) == 1.0
+    assert tokens(_age("AMD Radeon RX 6800", "vulkan")) == 1.0
+    assert tokens(_age(halo, "vulkan", moe=True, build=6111)) == 1.58
+    assert tokens(_age(halo, "vulkan", moe=True, build=6400)) == tokens(_age(halo, "vulkan", moe=True)) == 1.0
+
+    def step(age: ages.Age) -> tuple[float, float]:
+        found = ages.decode(age, {"kv": part}, 8e9, 40e12)
+        return found["kv"].value, found["older"].value
+
+    assert step(_age(halo, "rocm")) == pytest.approx((1.0, 22.5 * 8e9 / 40e12))
+    assert step(_age(halo, "rocm", era="2026")) == step(_age(halo, "rocm", quant="q8")) == (1.0, 0.0)
+    assert step(_age("NVIDIA Tesla V100", "cuda")) == (4.0, 0.0)
+    assert step(_age("NVIDIA Tesla V100", "cuda", era="2026")) == step(_age("NVIDIA A100", "cuda")) == (1.0, 0.0)
 
 
 def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:

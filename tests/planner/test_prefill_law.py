@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import families, laws, prefill_law
+from localllm.planner import families, kernels, laws, prefill_law
 from localllm.planner.prefill_law import PrefillTerms
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
@@ -72,11 +72,11 @@ def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None
         laws.Hardware(families.hardware_keys(name, "vulkan"), 256, 37)
         for name in ("AMD Ryzen AI Max+ 395 (Strix Halo)", "AMD Radeon AI PRO R9700", "NVIDIA GeForce RTX 4090")
     )
-    shares = [prefill_law.matrix_share(bf16, hardware) for hardware in (halo, r9700, geforce)]
+    shares = [kernels.matrix_share(bf16, hardware.keys) for hardware in (halo, r9700, geforce)]
     assert shares == [0.5, 1.0, 1.0]
-    assert prefill_law.matrix_share(file_of(m, "Q4_K_M"), halo) == 1.0
+    assert kernels.matrix_share(file_of(m, "Q4_K_M"), halo.keys) == 1.0
     p100, p40 = (laws.Hardware(families.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40"))
-    assert [prefill_law.matrix_share(file_of(m, "Q4_K_M"), h) for h in (p100, p40)] == [0.5, 1.0]
+    assert [kernels.matrix_share(file_of(m, "Q4_K_M"), h.keys) for h in (p100, p40)] == [0.5, 1.0]
 
 
 def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:

@@ -1,0 +1,59 @@
+"""Where an engine has no good kernel for a format, the plan says so: slower by what others measured of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from localllm.planner import families, kernels, laws, prefill_law
+from localllm_catalog import catalog
+from localllm_catalog.types import Variant
+
+MODELS = catalog.load().by_id
+
+
+def machine(name: str, engine: str, gbps: float = 400) -> laws.Hardware:
+    return laws.Hardware(families.hardware_keys(name, engine), gbps, 40)
+
+
+def file(quant: str, file_format: Literal["gguf", "mlx"] = "gguf", size: int = 5_000_000_000) -> Variant:
+    return Variant(file_format, quant, "", (), size)
+
+
+def parts(model: str, variant: Variant, hardware: laws.Hardware) -> dict[str, float]:
+    return {n: p.value for n, p in laws.decode_parts(MODELS[model], variant, hardware).items()}
+
+
+def test_mesa_reads_only_the_oldest_formats_at_full_speed_on_intels_gpus() -> None:
+    arc, geforce = machine("Intel Arc B580", "vulkan"), machine("NVIDIA GeForce RTX 4090", "vulkan")
+    shares = {q: kernels.read_share(file(q), arc.keys) for q in ("Q4_0", "F16", "Q4_K_M", "Q8_0", "IQ3_XS", "MXFP4")}
+    assert shares == {"Q4_0": 1.0, "F16": 1.0, "Q4_K_M": 0.5, "Q8_0": 0.5, "IQ3_XS": 0.5, "MXFP4": 0.5}
+    assert kernels.read_share(file("Q4_K_M"), geforce.keys) == 1.0
+    slow, fast = (parts("qwen3-8b", file("Q4_K_M"), hardware) for hardware in (arc, geforce))
+    assert slow["weights"] == 2 * fast["weights"]
+
+
+def test_experts_in_bfloat16_crawl_where_the_driver_does_not_know_the_type() -> None:
+    halo, r9700 = machine("AMD Ryzen AI Max+ 395 (Strix Halo)", "vulkan"), machine("AMD Radeon AI PRO R9700", "vulkan")
+    bf16 = file("BF16", size=61_000_000_000)
+    slow, fast = (parts("qwen3-30b-a3b", bf16, hardware) for hardware in (halo, r9700))
+    assert slow["routed"] == pytest.approx(5 * fast["routed"])
+    assert slow["weights"] == fast["weights"]
+    assert kernels.experts_read_share(bf16, families.hardware_keys("Strix Halo", "rocm")) == 1.0
+
+
+def test_two_and_three_bits_are_arithmetic_under_metal_alone() -> None:
+    mac, geforce = machine("Apple M2 Max", "metal"), machine("NVIDIA GeForce RTX 4090", "cuda")
+    assert parts("qwen3-8b", file("Q3_K_M"), mac)["hard_unpacked"] > 0
+    assert parts("qwen3-8b", file("Q4_K_M"), mac)["hard_unpacked"] == 0
+    assert parts("qwen3-8b", file("Q3_K_M"), geforce)["hard_unpacked"] == 0
+
+
+def test_m5s_units_multiply_experts_in_tiles_of_64_rows() -> None:
+    m, mlx = MODELS["qwen3-30b-a3b"], file("4bit", "mlx", 17_000_000_000)
+    m5, m4 = (machine(chip, "mlx") for chip in ("Apple M5 Max", "Apple M4 Max"))
+    new, old = (prefill_law.prefill_parts(m, mlx, hardware, n_batch=512)["padding"] for hardware in (m5, m4))
+    assert new.value == pytest.approx(64 * old.value)
+    assert ("tile", 1) in old.powers
+    assert ("tile", 1) not in new.powers
