@@ -28,9 +28,9 @@ _MOST_MODEL_TOKENS = 16
 _MOST_STEPS_BESIDE_OTHERS = 2.5
 # A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream, which stays faster by this
 # much even if only those of them are right that very likely are. Else a step with them takes no longer than so many plain
-# ones: less than two, since behind a long prompt a step of two rows took up to 15 % more than was known of it. (A grammar's forced text is no guess, and what drafts by computing backs off by itself.) A fifth, since now and then
-# the very likely is wrong: over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with
-# 15 % in one of 30 not.
+# ones: less than two, since behind a long prompt a step of two rows took up to 15 % more than was known of it. (A grammar's
+# forced text is no guess, and what drafts by computing backs off by itself.) A fifth, since now and then the very likely is
+# wrong: over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with 15 % in one of 30 not.
 _EARNED_GAIN = 1.2
 _LIKELY = 0.9
 _MOST_STEPS_UNEARNED = 1.75
