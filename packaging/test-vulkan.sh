@@ -104,4 +104,6 @@ mkdir -p "$CACHE"
 [ $# -gt 0 ] || set -- tests/backends tests/engine/test_exactness.py tests/engine/test_kv_types.py tests/engine/test_disk_tier.py \
 	tests/engine/test_sliced_prefill.py tests/engine/test_sliced_leaving.py tests/engine/test_embedding.py tests/engine/test_worker.py \
 	tests/engine/speculation/test_speculation_real.py tests/server/test_real_model.py tests/planner/test_memory_against_llamacpp.py
-inside env PYTHONUNBUFFERED=1 "$BIN/python" -m pytest -p no:cacheprovider -m "not long and not mlx" --timeout 1200 "$@"
+# Two at once: most of the time one processor compiles shaders (19 minutes on two, with an empty cache of them).
+inside env PYTHONUNBUFFERED=1 "$BIN/python" -m pytest -p no:cacheprovider -n 2 --dist loadfile -m "not long and not mlx" \
+	--timeout 1200 "$@"
