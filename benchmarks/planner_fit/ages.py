@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from localllm.planner import kernels
+from localllm.planner.facts import facts
 from localllm.planner.laws import Part
+from localllm_catalog.types import Model
 
 # AMD's GPUs with units for matrices, which llama.cpp's Vulkan uses from RDNA3 on.
 _AMD_WITH_MATRICES = ("amd-rdna3.vulkan", "amd-rdna4.vulkan", "amd-strix-halo.vulkan")
 _RDNA3 = ("amd-rdna3.rocm", "amd-strix-halo.rocm")
+# First builds of llama.cpp that skip what the mask hides: Metal's (pull/16372, October 2025).
+_METAL_SKIPS_FROM = 6700
+# About the build from which CUDA's Mamba-2 reads prompts in chunks (May 2026).
+_CHUNKED_STATES_FROM = 9200
+_PASSES_OVER_SCORES = 4
 _VOLTA = ("part:v100.cuda", "part:titan v.cuda")
 
 
 @dataclass(frozen=True)
 class Age:
     """A row as far as its age matters: the keys of its hardware, its format's class, whether it is a mixture, how many of its
-    query heads share a head of the KV, its era, the build of its llama.cpp (0: not stated)."""
+    query heads share a head of the KV, its era, the build of its llama.cpp (0: not stated), whether it has layers of Mamba-2."""
 
     keys: tuple[str, ...]
     quant: str
@@ -29,12 +37,38 @@ class Age:
     heads_per_kv: float
     era: str
     build: int
+    mamba2: bool = False
 
 
 def prefill(age: Age, parts: Mapping[str, Part]) -> dict[str, Part]:
     """The parts of a prompt's token, as long as that age took for them."""
-    slower = _dense_tiles(age) * _rows_of_experts(age)
-    return {n: replace(p, value=p.value * slower) if n in ("matmul", "padding") else p for n, p in parts.items()}
+    matrices, all_of_it = _dense_tiles(age) * _rows_of_experts(age), _states_in_turn(age)
+    slower = {"matmul": matrices * all_of_it, "padding": matrices * all_of_it}
+    return {n: replace(p, value=p.value * slower.get(n, all_of_it)) for n, p in parts.items()}
+
+
+def masked(age: Age, batch: int) -> tuple[float, float]:
+    """`kernels.masked_share` of that age: CUDA skips nothing before July 2025 (https://github.com/ggml-org/llama.cpp/pull/14924),
+    Metal before October (/16372), Vulkan before February 2026 (/19281)."""
+    engine = age.keys[0]
+    old = {
+        "cuda": age.era < "2025b",
+        "rocm": age.era < "2025b",
+        "metal": age.build < _METAL_SKIPS_FROM if age.build else age.era != "2026",
+        "vulkan": age.era != "2026",
+    }
+    return kernels.ALL_MASKED if old.get(engine) else kernels.masked_share(age.keys, batch)
+
+
+def scores_bytes(model: Model, context: float) -> float:
+    """Bytes that a prompt token's attention over `context` moves without flash attention: every head's scores in float32,
+    written by the first product, read and written by the softmax and read by the second."""
+    seen = (
+        (n * (layer.n_heads or model.n_heads), min(context, layer.window or context))
+        for layer, n in facts(model).groups
+        if layer.kind in ("full", "sliding", "mla")
+    )
+    return sum(4.0 * _PASSES_OVER_SCORES * heads * tokens for heads, tokens in seen)
 
 
 def decode(age: Age, parts: Mapping[str, Part], weights: float, flops_s: float) -> dict[str, Part]:
@@ -55,6 +89,12 @@ def _rows_of_experts(age: Age) -> float:
     """Until 23 August 2025 every group searched for its experts' tokens in memory: https://github.com/ggml-org/llama.cpp/
     pull/15427, Qwen3-30B-A3B in Q4_K on an RTX 3090, 512 tokens: 1,254 to 1,987 tok/s."""
     return 1.58 if age.moe and age.keys[0] == "vulkan" and 0 < age.build < 6250 else 1.0
+
+
+def _states_in_turn(age: Age) -> float:
+    """Until May 2026 CUDA took the states of Mamba-2 forward token by token: https://github.com/ggml-org/llama.cpp/pull/22675,
+    Nemotron-Nano-4B on an RTX PRO 6000: prompts 11 to 16 % faster."""
+    return 1.135 if age.mamba2 and age.keys[0] == "cuda" and 0 < age.build < _CHUNKED_STATES_FROM else 1.0
 
 
 def _k_quants_flops(age: Age) -> float:

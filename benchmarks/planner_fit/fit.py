@@ -47,7 +47,7 @@ PRIORS = {
     },
     "prefill": {
         "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90, "expert_layer_s": 0.81},
-        "generation": {"matmul": 0.45, "attention": 0.60, "eta": 1.08, "layer_s": 0.30, "expert_layer_s": 1.08,
+        "generation": {"matmul": 0.35, "attention": 0.60, "eta": 0.65, "layer_s": 0.30, "expert_layer_s": 1.08,
                        "scan": 0.40},
         "arithmetic": {"matmul": 0.45},
         "tier": {"matmul": 0.08, "attention": 0.08, "layer_s": 0.50, "expert_layer_s": 0.15},

@@ -39,12 +39,12 @@ was then); `recent` are those of 2025b and later. A plan is made for the last er
   dense or MoE. It answers only where it has a group to answer from, so it may count fewer predictions.
 - Neither learnt nor counted, by the law or by the floor:
 DOUBTS
-- Of 87 rows the source names an Apple chip without its bin; they count as the middle of the bins sold at that bandwidth.
+- Of 66 rows the source names an Apple chip without its bin; they count as the middle of the bins sold at that bandwidth.
 - A row filed under an age before its model was released counts as of the model's.
 - What an engine has no kernels for (`localllm/planner/kernels.py`) and what an age of software lacked
   (`benchmarks/planner_fit/ages.py`) are constants from others' measurements, none of them a row of the data. Three were made on
   a Strix Halo, the chip that counts most of the rows, though of other machines or models: without those three a device left
-  out is 6.9 and 21.6 % off in recent rows (depth 6.1 and 12.8 %), of prompts 11.9 and 40.8 %. Intel's was made on a B580 and a B70.
+  out is 6.9 and 21.6 % off in recent rows (depth 6.1 and 12.8 %), of prompts 10.8 and 35.8 %. Intel's was made on a B580 and a B70.
 - The widths of the priors were chosen by these same errors, so they are slightly optimistic.
 """.replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
 # The bars: (median, 90th percentile) of |error| in percent, by law and line, held back by device.

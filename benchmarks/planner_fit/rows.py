@@ -6,13 +6,14 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from benchmarks.planner_fit import ages
 from localllm.device import table
-from localllm.planner import families, laws, power, prefill_law
+from localllm.planner import families, kernels, laws, power, prefill_law
+from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -22,6 +23,7 @@ DATA = Path(__file__).parent.parent / "data" / "speeds.csv"
 ERAS = ("2023", "2024", "2025a", "2025b", "2026")
 TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
+_MAMBA2 = ("nemotron", "granite")
 
 Powers = laws.Powers
 
@@ -116,6 +118,20 @@ SUSPECTS = (
         "Qwen3.6-27B's 2 bits on an M2 Pro (prompts): a third more arithmetic a second than the chip's GPU has, and 3.5 times "
         "its 4 bits in the same table",
         "mlx", "2bit",
+    ),
+    *(
+        Doubt(
+            ("Apple M2 Ultra",), "AtomGradient",
+            f"Qwen3.5-4B's {quant} on an M2 Ultra (prompts): the machine was not idle; in the source's raw file the repetitions are 1 "
+            "to 9 % apart (decode 19 to 36 %), of every other file of it 0.0 to 0.3 %",
+            "metal", quant, "qwen3.5-4b",
+        )
+        for quant in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+    ),
+    Doubt(
+        ("NVIDIA Jetson AGX Orin 64GB",), "thehighnotes",
+        "one prompt on a Jetson AGX Orin, whose length its source does not say",
+        "cuda",
     ),
 )  # fmt: skip
 
@@ -223,7 +239,8 @@ def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
     keys = families.hardware_keys(record["device"], record["engine"])
     kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
     return ages.Age(
-        keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model), int(record["build"] or 0)
+        keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model), int(record["build"] or 0),
+        facts(model).n_recurrent_layers > 0 and model.family in _MAMBA2,
     )  # fmt: skip
 
 
@@ -244,10 +261,16 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Se
     if record["test"] == "prefill" and depth:  # a whole prompt of that length, where llama-bench's are a chunk after it
         tokens, depth = depth, 0
     batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
+    age, hardware, unfused = _age(record, model, variant), _hardware(record), record["flash"] == "0"
     parts = prefill_law.prefill_parts(
-        model, variant, _hardware(record), prompt_tokens=tokens, depth=depth, n_batch=batch
+        model, variant, hardware, prompt_tokens=tokens, depth=depth, n_batch=batch,
+        masked=kernels.ALL_MASKED if unfused else ages.masked(age, batch),
     )  # fmt: skip
-    return tuple(ages.prefill(_age(record, model, variant), parts).values())
+    if unfused:
+        context = prefill_law.mean_context(tokens, depth, min(tokens, batch))
+        moved = ages.scores_bytes(model, context) / (hardware.bandwidth_gbps * 1e9)
+        parts["activations"] = replace(parts["activations"], value=parts["activations"].value + moved)
+    return tuple(ages.prefill(age, parts).values())
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:

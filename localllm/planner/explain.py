@@ -174,12 +174,11 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     hardware = laws.hardware_of(device, plan.backend)
     terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     flops = 2 * prefill_law.matrix_params(plan.model, plan.variant)
-    attention_flops = laws.all_attention_flops(plan.model, terms.mean_context)
     activation_bytes = prefill_law.activation_bytes(plan.model)
     lines = [
         "prompt, per token of 2,048",
         f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
-        f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {attention_flops / 1e9:.2f} GFLOP on average",
+        f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
         *([f"  recurrent    {terms.scan_s * 1e6:>10.1f} µs   states taken forward"] if terms.scan_s else []),
         f"  activations  {terms.activations_s * 1e6:>10.1f} µs   {activation_bytes / 1e6:.1f} MB between the matrices",
         f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",

@@ -35,6 +35,30 @@ _METAL_FEW_BITS_FLOPS = 8.6
 _NAX_TILE = 64.0
 _NAX = frozenset(("apple-m5.mlx", "apple-m6.mlx"))
 
+# From this micro-batch on CUDA's attention (HIP's is the same source) looks up where the mask's last open column is and stops
+# there (github.com/ggml-org/llama.cpp/pull/14924; the condition is still there: /pull/28943).
+_LOOKS_FOR_END = 1024
+# Shares of what the mask hides from a token: (of the tokens after it, of those before its window).
+ALL_MASKED = (1.0, 1.0)
+_UP_TO_THE_END = (0.0, 0.5)
+_NONE_MASKED = (0.0, 0.0)
+_CAUSAL_ONLY = (0.0, 1.0)
+
+
+def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
+    """What attention computes of a micro-batch although the mask hides it, as shares: of the tokens after one, and of those
+    before its window.
+
+    Metal and Vulkan mark the blocks that are hidden as a whole and skip them (github.com/ggml-org/llama.cpp/pull/16372 and
+    /19281); CUDA skips only what lies after a tile's last token, and only in large micro-batches, so that a window costs half
+    the micro-batch beside. MLX knows that a mask is causal, and computes a window's mask in full.
+    """
+    if keys[0] in ("metal", "vulkan"):
+        return _NONE_MASKED
+    if keys[0] == "mlx":
+        return _CAUSAL_ONLY
+    return _UP_TO_THE_END if keys[0] in ("cuda", "rocm") and batch >= _LOOKS_FOR_END else ALL_MASKED
+
 
 def read_share(variant: Variant, keys: Keys) -> float:
     """Share of the usual rate at which weights of this format are read for one token."""

@@ -290,16 +290,18 @@ def state_traffic_bytes(model: Model) -> int:
     return 2 * facts(model).recurrent_state_bytes
 
 
-def attention_flops(layer: Layer, n_heads: int, depth: float) -> float:
-    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add)."""
+def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float = 0.0) -> float:
+    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add).
+    `beside`: tokens outside a sliding layer's window that are computed all the same."""
     if layer.kind == "mla":
         return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
     if layer.kind not in ("full", "sliding"):
         return 0.0
-    seen = min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth
+    seen = min(depth, layer.window + beside) if layer.kind == "sliding" and layer.window else depth
     return 2 * (layer.n_heads or n_heads) * (layer.head_dim_k + layer.head_dim_v) * seen
 
 
-def all_attention_flops(model: Model, depth: float) -> float:
-    """FLOPs one token's attention over `depth` tokens costs in all layers."""
-    return sum(count * attention_flops(layer, model.n_heads, depth) for layer, count in facts(model).groups)
+def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
+    """FLOPs one token's attention over `depth` tokens costs in all layers (`beside`: see `attention_flops`)."""
+    groups = facts(model).groups
+    return sum(count * attention_flops(layer, model.n_heads, depth, beside=beside) for layer, count in groups)

@@ -4,7 +4,7 @@ t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs 
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
 
 The matrices are multiplied at what the board's power lets the units hold (power.py), if there are kernels for their type
-(kernels.py); attention as if every token of a micro-batch saw all of it: kernels skip little of what the mask hides. Between
+(kernels.py); attention computes of a micro-batch what its kernels do not skip of the mask (kernels.py too). Between
 the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices. The mask
 itself llama.cpp writes on the host.
 Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
@@ -54,7 +54,7 @@ def _layer_elements(model: Model, layer: Layer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """Seconds one prompt token costs, by cause; `mean_context`: see there."""
+    """Seconds one prompt token costs, by cause; `attention_flops`: its arithmetic in attention."""
 
     matmul_s: float
     attention_s: float
@@ -63,7 +63,7 @@ class PrefillTerms:
     weights_s: float
     layers_s: float
     mask_s: float
-    mean_context: float
+    attention_flops: float
 
     @property
     def total_s(self) -> float:
@@ -82,13 +82,16 @@ def prefill_parts(
     prompt_tokens: int = 2048,
     depth: int = 0,
     n_batch: int = DEFAULT_BATCH,
+    masked: tuple[float, float] | None = None,
 ) -> dict[str, Part]:
     """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is made of: the law without
-    its coefficients, which benchmarks/planner_fit finds and `prefill_terms` reads."""
+    its coefficients, which benchmarks/planner_fit finds and `prefill_terms` reads. `masked`: other shares of what the mask
+    hides than today's kernels compute (`kernels.masked_share`)."""
     bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
     read, known = streamed(model, variant), facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
-    context = mean_context(prompt_tokens, depth, batch)
+    after, before = masked or kernels.masked_share(hardware.keys, batch)
+    flops = all_attention_flops(model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before)
     held = units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
     moe: Powers = (("moe", 1),) if model.experts is not None else ()
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
@@ -100,14 +103,16 @@ def prefill_parts(
     return {
         "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
         "padding": Part(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
-        "attention": Part(all_attention_flops(model, context) / units, (("attention", -1),)),
+        "attention": Part(flops / units, (("attention", -1),)),
         "scan": Part(scan_flops(model) / units, (("scan", -1),)),
         "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
         "weights": Part(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
         "layers": Part(known.n_layers / batch, (("layer_s", 1), *wait)),
         "experts": Part(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
         "recurrent": Part(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
-        "mask": Part(0.0 if is_cpu or hardware.engine == "mlx" else context, (("mask_s", 1),)),
+        "mask": Part(
+            0.0 if is_cpu or hardware.engine == "mlx" else mean_context(prompt_tokens, depth, batch), (("mask_s", 1),)
+        ),
     }
 
 
@@ -135,12 +140,12 @@ def prefill_terms(
         weights_s=s["weights"],
         layers_s=s["layers"] + s["experts"] + s["recurrent"],
         mask_s=s["mask"],
-        mean_context=mean_context(prompt_tokens, depth, max(1, min(prompt_tokens, n_batch))),
+        attention_flops=parts["attention"].value * hardware.tflops * 1e12,
     )
 
 
-def mean_context(prompt_tokens: int, depth: int, batch: int) -> float:
-    """Tokens of context that a token's attention computes, on average: the whole micro-batch it is in among them."""
+def mean_context(prompt_tokens: int, depth: int, batch: float) -> float:
+    """Tokens of context that a token's attention computes, on average: `batch` of the micro-batch it is in among them."""
     return depth + (prompt_tokens + batch) / 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from localllm.planner import families, kernels, laws, prefill_law
 from localllm_catalog import catalog
-from localllm_catalog.types import Variant
+from localllm_catalog.types import Layer, Variant
 
 MODELS = catalog.load().by_id
 
@@ -57,3 +57,19 @@ def test_m5s_units_multiply_experts_in_tiles_of_64_rows() -> None:
     assert new.value == pytest.approx(64 * old.value)
     assert ("tile", 1) in old.powers
     assert ("tile", 1) not in new.powers
+
+
+def test_what_the_mask_hides_is_skipped_by_some() -> None:
+    """Metal and Vulkan skip it, CUDA and ROCm its end in large micro-batches, MLX what is not a window's."""
+    assert kernels.masked_share(("metal",), 512) == kernels.masked_share(("vulkan",), 2048) == (0.0, 0.0)
+    assert kernels.masked_share(("cuda",), 512) == kernels.masked_share(("cpu",), 2048) == kernels.ALL_MASKED
+    assert kernels.masked_share(("rocm",), 2048) == (0.0, 0.5)
+    assert kernels.masked_share(("mlx",), 2048) == (0.0, 1.0)
+
+
+def test_a_window_costs_what_is_computed_beside_it() -> None:
+    """A sliding layer's attention: its window, and of the micro-batch what the kernel does not skip."""
+    layer = Layer("sliding", n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
+    alone, beside = (laws.attention_flops(layer, 64, 4096, beside=b) for b in (0, 1024))
+    assert beside == alone * (128 + 1024) / 128
+    assert laws.attention_flops(layer, 64, 100, beside=1024) == alone * 100 / 128
