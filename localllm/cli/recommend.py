@@ -84,7 +84,7 @@ def recommend(
         bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
     ] = False,
     as_list: Annotated[bool, typer.Option("--plain", help="Print the list, also on a terminal.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (a list never does).")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
 
@@ -126,8 +126,9 @@ def recommend(
         raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
     workload = _workload(purpose, context, parallel, min_speed)
     catalog = load_catalog()
+    no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        _reaching(model, catalog, workload, at, as_json=as_json)
+        _reaching(find_model(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
     machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
     placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
@@ -136,7 +137,7 @@ def recommend(
         view.out(view.check(machine, catalog, as_json=as_json))
         return
     if model is not None:
-        one, quant = find_model(model, catalog)
+        one, quant = find_model(model, catalog, offline=no_network)
         one = next(iter(seeing.that_see([one])), one) if sees else one
         plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
         best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
@@ -228,8 +229,8 @@ def _compare(names: list[str], workload: Workload, *, everything: bool, as_json:
     view.out(view.comparison(machines, answers, as_json=as_json))
 
 
-def _reaching(reference: str, catalog: Catalog, workload: Workload, tok_s: float, *, as_json: bool) -> None:
-    """The machines of the table that run one model at a speed."""
+def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
+    """The machines of the table that run one model, in the quant asked for, at a speed."""
     from dataclasses import replace
 
     from localllm.cli import recommend_view as view
@@ -238,7 +239,7 @@ def _reaching(reference: str, catalog: Catalog, workload: Workload, tok_s: float
     from localllm.planner import backwards
     from localllm.planner.plan import Overrides
 
-    model, quant = find_model(reference, catalog)
+    model, quant = asked
     if quant:
         model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
     # Both engines: the question is about machines one does not have, not about this installation.
