@@ -276,3 +276,29 @@ def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
     }
     parts = sum(figures.get(name, 0.0) for name in ("weights", "KV cache", "state", "compute", "runtime", "draft"))
     assert figures["total"] == pytest.approx(parts, abs=0.0035)
+
+
+def test_a_divided_plan_says_what_system_memory_holds_and_is_not_called_small() -> None:
+    said = " ".join(run("--device", "rtx 3060 12GB + 64GB RAM").split())
+    assert "beside it 65.3 GB of system memory at 51 GB/s (assumed)" in said
+    assert re.search(r"experts of \d+ of \d+ layers run from system memory, \d+\.\d GB", said)
+    plans = json.loads(run("--device", "rtx 3060 12GB + 64GB RAM", "--json"))["plans"]
+    needed = [p["memory"]["total_bytes"] + p["memory"]["host_bytes"] for p in plans]
+    for plan, bytes_in_all in zip(plans, needed, strict=True):
+        if "less than the first" in plan["why"]:
+            assert bytes_in_all < needed[0], plan["why"]
+    bases = said[said.index("speeds from") : said.index("about the first")]
+    assert bases.count("system memory 36 GB/s") == 1
+
+
+def test_one_models_table_says_which_cache_is_not_f16() -> None:
+    said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b")
+    assert "with a q8_0 KV cache: MXFP4" in said
+
+
+def test_points_are_compared_with_rated_models_only() -> None:
+    """A first pick that nobody rated has no points on the index that others could have less of."""
+    plans = json.loads(run("--device", "RTX 4090", "--for", "autocomplete", "--json"))["plans"]
+    first = plans[0]
+    if "unrated" in first["why"]:
+        assert not any("less on the quality index" in p["why"] for p in plans)
