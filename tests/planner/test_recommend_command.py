@@ -302,3 +302,11 @@ def test_points_are_compared_with_rated_models_only() -> None:
     first = plans[0]
     if "unrated" in first["why"]:
         assert not any("less on the quality index" in p["why"] for p in plans)
+
+
+def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
+    said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b", "--explain")
+    prompt = said[said.index("prompt, per token") : said.index("first token")]
+    micros = [float(found) for found in re.findall(r"([\d.]+) µs", prompt)]
+    rate = float(re.search(r"prefill +(\d+)", prompt)[1])  # type: ignore[index]
+    assert sum(micros) == pytest.approx(1e6 / rate, rel=0.01)
