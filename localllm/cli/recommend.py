@@ -14,6 +14,7 @@ from localllm.cli.options import CpuMoe, GpuLayers, Split
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
+    from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose
@@ -154,14 +155,8 @@ def recommend(
         return
     if what_if:
         others = [device_named(name, None, None) for name in what_if]
-        answers = [
-            answer,
-            *(
-                planner.recommend(d, models, workload, overrides=replace(overrides_for(d, catalog), sees=sees))
-                for d in others
-            ),
-        ]
-        view.out(view.comparison([machine, *others], answers, as_json=as_json))
+        known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
+        _side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
         return
     if as_json:
         view.out([view.json_text(answer, machine)])
@@ -210,10 +205,8 @@ def _picture(names: list[str] | None, *, plot: bool) -> str | None:
 
 def _compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
     """Named machines side by side, for one purpose."""
-    from localllm.cli import recommend_view as view
     from localllm.errors import UsageError
     from localllm.library.catalog import load_catalog
-    from localllm.planner import recommend as planner
 
     if len(names) < 2:
         raise UsageError(
@@ -221,12 +214,31 @@ def _compare(names: list[str], workload: Workload, *, everything: bool, as_json:
         )
     catalog = load_catalog()
     machines = [device_named(name, None, None) for name in names]
-    limit = 0 if everything else 8
+    known = [overrides_for(d, catalog) for d in machines]
+    _side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
+
+
+def _side_by_side(
+    machines: list[Device],
+    known: list[Overrides],
+    models: Sequence[Model],
+    workload: Workload,
+    *,
+    limit: int,
+    as_json: bool,
+) -> None:
+    from localllm.cli import recommend_view as view
+    from localllm.planner import recommend as planner
+
     answers = [
-        planner.recommend(d, catalog.models, workload, overrides=overrides_for(d, catalog), limit=limit)
-        for d in machines
+        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
     ]
-    view.out(view.comparison(machines, answers, as_json=as_json))
+
+    def elsewhere(number: int, model: Model) -> Plan | None:
+        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
+        return plans[0] if plans else None
+
+    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
 
 
 def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from localllm.planner.waiting import span
@@ -26,6 +26,8 @@ _BAR = 10
 _ROW_COLUMNS = 43
 _LEAST_NAME = 20
 _BIGGER_SHOWN = 4
+# Plans of each machine where machines are compared.
+_COMPARED = 4
 
 
 def out(lines: Iterable[str]) -> None:
@@ -250,8 +252,15 @@ def json_text(answer: Recommendation, device: Device) -> str:
     return json.dumps(recommendation_to_json(answer, device_to_json(device)), indent=2, ensure_ascii=False)
 
 
-def comparison(devices: Sequence[Device], answers: Sequence[Recommendation], *, as_json: bool) -> list[str]:
-    """Machines side by side: each one's best plans, and the first machine's picks on all of them."""
+def comparison(
+    devices: Sequence[Device],
+    answers: Sequence[Recommendation],
+    *,
+    as_json: bool,
+    elsewhere: Callable[[int, Model], Plan | None] = lambda _number, _model: None,
+) -> list[str]:
+    """Machines side by side: each one's best plans, and what is picked on any of them on all of them. `elsewhere`: the plan of a
+    model on the machine of that number, where it is not among its picks."""
     if as_json:
         from localllm.device.describe import device_to_json
         from localllm.planner.serialise import recommendation_to_json
@@ -260,16 +269,23 @@ def comparison(devices: Sequence[Device], answers: Sequence[Recommendation], *, 
         return [json.dumps({"machines": both}, indent=2, ensure_ascii=False)]
     lines: list[str] = []
     for device, answer in zip(devices, answers, strict=True):
-        head, rows = _rows(answer.plans[:4], _NOTHING)
+        head, rows = _rows(answer.plans[:_COMPARED], _NOTHING)
         lines += [*heading(device, "Best"), head, *rows, ""]
-    speeds: dict[str, list[str]] = {}
-    for i, answer in enumerate(answers):
-        for plan in answer.plans:
-            speeds.setdefault(plan.model.name, ["–"] * len(answers))[i] = rate(plan.decode_tok_s.value)
-    shared = [(name, row) for name, row in speeds.items() if sum(cell != "–" for cell in row) > 1]
-    if shared:
-        lines += _wrapped("tok/s of what more than one runs: " + " / ".join(d.name for d in devices), further="  ")
-        lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in shared]
+    shown = {plan.model.id: plan.model for answer in answers for plan in answer.plans[:_COMPARED]}
+    rows_of = {}
+    for model in shown.values():
+        plans = [
+            next((p for p in answer.plans if p.model.id == model.id), None) or elsewhere(i, model)
+            for i, answer in enumerate(answers)
+        ]
+        rows_of[model.name] = [rate(p.decode_tok_s.value) if p else "–" for p in plans]
+    if rows_of:
+        lines += _wrapped(
+            "tok/s of each on all, in the best format there: " + " / ".join(d.name for d in devices), further="  "
+        )
+        lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in rows_of.items()]
+        if any("–" in row for row in rows_of.values()):
+            lines.append("  –: too large for it, or too slow for the purpose")
     return lines
 
 

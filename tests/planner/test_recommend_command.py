@@ -223,7 +223,7 @@ def test_machines_are_compared_for_one_purpose() -> None:
     names = ["M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"]
     text = run("--compare", *names, "--for", "agents")
     assert [text.count(f"Best on {resolve(name).name}") for name in names] == [1, 1, 1]
-    assert "what more than one runs" in text
+    assert "tok/s of each on all" in text
     body = json.loads(run("--compare", *names, "--json"))
     assert [machine["device"]["name"] for machine in body["machines"]] == [resolve(name).name for name in names]
 
@@ -310,3 +310,10 @@ def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
     micros = [float(found) for found in re.findall(r"([\d.]+) µs", prompt)]
     rate = float(re.search(r"prefill +(\d+)", prompt)[1])  # type: ignore[index]
     assert sum(micros) == pytest.approx(1e6 / rate, rel=0.01)
+
+
+def test_what_one_machine_is_recommended_is_told_of_the_others_too() -> None:
+    """A dash means that it can't, not that something else ranks above it."""
+    said = run("--compare", "M4 Max 128GB", "DGX Spark", "--for", "coding")
+    rows = said[said.index("tok/s of each on all") :]
+    assert re.search(r"Qwen3\.6 35B-A3B +\d+ +\d+\n", rows)
