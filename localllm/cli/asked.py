@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,26 +49,15 @@ def registered_backends() -> tuple[str, ...]:
     return tuple(sorted({entry.name for entry in entry_points(group="localllm.backends")})) or ("llamacpp",)
 
 
-def find_model(reference: str, catalog: Catalog) -> tuple[Model, str]:
-    """A catalog id with the quant asked for ("" = any), or the header of a GGUF file on this disk.
+def find_model(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
+    """What a person calls a model, and the quant asked for ("" = any): a catalog id, a file or folder, a repository or its
+    address, a name on this disk.
 
-    Raises ModelNotFoundError, also for a quant that the model does not have, and ModelFileError.
+    Raises ModelNotFoundError, also for a quant that the model does not have, ModelFileError, DownloadError and UsageError.
     """
-    from localllm.errors import ModelNotFoundError
-    from localllm.library.catalog import read_model
-    from localllm.library.names import check_quant
+    from localllm.library.described import describe
 
-    path = Path(reference).expanduser()
-    if path.suffix == ".gguf" and path.exists():
-        return read_model(path), ""
-    name, _, quant = reference.partition(":")
-    found = catalog.get(name)
-    if found is None:
-        near = catalog.suggest(name)
-        hint = f"did you mean {', '.join(near)}?" if near else "see `localllm models list`"
-        raise ModelNotFoundError(f"the catalog has no model {reference!r}", hint=hint)
-    check_quant(found, quant)
-    return found, quant
+    return describe(reference, catalog, offline=offline)
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:

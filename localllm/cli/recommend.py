@@ -14,6 +14,7 @@ from localllm.cli.options import CpuMoe, GpuLayers, Split
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
+    from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model, Purpose
@@ -84,7 +85,7 @@ def recommend(
         bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
     ] = False,
     as_list: Annotated[bool, typer.Option("--plain", help="Print the list, also on a terminal.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (a list never does).")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
 
@@ -126,8 +127,9 @@ def recommend(
         raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
     workload = _workload(purpose, context, parallel, min_speed)
     catalog = load_catalog()
+    no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        _reaching(model, catalog, workload, at, as_json=as_json)
+        _reaching(find_model(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
     machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
     placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
@@ -136,7 +138,7 @@ def recommend(
         view.out(view.check(machine, catalog, as_json=as_json))
         return
     if model is not None:
-        one, quant = find_model(model, catalog)
+        one, quant = find_model(model, catalog, offline=no_network)
         one = next(iter(seeing.that_see([one])), one) if sees else one
         plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
         best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
@@ -153,14 +155,8 @@ def recommend(
         return
     if what_if:
         others = [device_named(name, None, None) for name in what_if]
-        answers = [
-            answer,
-            *(
-                planner.recommend(d, models, workload, overrides=replace(overrides_for(d, catalog), sees=sees))
-                for d in others
-            ),
-        ]
-        view.out(view.comparison([machine, *others], answers, as_json=as_json))
+        known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
+        _side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
         return
     if as_json:
         view.out([view.json_text(answer, machine)])
@@ -209,10 +205,8 @@ def _picture(names: list[str] | None, *, plot: bool) -> str | None:
 
 def _compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
     """Named machines side by side, for one purpose."""
-    from localllm.cli import recommend_view as view
     from localllm.errors import UsageError
     from localllm.library.catalog import load_catalog
-    from localllm.planner import recommend as planner
 
     if len(names) < 2:
         raise UsageError(
@@ -220,16 +214,35 @@ def _compare(names: list[str], workload: Workload, *, everything: bool, as_json:
         )
     catalog = load_catalog()
     machines = [device_named(name, None, None) for name in names]
-    limit = 0 if everything else 8
+    known = [overrides_for(d, catalog) for d in machines]
+    _side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
+
+
+def _side_by_side(
+    machines: list[Device],
+    known: list[Overrides],
+    models: Sequence[Model],
+    workload: Workload,
+    *,
+    limit: int,
+    as_json: bool,
+) -> None:
+    from localllm.cli import recommend_view as view
+    from localllm.planner import recommend as planner
+
     answers = [
-        planner.recommend(d, catalog.models, workload, overrides=overrides_for(d, catalog), limit=limit)
-        for d in machines
+        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
     ]
-    view.out(view.comparison(machines, answers, as_json=as_json))
+
+    def elsewhere(number: int, model: Model) -> Plan | None:
+        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
+        return plans[0] if plans else None
+
+    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
 
 
-def _reaching(reference: str, catalog: Catalog, workload: Workload, tok_s: float, *, as_json: bool) -> None:
-    """The machines of the table that run one model at a speed."""
+def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
+    """The machines of the table that run one model, in the quant asked for, at a speed."""
     from dataclasses import replace
 
     from localllm.cli import recommend_view as view
@@ -238,7 +251,7 @@ def _reaching(reference: str, catalog: Catalog, workload: Workload, tok_s: float
     from localllm.planner import backwards
     from localllm.planner.plan import Overrides
 
-    model, quant = find_model(reference, catalog)
+    model, quant = asked
     if quant:
         model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
     # Both engines: the question is about machines one does not have, not about this installation.

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from localllm.planner.waiting import span
@@ -26,6 +26,8 @@ _BAR = 10
 _ROW_COLUMNS = 43
 _LEAST_NAME = 20
 _BIGGER_SHOWN = 4
+# Plans of each machine where machines are compared.
+_COMPARED = 4
 
 
 def out(lines: Iterable[str]) -> None:
@@ -71,11 +73,15 @@ def heading(device: Device, what: str) -> list[str]:
     free = ""
     if memory.available_bytes < memory.limit_bytes:
         free = f", {gb(memory.available_bytes)} free now"
+    beside = ""
+    if device.kind == "discrete" and device.host is not None:
+        rate_of_host = device.host_bandwidth_gbps
+        at = f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})" if rate_of_host else ""
+        beside = f"; beside it {gb(device.host.limit_bytes)} of system memory{at}"
+    usable = f"{gb(memory.limit_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}{beside}"
     return [
         *_wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
-        *_wrapped(
-            f"{gb(memory.limit_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}", further="  "
-        ),
+        *_wrapped(usable, further="  "),
     ]
 
 
@@ -166,11 +172,11 @@ def further(plan: Plan, title: str) -> list[str]:
 
 
 def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed) -> list[str]:
-    bases = list(dict.fromkeys(p.decode_tok_s.basis for p in plans))
+    bases = list(dict.fromkeys(part for p in plans for part in p.decode_tok_s.basis.split("; ")))
     notes = [
         *_wrapped(f"tok/s: 80 % range, context nearly empty; 1st: first token of {prompt_tokens:,}", further="  "),
         *_marks(plans, installed),
-        *_wrapped("speeds from " + "; ".join(bases[:3]), further="  "),
+        *_wrapped("speeds from " + "; ".join(bases[:4]), further="  "),
     ]
     if not device.simulated:
         reference = f"{plans[0].model.id}:{plans[0].variant.quant}"
@@ -212,9 +218,23 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installe
         *(f"  {kind:9} {mb(cost):>11}" for kind, cost in _slopes(model)),
         *_wrapped("longest: the context that still fits; tok/s: 80 % range, context nearly empty", further="  "),
         *_wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
+        *_caches(plans),
         *_marks(plans, installed),
     ]
     return lines
+
+
+def _caches(plans: Sequence[Plan]) -> list[str]:
+    """Which variants are planned with a KV cache that is not f16."""
+    kinds: dict[str, list[str]] = {}
+    for plan in plans:
+        if plan.fits != "no" and plan.settings.kv_type != "f16":
+            kinds.setdefault(plan.settings.kv_type, []).append(plan.variant.quant)
+    return [
+        line
+        for kind, of in kinds.items()
+        for line in _wrapped(f"with a {kind} KV cache: {', '.join(of)}", further="  ")
+    ]
 
 
 def _slopes(model: Model) -> list[tuple[str, int]]:
@@ -232,8 +252,15 @@ def json_text(answer: Recommendation, device: Device) -> str:
     return json.dumps(recommendation_to_json(answer, device_to_json(device)), indent=2, ensure_ascii=False)
 
 
-def comparison(devices: Sequence[Device], answers: Sequence[Recommendation], *, as_json: bool) -> list[str]:
-    """Machines side by side: each one's best plans, and the first machine's picks on all of them."""
+def comparison(
+    devices: Sequence[Device],
+    answers: Sequence[Recommendation],
+    *,
+    as_json: bool,
+    elsewhere: Callable[[int, Model], Plan | None] = lambda _number, _model: None,
+) -> list[str]:
+    """Machines side by side: each one's best plans, and what is picked on any of them on all of them. `elsewhere`: the plan of a
+    model on the machine of that number, where it is not among its picks."""
     if as_json:
         from localllm.device.describe import device_to_json
         from localllm.planner.serialise import recommendation_to_json
@@ -242,16 +269,23 @@ def comparison(devices: Sequence[Device], answers: Sequence[Recommendation], *, 
         return [json.dumps({"machines": both}, indent=2, ensure_ascii=False)]
     lines: list[str] = []
     for device, answer in zip(devices, answers, strict=True):
-        head, rows = _rows(answer.plans[:4], _NOTHING)
+        head, rows = _rows(answer.plans[:_COMPARED], _NOTHING)
         lines += [*heading(device, "Best"), head, *rows, ""]
-    speeds: dict[str, list[str]] = {}
-    for i, answer in enumerate(answers):
-        for plan in answer.plans:
-            speeds.setdefault(plan.model.name, ["–"] * len(answers))[i] = rate(plan.decode_tok_s.value)
-    shared = [(name, row) for name, row in speeds.items() if sum(cell != "–" for cell in row) > 1]
-    if shared:
-        lines += _wrapped("tok/s of what more than one runs: " + " / ".join(d.name for d in devices), further="  ")
-        lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in shared]
+    shown = {plan.model.id: plan.model for answer in answers for plan in answer.plans[:_COMPARED]}
+    rows_of = {}
+    for model in shown.values():
+        plans = [
+            next((p for p in answer.plans if p.model.id == model.id), None) or elsewhere(i, model)
+            for i, answer in enumerate(answers)
+        ]
+        rows_of[model.name] = [rate(p.decode_tok_s.value) if p else "–" for p in plans]
+    if rows_of:
+        lines += _wrapped(
+            "tok/s of each on all, in the best format there: " + " / ".join(d.name for d in devices), further="  "
+        )
+        lines += [f"  {_clip(name, 30):30} " + "  ".join(f"{cell:>6}" for cell in row) for name, row in rows_of.items()]
+        if any("–" in row for row in rows_of.values()):
+            lines.append("  –: too large for it, or too slow for the purpose")
     return lines
 
 
@@ -285,9 +319,16 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
             lines.append(f"  … and {len(found.found) - _REACH_SHOWN} with faster memory (--json lists all)")
     if found.nearest is not None:
         device, plan = found.nearest
-        text = f"the fastest that holds it and does not: {device.name}, {rate(plan.decode_tok_s.value)} tok/s"
+        text = (
+            f"the fastest that holds it and does not: {device.name}, {_short_of(plan.decode_tok_s.value, tok_s)} tok/s"
+        )
         lines += _wrapped(f"{text} ({plan.variant.quant})", further="  ")
     return lines
+
+
+def _short_of(value: float, asked: float) -> str:
+    """A speed below the one asked for, so that it reads as below: 29.7, where 30 was asked for."""
+    return rate(value) if float(rate(value)) < asked else f"{value:.1f}" if value < asked - 0.05 else f"{value:.2f}"
 
 
 def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:

@@ -129,16 +129,19 @@ def _read(name: str) -> _Typed:
     return _Typed(_words(text), memory, cores, count)
 
 
-_COUNTS = {"dual": 2, "triple": 3, "quad": 4}
+_COUNTS = {"dual": 2, "two": 2, "double": 2, "triple": 3, "three": 3, "quad": 4, "four": 4}
+_BEFORE = re.compile(
+    rf"(?:([2-9]|1[0-6])(?:\s*[x×*]\s*(?=[a-z])|\s*×\s*|x\s+|\s+[x*]\s+)|({'|'.join(_COUNTS)})[\s-]+)(?=[a-z0-9])(?!channel)"
+)
 
 
 def _counted(text: str) -> tuple[int, str]:
-    """How many of what: "2x rtx 3090", "dual rtx 3090", "rtx 3090 x2"."""
-    before = re.match(r"(?:([2-9]|1[0-6])\s*[x×*]\s*|(dual|triple|quad)[\s-]+)(?=[a-z])(?!channel)", text)
+    """How many of what: "2x rtx 3090", "2x 3090", "dual 3090", "rtx 3090 x2", "3090x2"."""
+    before = _BEFORE.match(text)
     if before:
         count = int(before.group(1)) if before.group(1) else _COUNTS[before.group(2)]
         return count, text[before.end() :]
-    behind = re.search(r"\s[x×*]\s*([2-9]|1[0-6])\s*$", text)
+    behind = re.search(r"(?:\s[x×*]\s*|(?<=[0-9]{2})[x×*])([2-9]|1[0-6])\s*$", text)
     if behind:
         return int(behind.group(1)), text[: behind.start()]
     return 1, text
@@ -329,8 +332,11 @@ _KIND_OF_RAM = r"(?:(ddr[2-5])(?:[\s-]*([0-9]{4,5}))?|(?:system\s+)?(?:ram|memor
 _RAM = re.compile(rf"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gb|gib|g)?\s*(?:of\s+)?{_KIND_OF_RAM}\s*", re.I)
 # A plus between words; or anything that says "and", where a size of memory follows (not the plus of "Max+ 395").
 _JOINED = re.compile(
-    r"\s+\+\s+|(?:\s*\+|\s(?:and|with|&))\s*(?=[0-9.]+\s*g[bi]*\s*(?:of\s+)?(?:ddr|system|ram|memory))", re.I
+    r"\s+\+\s+|(?:\s*(?:\+|,(?![^(]*\)))|\s(?:and|with|&))\s*(?=[0-9.]+\s*g[bi]*\s*(?:of\s+)?(?:ddr|system|ram|memory))",
+    re.I,
 )
+# Behind a plus a size alone is the computer's memory: no card is called that.
+_SIZE_ALONE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:gb|gib|g)\s*", re.I)
 # Two channels of the memory most such computers have, where nothing else was said: JEDEC's DDR4-3200 and DDR5-4800.
 _USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800}
 _USUAL_RAM = "ddr4"
@@ -348,9 +354,11 @@ class _Ram:
 def typed_parts(name: str) -> tuple[list[str], _Ram | None]:
     """The machines or cards that a name joins with a plus, and the system memory it states, if any."""
     cards, ram = [], None
-    for part in _JOINED.split(name.strip()):
-        match = _RAM.fullmatch(part)
-        if match is not None:
+    for i, part in enumerate(_JOINED.split(name.strip())):
+        match, alone = _RAM.fullmatch(part), _SIZE_ALONE.fullmatch(part)
+        if i and alone is not None:
+            ram = _ram(float(alone.group(1)), "", "")
+        elif match is not None:
             ram = _ram(float(match.group(1)), (match.group(2) or "").lower(), match.group(3) or "")
         elif part.strip():
             cards.append(part.strip())

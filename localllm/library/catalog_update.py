@@ -141,7 +141,7 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
 def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[dict[str, Any]]:
     """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a file that is of it."""
     found = (s for s in variants.selections(listing) if s.format == form)
-    there = [s for s in found if _is_of(model, s) or sure in [file.name for file in s.files]]
+    there = [s for s in found if is_of(model, s) or sure in [file.name for file in s.files]]
     if form == "mlx":
         return [{"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"} for s in there]
     chosen: dict[str, variants.Selection] = {}
@@ -161,7 +161,8 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
     return [table]
 
 
-def _is_of(model: Model, selection: variants.Selection) -> bool:
+def is_of(model: Model, selection: variants.Selection) -> bool:
+    """Whether files of this size and quant can be `model`'s, and are no draft head or another model of the repository."""
     from localllm_catalog import quants, shapes
 
     size = selection.weights_bytes

@@ -39,9 +39,9 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
         return found[0]
     if ref.lower() in _GEMMA_NAMES and (file := starter.gemma_path()) is not None:
         return LocalModel(starter.GEMMA_NAME, file, "gguf", file.stat().st_size, "Q4_K_M", "starter", "", (file,))
-    by_path = _by_path(ref)
-    if by_path is not None:
-        return by_path
+    there = by_path(ref)
+    if there is not None:
+        return there
     reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
     installed = store.scan()
     candidates = _matching(reference, installed)
@@ -56,7 +56,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     Raises as `resolve` does.
     """
     installed = store.scan()
-    if "://" in ref or not (by_path := _by_path(ref.strip())):
+    if "://" in ref or not (path := by_path(ref.strip())):
         reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
         found = _matching(reference, installed)
         if not found and not reference.repo:
@@ -64,7 +64,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
             found = [m for m in installed if model is not None and _is_of(m, model, reference.quant)]
         return found or [resolve(ref, catalog=catalog)]
     # A path into a store is that store's model, with what it knows of it (a published hash).
-    return [next((m for m in installed if m.path.resolve() == by_path.path.resolve()), by_path)]
+    return [next((m for m in installed if m.path.resolve() == path.path.resolve()), path)]
 
 
 def matching(ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None) -> list[LocalModel]:
@@ -96,8 +96,8 @@ def _hub_hosts(ref: str) -> tuple[str, ...]:
 # --- a path ---------------------------------------------------------------------------------------------------------
 
 
-def _by_path(ref: str) -> LocalModel | None:
-    """The model at a path, or None if `ref` is no path."""
+def by_path(ref: str) -> LocalModel | None:
+    """The model at a path, or None if `ref` is no path. Raises ModelNotFoundError and ModelFileError for a path to none."""
     looks_like_path = ref.startswith((".", "/", "~")) or "\\" in ref or (ref.lower().endswith(".gguf") and "/" in ref)
     try:
         path = Path(ref).expanduser()

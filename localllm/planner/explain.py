@@ -184,6 +184,7 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
         f"  weights      {terms.weights_s * 1e6:>10.1f} µs   read once per {min(plan.settings.n_batch, 2048):,} tokens",
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
         *([f"  mask         {terms.mask_s * 1e6:>10.1f} µs   written by the processor"] if terms.mask_s else []),
+        *_beside_line(plan, device, terms.total_s),
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
     ]
@@ -191,6 +192,17 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(f"   with prefix {_span(plan.ttft_cached_s, 's')}")
     lines.append(f"  loading      {_span(plan.load_s, 's')}")
     return lines
+
+
+def _beside_line(plan: Plan, device: Device, on_card_s: float) -> list[str]:
+    """What a token of a prompt takes longer because a part of the plan lies in system memory."""
+    share = places.shares(plan.model, plan.variant, plan.settings.placement)
+    longer_s = 1 / plan.prefill_tok_s.value - on_card_s
+    if share.is_whole or device.kind != "discrete" or longer_s <= 0:
+        return []
+    return [
+        f"  divided      {longer_s * 1e6:>10.1f} µs   more: weights in system memory are copied over the bus, or multiplied there"
+    ]
 
 
 def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localllm.planner.types import Plan
+from localllm.planner.why import all_memory
 from localllm_catalog.types import Model
 
 _PER_FAMILY = 2
@@ -82,6 +83,6 @@ def _costs(plan: Plan) -> tuple[float, ...]:
     return (
         1 / plan.decode_tok_s.value,
         (plan.ttft_cached_s or plan.ttft_s).value,
-        plan.memory.total_bytes,
+        all_memory(plan),
         1 / plan.settings.n_ctx,
     )

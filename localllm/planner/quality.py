@@ -60,6 +60,7 @@ _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
 }
 # An index of everything says this much less about coding: its standard deviation there, relative to its own.
 _GENERAL_FOR_CODING = 2.0
+_ABOUT_CODE: tuple[Purpose, ...] = ("coding", "autocomplete")
 _SIZE_AND_DATE = "size and date"
 # points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least squares over the 42 rated
 # models of the catalog, residual 4.7 points.
@@ -98,7 +99,7 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
 
 def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:
     """How `benchmark` is moved onto the index for `purpose`; None where it says nothing that can be compared."""
-    if purpose != "coding":
+    if purpose not in _ABOUT_CODE:
         return _ONTO_INDEX.get(benchmark)
     if benchmark in _CODING_ONTO_INDEX:
         return _CODING_ONTO_INDEX[benchmark]

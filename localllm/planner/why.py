@@ -87,6 +87,16 @@ def left_behind(plan: Plan) -> str:
     return (" and ".join(said) or "part of it") + (" run" if said else " runs")
 
 
+def _beside(plan: Plan) -> str:
+    """ "experts of 24 of 36 layers run from system memory, 40.0 GB"."""
+    return f"{left_behind(plan)} from system memory, {gb(plan.memory.host_bytes)}"
+
+
+def all_memory(plan: Plan) -> int:
+    """Bytes in every memory: what a divided plan has in system memory is needed too."""
+    return plan.memory.total_bytes + plan.memory.host_bytes
+
+
 def is_too_slow(plan: Plan, need: Need) -> str:
     """ "fits, but 0.6 tok/s is too slow for chat (5 needed)", or the first token comes too late."""
     if plan.decode_tok_s.value >= need.least_tok_s:
@@ -106,9 +116,7 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
         return does_not_fit(plan, device)
     if plan.decode_tok_s.value < need.least_tok_s or waiting.too_long(plan, need):
         return is_too_slow(plan, need)
-    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {left_behind(plan)} from system memory"}[
-        plan.fits
-    ]
+    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[plan.fits]
     return f"{head}; {rate(plan.decode_tok_s.value)} tok/s; up to {plan.max_ctx // 1024}k context"
 
 
@@ -117,7 +125,7 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     if not picks:
         return []
     fastest = max(picks, key=lambda p: p.decode_tok_s.value)
-    smallest = min(picks, key=lambda p: p.memory.total_bytes)
+    smallest = min(picks, key=all_memory)
     # What nobody has rated is the best of nothing.
     best_quality = max(picks, key=lambda p: (p.is_rated, p.quality))
     # What is true of every pick is said once, with the first.
@@ -129,11 +137,13 @@ def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan
     praise = _praise(plan, first, fastest, smallest, best, need)
     if not plan.is_rated:
         praise = f"unrated, placed by {plan.quality_basis}; {praise}"
+    slow = plan.decode_tok_s.value < need.good_tok_s
+    traded = []
     if all_slow and plan is first:
-        trade = f"all of these are slower than the {need.good_tok_s:g} tok/s that feel good"
-    else:
-        trade = _trade(plan, first, need, all_slow)
-    return f"{praise}; {trade}" if trade else praise
+        traded.append(f"all of these are slower than the {need.good_tok_s:g} tok/s that feel good")
+    elif slow and not all_slow:
+        traded.append(f"slower than the {need.good_tok_s:g} tok/s that feel good")
+    return "; ".join([praise, *traded, *_trades(plan, first)])
 
 
 def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
@@ -142,11 +152,11 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
             return f"best quality that is fast enough for {need.what}"
         return f"best balance of quality and speed for {need.what}"
     if plan is best and plan.is_rated:
-        return "best quality of these"
+        return "best quality of these" if first.is_rated else "the best of these that somebody rated"
     if plan is fastest:
         return f"fastest of these, {plan.decode_tok_s.value / first.decode_tok_s.value:.1f}× the first"
     if plan is smallest:
-        return f"smallest of these, {gb(first.memory.total_bytes - plan.memory.total_bytes)} less than the first"
+        return f"smallest of these, {gb(all_memory(first) - all_memory(plan))} less than the first"
     return _better_than(first, plan)
 
 
@@ -154,15 +164,15 @@ def _better_than(first: Plan, plan: Plan) -> str:
     """What `plan` has over the first, the most telling of it; that there is something is why it is among the picks."""
     ratio = plan.decode_tok_s.value / first.decode_tok_s.value
     better = plan.quality - first.quality
-    saved = first.memory.total_bytes - plan.memory.total_bytes
+    saved = all_memory(first) - all_memory(plan)
     sooner = 1 - (plan.ttft_cached_s or plan.ttft_s).value / (first.ttft_cached_s or first.ttft_s).value
     longer = plan.settings.n_ctx - first.settings.n_ctx
     said = (
         (ratio >= 1.25, f"{ratio:.1f}× as fast as the first"),
         (plan.is_rated and better > 0.5, f"{better:.1f} points better than the first"),
-        (saved > 0.2 * first.memory.total_bytes, f"needs {gb(saved)} less than the first"),
+        (saved > 0.2 * all_memory(first), f"needs {gb(saved)} less than the first"),
         (ratio >= 1.01, f"{ratio - 1:.0%} faster than the first"),
-        (saved > 0.01 * first.memory.total_bytes, f"needs {gb(saved)} less than the first"),
+        (saved > 0.01 * all_memory(first), f"needs {gb(saved)} less than the first"),
         (sooner > 0.01, f"first token {sooner:.0%} sooner than the first"),
         (longer > 0, f"{longer // 1024}k more context than the first"),
         (not plan.is_rated and better > 0, f"that would be {better:.1f} points above the first"),
@@ -173,16 +183,14 @@ def _better_than(first: Plan, plan: Plan) -> str:
     return next((text for is_so, text in said if is_so), "no better than the first in anything shown")
 
 
-def _trade(plan: Plan, first: Plan, need: Need, all_slow: bool) -> str:
-    if plan.decode_tok_s.value < need.good_tok_s and not all_slow:
-        return f"slower than the {need.good_tok_s:g} tok/s that feel good"
+def _trades(plan: Plan, first: Plan) -> list[str]:
+    """What `plan` has against it beside its speed. Its KV type stands in the table."""
+    said = []
     if plan.fits == "tight":
-        return "leaves little memory for anything else"
+        said.append("leaves little memory for anything else")
     if plan.fits == "split":
-        return f"{left_behind(plan)} from system memory"
-    if plan.settings.kv_type not in ("f16", "bf16", "f32"):
-        return f"needs a {plan.settings.kv_type} cache to fit"
+        said.append(_beside(plan))
     lost = first.quality - plan.quality
-    if plan is not first and plan.is_rated and lost >= 1:
-        return f"{lost:.0f} points less on the quality index"
-    return ""
+    if plan.is_rated and first.is_rated and lost >= 1:
+        said.append(f"{lost:.0f} point{'' if round(lost) == 1 else 's'} less on the quality index")
+    return said

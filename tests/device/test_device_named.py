@@ -202,3 +202,19 @@ def test_the_two_sizes_of_an_a770_have_different_memory() -> None:
         row = table.by_pci("8086", "56a0", memory_bytes=size << 30)
         assert row is not None
         assert row.bandwidth_gbps == gbps
+
+
+@pytest.mark.parametrize(
+    "typed", ["2x 3090", "2×3090", "dual 3090", "two RTX 3090", "3090x2", "RTX 3090 x2", "rtx 3090 24GB x2"]
+)
+def test_two_cards_however_they_are_counted(typed: str) -> None:
+    assert resolve(typed).name == "2 × GeForce RTX 3090 24 GB"
+
+
+@pytest.mark.parametrize(
+    ("typed", "gb"), [("rtx 3060 12gb, 64 gb ram", 64), ("3090 + 64GB", 64), ("RTX 3090 + RTX 3060 12GB + 32GB", 32)]
+)
+def test_a_size_behind_a_card_is_the_computers_memory(typed: str, gb: int) -> None:
+    host = resolve(typed).host
+    assert host is not None
+    assert host.total_bytes == gb << 30

@@ -223,7 +223,7 @@ def test_machines_are_compared_for_one_purpose() -> None:
     names = ["M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"]
     text = run("--compare", *names, "--for", "agents")
     assert [text.count(f"Best on {resolve(name).name}") for name in names] == [1, 1, 1]
-    assert "what more than one runs" in text
+    assert "tok/s of each on all" in text
     body = json.loads(run("--compare", *names, "--json"))
     assert [machine["device"]["name"] for machine in body["machines"]] == [resolve(name).name for name in names]
 
@@ -276,3 +276,44 @@ def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
     }
     parts = sum(figures.get(name, 0.0) for name in ("weights", "KV cache", "state", "compute", "runtime", "draft"))
     assert figures["total"] == pytest.approx(parts, abs=0.0035)
+
+
+def test_a_divided_plan_says_what_system_memory_holds_and_is_not_called_small() -> None:
+    said = " ".join(run("--device", "rtx 3060 12GB + 64GB RAM").split())
+    assert "beside it 65.3 GB of system memory at 51 GB/s (assumed)" in said
+    assert re.search(r"experts of \d+ of \d+ layers run from system memory, \d+\.\d GB", said)
+    plans = json.loads(run("--device", "rtx 3060 12GB + 64GB RAM", "--json"))["plans"]
+    needed = [p["memory"]["total_bytes"] + p["memory"]["host_bytes"] for p in plans]
+    for plan, bytes_in_all in zip(plans, needed, strict=True):
+        if "less than the first" in plan["why"]:
+            assert bytes_in_all < needed[0], plan["why"]
+    bases = said[said.index("speeds from") : said.index("about the first")]
+    assert bases.count("system memory 36 GB/s") == 1
+
+
+def test_one_models_table_says_which_cache_is_not_f16() -> None:
+    said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b")
+    assert "with a q8_0 KV cache: MXFP4" in said
+
+
+def test_points_are_compared_with_rated_models_only() -> None:
+    """A first pick that nobody rated has no points on the index that others could have less of."""
+    plans = json.loads(run("--device", "RTX 4090", "--for", "autocomplete", "--json"))["plans"]
+    first = plans[0]
+    if "unrated" in first["why"]:
+        assert not any("less on the quality index" in p["why"] for p in plans)
+
+
+def test_the_lines_of_a_divided_plans_prompt_add_up() -> None:
+    said = run("--device", "rtx 3060 12GB + 64GB RAM", "-m", "gpt-oss-120b", "--explain")
+    prompt = said[said.index("prompt, per token") : said.index("first token")]
+    micros = [float(found) for found in re.findall(r"([\d.]+) µs", prompt)]
+    rate = float(re.search(r"prefill +(\d+)", prompt)[1])  # type: ignore[index]
+    assert sum(micros) == pytest.approx(1e6 / rate, rel=0.01)
+
+
+def test_what_one_machine_is_recommended_is_told_of_the_others_too() -> None:
+    """A dash means that it can't, not that something else ranks above it."""
+    said = run("--compare", "M4 Max 128GB", "DGX Spark", "--for", "coding")
+    rows = said[said.index("tok/s of each on all") :]
+    assert re.search(r"Qwen3\.6 35B-A3B +\d+ +\d+\n", rows)

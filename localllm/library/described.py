@@ -1,0 +1,147 @@
+"""From whatever a person calls a model to its description: a catalog id, a path, a repository or its address, a name on this
+disk. Only a repository that neither the catalog nor this disk knows is asked of the hub: its listing and one header."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import DownloadError, ModelNotFoundError
+from localllm.library import catalog_new, hub, names, resolve, store, transfer, variants
+from localllm.library.catalog import read_model
+from localllm.library.catalog_update import is_of
+
+if TYPE_CHECKING:
+    from localllm.library.hub import Listing
+    from localllm.library.variants import Selection
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model, Variant
+
+_CONFIG = "config.json"
+_LARGEST_CONFIG = 4 << 20
+_OF_THE_HUB = "hf-api"
+
+
+def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
+    """The model that is meant, with the files that are meant as its variants, and the quant asked for ("" = any).
+
+    Raises ModelNotFoundError, also for a quant that is not there, ModelFileError, DownloadError and UsageError.
+    """
+    reference = reference.strip()
+    name, _, quant = reference.partition(":")
+    known = catalog.get(name)
+    if known is not None:
+        names.check_quant(known, quant)
+        return known, quant
+    local = resolve.by_path(reference) if "://" not in reference else None
+    if local is not None:
+        return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
+    asked = names.parse(reference, hub_hosts=hub.hosts() if "://" in reference else ())
+    found = _of_catalog(asked, catalog) if asked.repo else None
+    if found is not None:
+        return found, asked.quant
+    here = resolve.matching(reference, store.scan(), catalog=catalog)
+    if here:
+        local = resolve.best_of(here)
+        return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
+    if not asked.repo:
+        near = catalog.suggest(asked.name)
+        hint = (
+            f"did you mean {', '.join(near)}?" if near else "see `localllm models list`, or name a repository: org/name"
+        )
+        raise ModelNotFoundError(f"neither the catalog nor this disk has a model {reference!r}", hint=hint)
+    if offline or hub.is_offline():
+        raise ModelNotFoundError(
+            f"neither the catalog nor this disk knows {asked.repo}{f' in {asked.quant}' if asked.quant else ''}",
+            hint="without --offline and HF_HUB_OFFLINE the hub is asked",
+        )
+    return _of_hub(asked, catalog), asked.quant
+
+
+def _of_catalog(asked: names.Reference, catalog: Catalog) -> Model | None:
+    """The model with those of its files that the catalog knows in this repository; None where it does not know what is asked
+    for. A model's own repository, which holds its unconverted weights, means all of its files."""
+    repo = asked.repo.lower()
+    for model in () if asked.revision else catalog.models:
+        there = tuple(v for v in model.variants if v.repo.lower() == repo and _is_asked(v, asked))
+        if there:
+            return replace(model, variants=there)
+        if model.hf_repo.lower() == repo and not asked.file and any(_is_asked(v, asked) for v in model.variants):
+            return model
+    return None
+
+
+def _is_asked(variant: Variant, asked: names.Reference) -> bool:
+    if asked.file:
+        stem = names.stem_of(asked.file)
+        return any(names.stem_of(file) == stem for file in variant.files)
+    return not asked.quant or names.same_quant(asked.quant, variant.quant)
+
+
+def _of_hub(asked: names.Reference, catalog: Catalog) -> Model:
+    """What a repository holds now, with the bytes of its listing; shapes are the catalog's where it recognises the name, else
+    those of a header or a config."""
+    listing = hub.list_files(asked.repo, asked.revision)
+    there = variants.selections(listing)
+    if asked.file or asked.quant:
+        wanted = variants.pick(listing, file=asked.file, quant=asked.quant, described=None, choose=None)
+        there = [s for s in there if s.quant == wanted.quant and (not asked.file or s == wanted)]
+    if not there:
+        variants.pick(listing, described=None, choose=None)  # says what is wrong with the repository
+    known = catalog.recognise(listing.repo)
+    whole = known if known is not None else _read(listing, there)
+    found = tuple(_variant(s, listing) for s in there if known is None or asked.file or is_of(known, s))
+    if not found:
+        raise DownloadError(
+            f"{listing.repo} holds no files of {whole.name}", hint="name one of its files by its address"
+        )
+    return replace(whole, variants=found)
+
+
+def _variant(selection: Selection, listing: Listing) -> Variant:
+    from localllm_catalog.types import Variant
+
+    projector = variants.projector_of(listing)
+    return Variant(
+        "mlx" if selection.format == "mlx" else "gguf",
+        selection.quant,
+        listing.repo,
+        tuple(file.name for file in selection.files),
+        selection.weights_bytes,
+        mmproj_file=projector.name if projector else "",
+        mmproj_bytes=projector.size_bytes if projector else 0,
+        source=_OF_THE_HUB,
+    )
+
+
+def _read(listing: Listing, there: list[Selection]) -> Model:
+    """The shapes that the smallest of these files state, of which only the header is fetched."""
+    if there[0].format == "mlx":
+        return _of_config(listing, there[0])
+    model, _, _ = catalog_new.from_hub(listing.repo, lambda _: replace(listing, files=there[0].files))
+    return model
+
+
+def _of_config(listing: Listing, selection: Selection) -> Model:
+    from localllm_catalog import from_hf
+    from localllm_catalog.errors import CatalogError
+
+    file = listing.get(_CONFIG)
+    if file is None or file.size_bytes > _LARGEST_CONFIG:
+        raise DownloadError(f"{listing.repo} has no {_CONFIG} that could be read")
+    patience = hub.Patience.from_environment()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        transfer.new_client(hub.headers(), patience, hub.endpoint()) as client,
+    ):
+        target = Path(folder) / _CONFIG
+        transfer.Fetch(client, hub.file_url(listing, _CONFIG), file, target, patience, lambda *_: None).run()
+        text = target.read_text(encoding="utf-8", errors="replace")
+    try:
+        sizes = {f.name: f.size_bytes for f in selection.files if f.name.endswith(".safetensors")}
+        return from_hf.model_from_config(json.loads(text), sizes, repo=listing.repo)
+    except (CatalogError, ValueError) as e:
+        raise DownloadError(f"{listing.repo} can't be read as a model: {e}") from e
