@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 # A prompt that goes on where no turn begins may have its last tokens changed by what comes behind them.
 _TAIL_TOKENS = 4
@@ -10,22 +11,33 @@ _TAIL_TOKENS = 4
 _NEAR_TOKENS = 16
 # A point ends a step before the prompt does, and so costs one step more: 40 % of a warm turn of 20 tokens (gemma-3-270m).
 _WORTH_A_STEP_TOKENS = 32
+# So much read anew is worth a state, and the step it costs, where a prompt may branch: at its last paragraph.
+_WORTH_A_PARAGRAPH_TOKENS = 256
 
 
-def checkpoints(
-    prompt: Sequence[int], n_kv: int, known: int, is_control: Callable[[int], bool], apart: int | None
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What tokens say of a prompt's parts: control tokens stand around turns, others end a paragraph."""
+
+    is_control: Callable[[int], bool]
+    ends_paragraph: Callable[[int], bool]
+
+
+def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, apart: int | None) -> list[int]:
     """Points of `prompt`, whose first `n_kv` tokens are held: before its last two turns, for they are what an answer is
     asked for again from, or that is rendered in another way next time; and near its end where no turn begins there. Where
     states are kept apart also where it leaves what was known (the first `known` tokens), since what branches twice
-    branches again, and one in every `apart` tokens (None: none), where a turn begins if one does."""
+    branches again, one in every `apart` tokens (None: none), where a turn begins if one does, and where the last paragraph
+    begins: instructions or a document stand before it, and the next question goes on from there (Gemma's template has both in
+    one turn)."""
     n = len(prompt)
-    control = [i for i in range(n) if is_control(prompt[i])]
+    control = [i for i in range(n) if signs.is_control(prompt[i])]
     turns = [i for i in control if prompt[i] == prompt[control[-1]]]
     points = set(turns[-2:])
     if apart is not None:
         points |= _spaced(turns, n, apart)
         points.add(known)
+        points |= _paragraph(prompt, max(n_kv, known), signs)
     last = max((p for p in points if p <= n - 1), default=0)
     if n - last > (_WORTH_A_STEP_TOKENS if last else _NEAR_TOKENS):
         points.add(n - _TAIL_TOKENS)
@@ -36,6 +48,12 @@ def checkpoints(
         if point in required or point - before >= _NEAR_TOKENS:
             kept.append(point)
     return kept
+
+
+def _paragraph(prompt: Sequence[int], start: int, signs: Signs) -> set[int]:
+    begins = (i for i in range(len(prompt) - 1, start, -1) if signs.ends_paragraph(prompt[i - 1]))
+    last = next(begins, start)
+    return {last} if last - start >= _WORTH_A_PARAGRAPH_TOKENS else set()
 
 
 def _spaced(turns: Sequence[int], n: int, apart: int) -> set[int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from localllm.engine.cache_budget import Room, Tokens
-from localllm.engine.checkpoints import checkpoints
+from localllm.engine.checkpoints import Signs, checkpoints
 from localllm.engine.job import Job
 from localllm.engine.kv_store import KvStore
 from localllm.engine.matching import Matching
@@ -301,11 +301,14 @@ class SequencePool:
         if not self.kv.has_points or not job.shares:
             return []
         apart = self.kv.apart(job.n_prompt) if self.kv.states is not None else None
-        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, self._is_control, apart)
+        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, Signs(self._is_control, self._ends_paragraph), apart)
         return sorted({e for e in (edge(job.tokens, point) for point in found) if e > job.n_kv})
 
     def _is_control(self, token: int) -> bool:
         return token >= 0 and self._backend.is_control(token)
+
+    def _ends_paragraph(self, token: int) -> bool:
+        return token >= 0 and self._backend.token_bytes(token).endswith(b"\n\n")
 
     def tick(self, *, busy: bool, live: int = 0) -> bool:
         """Export one piece of one resident, if any can be; drop exported ones while others run, `live` of them.

@@ -26,3 +26,24 @@ def test_a_short_turn_behind_what_is_known_is_read_in_one_step(tail: int, steps:
     outcome = run(engine, request_for("turn", head + words(tail, 4), 1, GREEDY, ignore_eos=True))
     assert outcome.finish("turn").usage.cached_tokens >= 600 - 16
     assert len(backend.steps) - before == steps
+
+
+BLANK = 258
+
+
+class Paragraphs(ScriptedBackend):
+    """One token is a blank line."""
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        return b".\n\n" if token == BLANK else super().token_bytes(token, special=special)
+
+
+@pytest.mark.parametrize("head", [300, 900])
+def test_a_second_question_about_a_document_reads_the_question_alone(head: int) -> None:
+    """A template without a turn of its own for instructions (Gemma's) has a blank line between them and the question."""
+    engine = Engine(Paragraphs(n_ctx=2048, n_batch=256, rewind="none", states=True))
+    document = [*words(head, 1), BLANK]
+    for key, question in (("first", words(30, 2)), ("second", words(30, 3))):
+        outcome = run(engine, request_for(key, document + question, 4, GREEDY, ignore_eos=True))
+        settle(engine)
+    assert outcome.finish("second").usage.cached_tokens == len(document)
