@@ -301,7 +301,8 @@ class SequencePool:
         if not self.kv.has_points or not job.shares:
             return []
         apart = self.kv.apart(job.n_prompt) if self.kv.states is not None else None
-        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, Signs(self._is_control, self._ends_paragraph), apart)
+        signs = Signs(self._is_control, self._ends_paragraph)
+        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, signs, apart)
         return sorted({e for e in (edge(job.tokens, point) for point in found) if e > job.n_kv})
 
     def _is_control(self, token: int) -> bool:
