@@ -51,9 +51,9 @@ def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, apar
 
 
 def _paragraph(prompt: Sequence[int], start: int, signs: Signs) -> set[int]:
-    begins = (i for i in range(len(prompt) - 1, start, -1) if signs.ends_paragraph(prompt[i - 1]))
-    last = next(begins, start)
-    return {last} if last - start >= _WORTH_A_PARAGRAPH_TOKENS else set()
+    """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked at."""
+    worth = range(len(prompt) - 1, start + _WORTH_A_PARAGRAPH_TOKENS - 1, -1)
+    return set(next(([i] for i in worth if signs.ends_paragraph(prompt[i - 1])), []))
 
 
 def _spaced(turns: Sequence[int], n: int, apart: int) -> set[int]:
