@@ -97,17 +97,17 @@ def _hub_hosts(ref: str) -> tuple[str, ...]:
 
 
 def by_path(ref: str) -> LocalModel | None:
-    """The model at a path, or None if `ref` is no path. Raises ModelNotFoundError and ModelFileError for a path to none."""
-    looks_like_path = ref.startswith((".", "/", "~")) or "\\" in ref or (ref.lower().endswith(".gguf") and "/" in ref)
-    try:
-        path = Path(ref).expanduser()
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody ("~x"), a NUL
-        exists = False
-    if not exists:
+    """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which must be of that quant, or the
+    one of that quant in the folder PATH. Raises ModelNotFoundError and ModelFileError for a path to none."""
+    looks_like_path = _looks_like_path(ref)
+    if not _exists(ref):
+        path_alone, colon, quant = ref.rpartition(":")
+        if colon and not set(quant) & {"/", "\\"} and _looks_like_path(path_alone) and _exists(path_alone):
+            return _of_quant(Path(path_alone).expanduser(), quant)
         if looks_like_path and "://" not in ref:
             raise ModelNotFoundError(f"there is no file {ref!r}", hint="check the path, or see `localllm models list`")
         return None
+    path = Path(ref).expanduser()
     if path.is_dir():
         return _by_folder(path, must=looks_like_path)
     split = names.split_of(path.name)
@@ -125,6 +125,27 @@ def by_path(ref: str) -> LocalModel | None:
     return LocalModel(
         path.stem or path.name, path, "gguf", path.stat().st_size, names.quant_of(path.name), "path", "", (path,)
     )
+
+
+def _looks_like_path(ref: str) -> bool:
+    return ref.startswith((".", "/", "~")) or "\\" in ref or (ref.lower().endswith(".gguf") and "/" in ref)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody ("~x"), a NUL
+        return False
+
+
+def _of_quant(path: Path, quant: str) -> LocalModel:
+    found = [by_path(str(path))] if path.is_file() else folders.ggufs(sorted(path.glob("*.gguf")), "path")
+    there = [m for m in found if m is not None]
+    chosen = [m for m in there if m.quant.upper() == quant.upper()]
+    if len(chosen) == 1:
+        return chosen[0]
+    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there)) or "no GGUF file"
+    raise ModelNotFoundError(f"{path} is not {quant}: there is {quants}", hint="name the file alone")
 
 
 def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:

@@ -98,6 +98,19 @@ def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve(".").path.resolve() == file
 
 
+def test_a_path_with_a_quant_is_the_file_of_that_quant(tmp_path: Path) -> None:
+    small, large = tmp_path / "Mine-1B-Q4_K_M.gguf", tmp_path / "Mine-1B-Q8_0.gguf"
+    for file in (small, large):
+        file.write_bytes(b"GGUF")
+    assert resolve(f"{small}:Q4_K_M").path == small
+    assert resolve(f"{tmp_path}:q8_0").path == large
+    for ref in (f"{small}:Q8_0", f"{tmp_path}:Q5_K_M"):
+        with pytest.raises(ModelNotFoundError, match="is not Q"):
+            resolve(ref)
+    with pytest.raises(ModelNotFoundError, match="there is no file"):
+        resolve(f"{tmp_path}/other.gguf:Q8_0")
+
+
 def test_any_part_of_a_split_model_means_all_of_it(tmp_path: Path) -> None:
     parts = [tmp_path / f"Big-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
     for part in parts:
