@@ -22,6 +22,7 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "fp16_tflops": _figure(device.fp16_tflops),
         "fp8_tflops": _figure(device.fp8_tflops),
         "fp4_tflops": _figure(device.fp4_tflops),
+        "matrix_tflops": _figure(device.matrix_tflops),
         "compute_units": device.compute_units or None,
         "compute_capability": device.compute_capability or None,
         "n_gpus": device.n_gpus,

@@ -8,14 +8,15 @@ from localllm import paths
 from localllm.device import bandwidth, ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
-from localllm.device.probes import read
+from localllm.device.probes import matrix_rate, read
 from localllm.device.readings import Readings
 from localllm.device.types import Device, Figure
 
 
 def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
-    that build has no use for the GPU, the Device is the processor, with a finding that says so."""
+    that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
+    takes the rate of that build's matrix kernels as well (a second more)."""
     readings = read(slow=measure)
     found = from_readings(readings, measure=measure, remeasure=remeasure)
     if found.accelerator == "metal":
@@ -24,7 +25,7 @@ def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
         processor = from_readings(in_use.without_gpus(readings), measure=measure, remeasure=remeasure)
-    return in_use.as_used(found, processor, build)
+    return _with_matrix_rate(in_use.as_used(found, processor, build), measure=measure, remeasure=remeasure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -40,10 +41,10 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 def from_readings(readings: Readings, *, measure: bool = False, remeasure: bool = False) -> Device:
     """`detect` on readings taken already (doctor shares them)."""
     device = identify(readings)
-    kept = bandwidth.cached(paths.cache_dir(), _machine(device))
+    kept = bandwidth.SHELF.cached(paths.cache_dir(), _machine(device))
     if not measures_ram(device):
         return device
-    if remeasure or (measure and bandwidth.due(paths.cache_dir(), _machine(device))):
+    if remeasure or (measure and bandwidth.SHELF.due(paths.cache_dir(), _machine(device))):
         kept = _measure(readings, device)
     return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
 
@@ -56,7 +57,7 @@ def measures_ram(device: Device) -> bool:
 def _measure(readings: Readings, device: Device) -> Figure:
     pool = device.host or device.memory
     taken = bandwidth.rates(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))
-    return bandwidth.keep(paths.cache_dir(), _machine(device), taken)
+    return bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
 
 
 def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
@@ -65,6 +66,19 @@ def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
         return measured
     figure = measured.bandwidth_gbps
     return replace(measured, bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"))
+
+
+def _with_matrix_rate(device: Device, *, measure: bool, remeasure: bool) -> Device:
+    """Where the processor computes: what the installed build's kernels make of it, as kept or as measured now."""
+    build = in_use.identity() if device.accelerator == "cpu" else None
+    if build is None:
+        return device
+    folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
+    kept = matrix_rate.SHELF.cached(folder, machine)
+    if remeasure or (measure and matrix_rate.SHELF.due(folder, machine)):
+        taken = matrix_rate.measure()
+        kept = kept if taken is None else matrix_rate.SHELF.keep(folder, machine, taken)
+    return replace(device, matrix_tflops=kept)
 
 
 def _machine(device: Device) -> str:

@@ -36,11 +36,9 @@ def build_here(*, fresh: bool = False) -> ggml.Build | None:
 
     `fresh`: ask it now, whatever is known from before, and without judging by the names of its libraries.
     """
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or not spec.submodule_search_locations:
+    folder = _folder()
+    if folder is None:
         return None
-    override = os.environ.get("LLAMA_CPP_LIB_PATH")
-    folder = Path(override) if override else Path(next(iter(spec.submodule_search_locations))) / "lib"
     libraries = _libraries(folder)
     kept = paths.cache_dir() / "ggml_devices.json"
     key = _key(folder, libraries)
@@ -54,6 +52,21 @@ def build_here(*, fresh: bool = False) -> ggml.Build | None:
     if not build.failure:
         _keep(kept, key, build)
     return build
+
+
+def identity() -> str | None:
+    """What tells the build that a worker would run from any other; None where llama-cpp-python is not installed."""
+    folder = _folder()
+    return None if folder is None else _key(folder, _libraries(folder))
+
+
+def _folder() -> Path | None:
+    """Where the build's libraries are."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    return Path(override) if override else Path(next(iter(spec.submodule_search_locations))) / "lib"
 
 
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:

@@ -175,9 +175,10 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     flops = 2 * prefill_law.matrix_params(plan.model, plan.variant)
     activation_bytes = prefill_law.activation_bytes(plan.model)
+    rate = f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} TFLOP/s ({basis})"
     lines = [
         "prompt, per token of 2,048",
-        f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {flops / 1e9:.1f} GFLOP; nominal {tflops:.1f} TFLOP/s ({basis})",
+        f"  matrices     {terms.matmul_s * 1e6:>10.1f} µs   {flops / 1e9:.1f} GFLOP; {rate}",
         f"  attention    {terms.attention_s * 1e6:>10.1f} µs   {terms.attention_flops / 1e9:.2f} GFLOP on average",
         *([f"  recurrent    {terms.scan_s * 1e6:>10.1f} µs   states taken forward"] if terms.scan_s else []),
         f"  activations  {terms.activations_s * 1e6:>10.1f} µs   {activation_bytes / 1e6:.1f} MB between the matrices",

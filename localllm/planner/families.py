@@ -158,6 +158,8 @@ _MLX_TFLOPS_PER_UNIT = {"m5": 4 * 0.46, "m6": 4 * 0.46}
 def nominal_tflops(device: Device, backend: str = "llamacpp") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
     if device.accelerator == "cpu":
+        if device.matrix_tflops is not None:
+            return device.matrix_tflops.value, device.matrix_tflops.basis
         return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
     return part_tflops(device.match or device.name, device.compute_units,
                        device.fp16_tflops.value if device.fp16_tflops else 0.0, engine=engine_of(device, backend))  # fmt: skip

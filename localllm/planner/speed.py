@@ -226,8 +226,11 @@ def prefill(
     hardware = laws.hardware_of(device, backend_for(variant))
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     basis, spread = _basis(efficiency.load()["prefill"], hardware, model)
-    if families.nominal_tflops(device)[1] == "assumed":
+    known = families.nominal_tflops(device)[1]
+    if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
+    elif known == "measured":
+        basis = "formula on what this build's kernels were measured to multiply here"
     if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
         spread = max(spread, 0.4)
     backend = backend_for(variant)

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.device import bandwidth
+from localllm.device import bandwidth, in_use
 from localllm.device.detect import detect, from_readings, measures_ram
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.parsers import nvidia as parsers
+from localllm.device.probes import matrix_rate, read
 from localllm.device.probes import nvidia as probes
-from localllm.device.probes import read
 
 MIB = 1 << 20
 
@@ -84,6 +84,27 @@ def test_a_measurement_is_kept_and_used_until_the_machine_changes(own_cache: Pat
     assert (own_cache / "bandwidth.json").exists()
 
 
+def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_build(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if detect().accelerator != "cpu":
+        pytest.skip("on this machine the processor computes nothing")
+    assert detect().matrix_tflops is None
+    first = detect(measure=True).matrix_tflops
+    assert first is not None
+    assert first.basis == "measured"
+    assert re.search(r"Q4_K .*\d{4}-\d{2}-\d{2}", first.source)
+    assert detect().matrix_tflops == first
+    monkeypatch.setattr(in_use, "identity", lambda: "another build")
+    assert detect().matrix_tflops is None
+
+
+def test_a_build_that_can_not_be_timed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build made for another processor ends with an illegal instruction as soon as it is used."""
+    monkeypatch.setattr(matrix_rate, "_PROGRAM", "localllm_backends.no_such_program")
+    assert matrix_rate.measure() is None
+
+
 def test_without_measuring_nothing_is_written(own_cache: Path) -> None:
     detect()
     assert not own_cache.exists()
@@ -95,9 +116,9 @@ def test_without_measuring_nothing_is_written(own_cache: Path) -> None:
 def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, content: str) -> None:
     own_cache.mkdir()
     (own_cache / "bandwidth.json").write_text(content, encoding="utf-8")
-    assert bandwidth.cached(own_cache, "m") is None
-    bandwidth.keep(own_cache, "m", _taken(42.0))
-    assert bandwidth.cached(own_cache, "m") == _taken(42.0).figure
+    assert bandwidth.SHELF.cached(own_cache, "m") is None
+    bandwidth.SHELF.keep(own_cache, "m", _taken(42.0))
+    assert bandwidth.SHELF.cached(own_cache, "m") == _taken(42.0).figure
 
 
 def _taken(gbps: float, others: float = 0.0) -> bandwidth.Measurement:
@@ -118,34 +139,34 @@ def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None
 
 
 def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(own_cache: Path) -> None:
-    assert bandwidth.due(own_cache, "m")
-    bandwidth.keep(own_cache, "m", _taken(7.0, others=0.6))
-    assert bandwidth.due(own_cache, "m")
+    assert bandwidth.SHELF.due(own_cache, "m")
+    bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6))
+    assert bandwidth.SHELF.due(own_cache, "m")
     # Memory is never faster than it is: a lower figure, busy or not, teaches nothing.
-    assert bandwidth.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
-    assert bandwidth.keep(own_cache, "m", _taken(20.0)).value == 20.0
-    assert not bandwidth.due(own_cache, "m")
-    assert bandwidth.cached(own_cache, "m") == _taken(20.0).figure
+    assert bandwidth.SHELF.keep(own_cache, "m", _taken(5.0, others=0.9)).value == 7.0
+    assert bandwidth.SHELF.keep(own_cache, "m", _taken(20.0)).value == 20.0
+    assert not bandwidth.SHELF.due(own_cache, "m")
+    assert bandwidth.SHELF.cached(own_cache, "m") == _taken(20.0).figure
 
 
 def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path) -> None:
     tried = 0
-    while bandwidth.due(own_cache, "m"):
-        bandwidth.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
+    while bandwidth.SHELF.due(own_cache, "m"):
+        bandwidth.SHELF.keep(own_cache, "m", _taken(7.0 + tried, others=0.6))
         tried += 1
         assert tried < 20
     assert tried == 5
-    figure = bandwidth.cached(own_cache, "m")
+    figure = bandwidth.SHELF.cached(own_cache, "m")
     assert figure is not None
     assert figure.value == 11.0
 
 
 def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Path) -> None:
-    bandwidth.keep(own_cache, "m", _taken(20.0))
-    assert bandwidth.keep(own_cache, "m", _taken(18.0)).value == 18.0
+    bandwidth.SHELF.keep(own_cache, "m", _taken(20.0))
+    assert bandwidth.SHELF.keep(own_cache, "m", _taken(18.0)).value == 18.0
     # A busy moment teaches nothing about a machine that was measured in quiet.
-    assert bandwidth.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
-    assert not bandwidth.due(own_cache, "m")
+    assert bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6)).value == 18.0
+    assert not bandwidth.SHELF.due(own_cache, "m")
 
 
 class FakeNvml:

@@ -165,6 +165,19 @@ def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
     assert found.high / found.low > 3
 
 
+def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None:
+    m = model("qwen3-8b")
+    file, assumed = variant(m, "Q4_K_M"), cpu()
+    slow, fast = (replace(assumed, matrix_tflops=Figure(tflops, "measured")) for tflops in (0.02, 0.3))
+    a, b, c = (speed.prefill(device, m, file) for device in (slow, assumed, fast))
+    assert a.value < b.value < c.value
+    assert c.value > 8 * a.value
+    # What was measured is known better than what was assumed.
+    assert "compute assumed" in b.basis
+    assert "compute assumed" not in c.basis
+    assert c.high / c.low < b.high / b.low
+
+
 @pytest.mark.parametrize("name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"])
 def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
     device = resolve(name)

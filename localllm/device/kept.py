@@ -1,0 +1,112 @@
+"""Figures that were measured of this machine, kept for its next starts with how busy the machine was."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from localllm.device.types import Figure
+
+# Where other programs have more than this share of the processor, what is left of a machine is not what it gives. Such
+# a figure serves until a better one, which is tried for so many times: some machines are never quiet.
+BUSY_SHARE = 0.15
+_MOST_TRIES = 5
+
+
+class Taken(Protocol):
+    """What was measured: the figure, and whether other programs had so much of the machine that it is theirs as much."""
+
+    @property
+    def figure(self) -> Figure: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Processor time so far, in seconds over all cores: of this process, of all, and what there was of it."""
+
+    own_s: float
+    all_s: float
+    there_s: float
+
+    @classmethod
+    def now(cls, *, child_s: float = 0.0) -> Used:
+        """`child_s`: what a child that measured for us had, which is ours too."""
+        import psutil
+
+        times = psutil.cpu_times()._asdict()
+        # A guest's time is part of its host's `user` (proc_stat(5)).
+        spent = {name: s for name, s in times.items() if not name.startswith("guest")}
+        idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
+        return cls(time.process_time() + child_s, sum(spent.values()) - idle, sum(spent.values()))
+
+    def others_share(self, later: Used) -> float:
+        """Of the processor's time between this and `later`, what other programs had."""
+        there = later.there_s - self.there_s
+        others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
+        return min(max(others / there, 0.0), 1.0) if there > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A file of figures in the cache's folder, one of each machine; what is outside `sane` is none. `folder` is the cache's
+    in every call, `machine` names what was measured."""
+
+    file_name: str
+    sane: tuple[float, float]
+
+    def cached(self, folder: Path, machine: str) -> Figure | None:
+        """The figure kept for `machine`, None if there is none or it is unreadable."""
+        return self._figure(self._known(folder).get(machine))
+
+    def due(self, folder: Path, machine: str) -> bool:
+        """True where `machine` has no figure, or one of a busy moment that was not tried often enough to better."""
+        entry = self._known(folder).get(machine)
+        return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
+
+    def keep(self, folder: Path, machine: str, taken: Taken) -> Figure:
+        """Remember what was `taken` for `machine`, and return it; a cache that can't be written is no error (it is measured
+        again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
+        machine is faster than it is."""
+        known, figure = self._known(folder), taken.figure
+        kept, tries = self._figure(known.get(machine)), _tries(known.get(machine))
+        if kept is not None and kept.value > figure.value:
+            if taken.busy and not tries:
+                return kept
+            figure = kept if tries else figure
+        known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
+        file = folder / self.file_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary = file.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            temporary.replace(file)
+        except OSError:
+            pass
+        return figure
+
+    def _known(self, folder: Path) -> dict[str, Any]:
+        try:
+            known = json.loads((folder / self.file_name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _figure(self, entry: Any) -> Figure | None:
+        try:
+            figure = Figure(float(entry["value"]), "measured", str(entry["source"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+        return figure if self.sane[0] <= figure.value <= self.sane[1] else None
+
+
+def _tries(entry: object) -> int:
+    """How often a machine was measured while it was busy; 0 once it was measured in quiet."""
+    tries = entry.get("tries", 0) if isinstance(entry, dict) else 0
+    return tries if isinstance(tries, int) else 0
