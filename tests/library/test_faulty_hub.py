@@ -7,11 +7,13 @@ lasting one, and is then repeated against a healthy hub, where it must succeed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,14 +46,27 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
             subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(ballast: Path) -> None:
-    """Another program takes every byte that is left on the disk of `ballast`."""
-    with ballast.open("ab", buffering=0) as f:
-        try:
-            while f.write(b"\0" * 4096):
-                pass
-        except OSError:
-            return
+class Ballast:
+    """Another program that takes every byte left on a disk. Once removed it takes nothing more: an answer of the hub may
+    still be on its way when its client has long given up on it."""
+
+    def __init__(self, disk: Path) -> None:
+        self._file, self._lock, self._removed = disk / "ballast", threading.Lock(), False
+
+    def fill(self) -> None:
+        """Take every byte."""
+        with self._lock:
+            if self._removed:
+                return
+            with contextlib.suppress(OSError), self._file.open("ab", buffering=0) as f:
+                while f.write(b"\0" * 4096):
+                    pass
+
+    def remove(self) -> None:
+        """Give them all back."""
+        with self._lock:
+            self._removed = True
+            self._file.unlink(missing_ok=True)
 
 
 def publish(hub: Hub, rng: random.Random) -> Repo:
@@ -122,7 +137,8 @@ def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, S
     hub.repos.clear()
     hub.schedule = Schedule.random(seed)
     repo = publish(hub, rng)
-    hub.fill_disk = (lambda: fill(disk / "ballast")) if disk is not None else None
+    ballast = Ballast(disk) if disk is not None else None
+    hub.fill_disk = ballast.fill if ballast is not None else None
     left = leave_something(cache, repo, rng)
     hurried = Patience(
         failures=5, read_s=0.15, connect_s=0.2, slow_window_s=0.03, least_bytes_s=100_000, sleep=lambda _: None
@@ -141,8 +157,8 @@ def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, S
         assert not hf_cache.scan(cache), f"seed {seed}: what did not arrive whole is offered"
     assert_nothing_wrong_is_offered(cache, repo)
     met = hub.schedule
-    if disk is not None:
-        (disk / "ballast").unlink(missing_ok=True)
+    if ballast is not None:
+        ballast.remove()
     hub.schedule = Schedule()
     # The second run judges what the first one left, at a calm pace.
     calm = Patience(sleep=lambda _: None)
@@ -187,8 +203,8 @@ def test_a_disk_that_fills_up_during_a_download(
     shutil.rmtree(where, ignore_errors=True)
     monkeypatch.setenv("HF_HUB_CACHE", str(where))
     repo = hub.add("org/Model-GGUF", {"Model-Q4_K_M.gguf": random.Random(1).randbytes(3_000_000)})
-    ballast = small_disk / "ballast"
-    hub.fill_disk = lambda: fill(ballast)
+    ballast = Ballast(small_disk)
+    hub.fill_disk = ballast.fill
     hub.schedule = Schedule(seed=1, always=("content", "disk full"))
     with pytest.raises(DownloadError, match="is full") as e:
         pull(repo.name, patience=patience, reserve_bytes=0)
@@ -196,7 +212,7 @@ def test_a_disk_that_fills_up_during_a_download(
     assert_nothing_wrong_is_offered(where, repo)
     with pytest.raises(DownloadError, match="GB free"):
         pull(repo.name, patience=patience, reserve_bytes=0)
-    ballast.unlink()
+    ballast.remove()
     hub.schedule = Schedule()
     hub.seen.clear()
     local = pull(repo.name, patience=patience, reserve_bytes=0)
