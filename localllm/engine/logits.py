@@ -93,9 +93,9 @@ class Logits:
 
     @property
     def raised(self) -> Ids:
-        """Tokens whose logit may be above the row's."""
-        tally = self.changes.tally
-        return self.changed if tally is not None and tally.raises else self.changes.ids
+        """Tokens whose logit may be above the row's: not those that are forbidden."""
+        own, tally = self.changes, self.changes.tally
+        return self.changed if tally is not None and tally.raises else own.ids[own.values > -np.inf]
 
     def both(self) -> tuple[Row, Row]:
         """The logits of the changed, in the row and here."""
@@ -128,16 +128,21 @@ class Logits:
 
     def without(self, ids: Seq[int]) -> Logits:
         """The same with `ids` forbidden."""
-        gone = np.unique([t for t in ids if 0 <= t < len(self)]).astype(np.int64)
-        own = self.changes
+        gone = np.array(sorted({t for t in ids if 0 <= t < len(self)}), dtype=np.int64)
+        never, own = np.full(len(gone), -np.inf, dtype=np.float32), self.changes
+        if not len(own.ids):
+            return Logits(self.row, Changes(gone, never, own.tally), self.facts)
         kept = ~np.isin(own.ids, gone)
-        ids_, values = (
-            np.concatenate([own.ids[kept], gone]),
-            np.concatenate([own.values[kept], np.full(len(gone), -np.inf)]),
-        )
+        ids_, values = np.concatenate([own.ids[kept], gone]), np.concatenate([own.values[kept], never])
         order = np.argsort(ids_)
-        changes = Changes(ids_[order], values[order].astype(np.float32), own.tally)
-        return Logits(self.row, changes, self.facts)
+        return Logits(self.row, Changes(ids_[order], values[order], own.tally), self.facts)
+
+    def any_left(self) -> bool:
+        """Is anything not forbidden?"""
+        # More groups with something in them than tokens that changed: one is as the row has it.
+        if self.peaks.n_above(-math.inf) > len(self.changed):
+            return True
+        return self.best() != -math.inf
 
     def greatest(self) -> int:
         """The greatest one's token, the lowest of equals; 0 where everything is forbidden."""
@@ -152,17 +157,24 @@ class Logits:
         found = self._among(least)
         if found is None:
             return None
+        if not self.changes:
+            return found
         keep = np.flatnonzero(found[1] >= np.float32(least))
         return found[0][keep], found[1][keep]
 
     def _among(self, least: float) -> tuple[Ids, Row] | None:
         """Tokens with their logits, each once, among them all of at least `least`; None as in `above`."""
         ids = self.peaks.ids_above(least)
-        if ids is None or not self.changes:
-            return None if ids is None else (ids, self.row.take(ids))
+        if ids is None:
+            return None
+        values = self.row.take(ids)
+        keep = (values >= np.float32(least)).nonzero()[0]
+        ids, values = ids[keep], values[keep]
+        if not self.changes:
+            return ids, values
         raised = self.raised
         if len(raised):
-            ids = np.concatenate([ids, raised[~self.peaks.among(least, raised)]])
+            ids = np.concatenate([ids, raised[~(self.row[raised] >= np.float32(least))]])
         return ids, self.at(ids)
 
     def best(self) -> float:
@@ -250,11 +262,10 @@ class Peaks:
         """The `k`-th (>= 1) greatest peak: at least `k` tokens of the row are as great."""
         return _kth(self._found(), k)
 
-    def among(self, least: float, ids: Ids) -> NDArray[np.bool_]:
-        """Which of `ids` are among `ids_above(least)`."""
-        group = np.where(ids < _SHARING * self._width, ids % max(1, self._width), ids - (_SHARING - 1) * self._width)
-        found: NDArray[np.bool_] = self._found()[group] >= np.float32(least)
-        return found
+    def n_above(self, least: float) -> int:
+        """How many groups hold something above `least`; 0 where one holds what is no number."""
+        found = self._found()
+        return 0 if math.isnan(self._greatest) else int(np.count_nonzero(found > np.float32(least)))
 
     def ids_above(self, least: float) -> Ids | None:
         """Ids, each once, among them all of at least `least`; None where that is a quarter of the row or more, or nothing is

@@ -300,7 +300,7 @@ class Sampler:
             return out
         open_ = out.without(banned)
         # As it is where nothing else may follow.
-        return open_ if open_.best() != -np.inf else out
+        return open_ if open_.any_left() else out
 
     def _constrained(self, row: Row, constraint: Constraint) -> Row:
         masked: Callable[[Row], Row] | None = getattr(constraint, MaskingConstraint.masked.__name__, None)
