@@ -24,10 +24,13 @@ NO_IDS: Ids = np.empty(0, dtype=np.int64)
 # How many logits share a peak. They stand n / 64 apart: numpy takes the greatest of whole columns twelve times as quickly
 # as that of pieces of a row.
 _SHARING = 64
+# What all tokens may weigh is bounded by the peaks of so many, which are found on the way.
+_FINE = 8
 # So many more than wanted are looked at where something changed: the best may have been lowered.
 _LOWERED = 8
 # Rows shorter than this are looked at whole.
 _SHORT = 8192
+_LOG2_E = 1.4426950408889634
 _ROWS = np.arange(_SHARING, dtype=np.int64)[:, None]
 
 
@@ -239,13 +242,16 @@ class Peaks:
         self._row = row
         self._width = len(row) // _SHARING
         self._peaks: Row | None = None
+        self._fine: Row = np.empty(0, dtype=np.float32)
         self._greatest = math.nan
 
     def _found(self) -> Row:
         if self._peaks is None:
             rest = self._row[self._width * _SHARING :]
-            columns = self._row[: self._width * _SHARING].reshape(_SHARING, self._width)
-            self._peaks = np.concatenate([columns.max(axis=0), rest]) if self._width else rest
+            columns = self._row[: self._width * _SHARING].reshape(_FINE, -1)
+            self._fine = columns.max(axis=0)
+            peaks = self._fine.reshape(-1, self._width).max(axis=0) if self._width else self._fine
+            self._peaks = np.concatenate([peaks, rest])
             self._greatest = float(self._peaks.max())
         return self._peaks
 
@@ -266,6 +272,24 @@ class Peaks:
         """How many groups hold something above `least`; 0 where one holds what is no number."""
         found = self._found()
         return 0 if math.isnan(self._greatest) else int(np.count_nonzero(found > np.float32(least)))
+
+    def most_below(self, least: float, temperature: float, n_raised: int = 0) -> float:
+        """At most so much do all tokens below `least` weigh, where the greatest logit weighs 1; `n_raised` of them may be above
+        the row's."""
+        coarse = self._found()
+        total = 0.0
+        for peaks, n in ((self._fine, _FINE), (coarse[self._width :], 1)):
+            far = peaks - np.float32(self._greatest)
+            far[peaks >= np.float32(least)] = least - self._greatest
+            far *= np.float32(_LOG2_E / temperature)
+            total += n * float(np.exp2(far, far).sum())
+        return (total + n_raised * math.exp((least - self._greatest) / temperature)) * (1.0 + 1e-4)
+
+    def least_above(self, least: float, temperature: float) -> float:
+        """At least so much do all tokens of at least `least` weigh."""
+        peaks = self._found()
+        far = (peaks[peaks >= np.float32(least)] - self._greatest) / temperature
+        return float(np.exp(far).sum())
 
     def ids_above(self, least: float) -> Ids | None:
         """Ids, each once, among them all of at least `least`; None where that is a quarter of the row or more, or nothing is

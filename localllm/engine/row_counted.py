@@ -27,8 +27,8 @@ _BINS = 4096
 _DEEPEST = 60.0
 # Rows are read in pieces that stay in a processor's own cache.
 _PIECE = 16_384
-# How near two distances from the mean logit may be, or a distance to the edge of its bin, before rounding decides.
-_APART, _EDGE = 1e-9, 1e-5
+# How near two distances from the mean logit may be before rounding decides.
+_APART = 1e-9
 _UP = np.float32(np.inf)
 
 
@@ -50,8 +50,11 @@ class _Binned:
         lowest = best - _DEEPEST
         deep, least = least < lowest, max(least, lowest)
         self._least = np.float32(least)
-        furthest = max(abs(origin - least), abs(best - origin))
+        single = np.float32(origin)
+        furthest = float(max(abs(single - self._least), abs(np.float32(best) - single)))
         self.scale = (_BINS - 1) / (furthest * (1 + 1e-5) + 1e-30)
+        # How far from its edges a bin is sure to hold what belongs there.
+        self.edge = abs(origin - float(single)) + 1e-6 * furthest
         self.bins: NDArray[np.uint16] = np.empty(len(row), dtype=np.uint16)
         for first in range(0, len(row), _PIECE):
             piece = row[first : first + _PIECE]
@@ -61,7 +64,8 @@ class _Binned:
     def _bins_of(self, logits: Row) -> NDArray[np.int32]:
         far = np.abs(logits - np.float32(self.origin))
         far *= np.float32(self.scale)
-        return far.astype(np.int32)
+        bins: NDArray[np.int32] = far.astype(np.int32)
+        return bins
 
     def weigh(self, weights: Values) -> None:
         """Let the tokens have these weights."""
@@ -101,15 +105,15 @@ class _Binned:
         ids = self._in_order(at)
         return _Place(at, ids, int(np.count_nonzero(self.row[ids] >= least)))
 
-    def following(self, place: _Place) -> int:
-        """The token that stands behind that place."""
-        if place.n < len(place.ids):
-            return int(place.ids[place.n])
-        # The bin of a place at the very beginning was not looked into.
-        at = place.bin if not len(place.ids) else place.bin + 1
-        while not len(ids := self._in_order(at)):
-            at += 1
-        return int(ids[0])
+    def following(self, place: _Place) -> int | None:
+        """The token that stands behind that place, if any does."""
+        ids, n = place.ids, place.n
+        if n == len(ids):
+            # The bin of a place at the very beginning was not looked into.
+            at = place.bin + (1 if n else 0)
+            at = int(np.min(self.bins, where=self.bins >= np.uint16(at), initial=_BINS - 1))
+            ids, n = self._in_order(at), 0
+        return int(ids[n]) if len(ids) else None
 
     def sum_to(self, place: _Place) -> float:
         """The weights of all tokens up to there."""
@@ -139,7 +143,8 @@ def draw(logits: Logits, sampling: Sampling, uniform: float, excluded: Excluded 
             return None
         end, total = cut, binned.sum_to(cut)
     if sampling.min_p > 0.0:
-        least = _least(float(row[binned.following(start)]), sampling.min_p)
+        greatest = binned.following(start)
+        least = _least(float(row[greatest]), sampling.min_p) if greatest is not None else None
         if least is None:
             return None
         cut = binned.down_to(least)
@@ -181,8 +186,8 @@ def _typical(ranked: _Binned, mass: float) -> tuple[_Place, _Place] | None:
     # Equals keep their order. What is as far on the other side, or may be in the next bin, is told by rounding.
     equal = far - last <= _APART
     equal &= last - far <= _APART
-    low, high = (last - _EDGE) * binned.scale, (last + _EDGE) * binned.scale
-    if not (values[equal] == value).all() or low <= found.bin > 0 or high >= found.bin + 1:
+    low, high = (last - binned.edge) * binned.scale, (last + binned.edge) * binned.scale
+    if last <= _APART or not (values[equal] == value).all() or low <= found.bin > 0 or high >= found.bin + 1:
         return None
     left_out = int(np.count_nonzero(equal[found.n :]))
     if value <= mean:

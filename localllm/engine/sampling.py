@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine import row_bounds, row_counted, row_exactly
+from localllm.engine import row_bounds, row_counted, row_exactly, row_glimpsed
 from localllm.engine.coupling import Distribution, couple
 from localllm.engine.dry import Recent, TokenBytes, penalty, repetitions
 from localllm.engine.logits import UNCHANGED, Changes, Facts, Logits
@@ -149,6 +149,9 @@ def _drawn_token(logits: Logits, sampling: Sampling, uniform: float) -> int:
     if 0 < sampling.top_k < len(logits):
         return distribution(logits, sampling).draw(uniform)
     excluded = Excluded(min(1.0, sampling.xtc_probability), sampling.xtc_threshold) if _excludes(sampling) else NOTHING
+    token = row_glimpsed.draw(logits, sampling, uniform, excluded)
+    if token is not None:
+        return token
     if _cuts(sampling) or sampling.typical_p < 1.0:
         ids = _bounded(logits, sampling)
         if ids is not None:

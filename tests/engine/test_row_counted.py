@@ -27,6 +27,8 @@ def flat(n: int, seed: int, spread: float, kind: str) -> Row:
         row = np.round(row * 4) / np.float32(4)
     elif kind == "forbidden":
         row[rng.random(n) < 0.4] = -np.inf
+    elif kind == "few":
+        row[rng.random(n) < 0.9] = -np.inf
     elif kind == "deep":
         row[rng.random(n) < 0.4] -= np.float32(500.0)
     elif kind == "peaked":
@@ -41,7 +43,7 @@ rows = st.builds(
     st.sampled_from([8_192, 9_001, 40_000]),
     st.integers(0, 2**32),
     st.sampled_from([0.0, 0.01, 0.5, 2.2, 20.0]),
-    st.sampled_from(["noise", "noise", "ties", "forbidden", "deep", "peaked", "large"]),
+    st.sampled_from(["noise", "noise", "ties", "forbidden", "few", "deep", "peaked", "large"]),
 )
 filtered = st.builds(
     Sampling,
