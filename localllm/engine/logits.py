@@ -248,9 +248,10 @@ class Peaks:
     def _found(self) -> Row:
         if self._peaks is None:
             rest = self._row[self._width * _SHARING :]
-            columns = self._row[: self._width * _SHARING].reshape(_FINE, -1)
-            self._fine = columns.max(axis=0)
-            peaks = self._fine.reshape(-1, self._width).max(axis=0) if self._width else self._fine
+            columns = self._row[: self._width * _SHARING].reshape(_SHARING // _FINE, _FINE, self._width)
+            fine = columns.max(axis=1)
+            self._fine = fine.ravel()
+            peaks = fine.max(axis=0) if self._width else self._fine
             self._peaks = np.concatenate([peaks, rest])
             self._greatest = float(self._peaks.max())
         return self._peaks

@@ -53,8 +53,8 @@ class _Binned:
         single = np.float32(origin)
         furthest = float(max(abs(single - self._least), abs(np.float32(best) - single)))
         self.scale = (_BINS - 1) / (furthest * (1 + 1e-5) + 1e-30)
-        # How far from its edges a bin is sure to hold what belongs there.
-        self.edge = abs(origin - float(single)) + 1e-6 * furthest
+        # Behind so much from its edges a bin is sure to hold what belongs there: three roundings in single precision.
+        self.edge = abs(origin - float(single)) + 2.5e-7 * furthest
         self.bins: NDArray[np.uint16] = np.empty(len(row), dtype=np.uint16)
         for first in range(0, len(row), _PIECE):
             piece = row[first : first + _PIECE]

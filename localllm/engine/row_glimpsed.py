@@ -23,6 +23,9 @@ _MOST_GROUPS = 256
 # With more than this part of the weight below them few draws are told.
 _MOST_BELOW = 0.1
 
+# What was raised further above the row's best than this, at a temperature of 1, would be infinite.
+_HIGHEST = 500.0
+
 
 class _Near:
     """The best tokens of a row, ranked; what they weigh at a temperature, the row's greatest logit 1; and what all others
@@ -43,6 +46,8 @@ class _Near:
         order = np.lexsort((found[0], -found[1]))
         self.ids = found[0][order]
         far = found[1][order].astype(np.float64) - peaks.greatest
+        if far[0] > _HIGHEST * min(self._heats):
+            return False
         self.weights = {heat: np.exp(far / heat) for heat in self._heats}
         self.reached = {heat: np.cumsum(weights) for heat, weights in self.weights.items()}
         return True
@@ -56,9 +61,12 @@ class _Near:
 def draw(logits: Logits, sampling: Sampling, uniform: float, excluded: Excluded = NOTHING) -> int | None:
     """The token at `uniform` in [0, 1) of what top_p and min_p leave of a row, best first; None where the bounds leave that
     open, or it may stand behind the best `HEAD`."""
-    heat, best = sampling.temperature, logits.peaks.greatest
     filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0
-    if sampling.typical_p < 1.0 or (filtered and excluded.chance) or not math.isfinite(best):
+    # min_p alone asks for no total, and where typical_p cuts depends on every weight.
+    if sampling.typical_p < 1.0 or (filtered and (sampling.top_p >= 1.0 or excluded.chance)):
+        return None
+    heat, best = sampling.temperature, logits.peaks.greatest
+    if not math.isfinite(best):
         return None
     least = best - _NEAR * max(1.0, heat)
     if logits.peaks.n_above(least) > _MOST_GROUPS:
@@ -88,15 +96,10 @@ def _filtered(near: _Near, sampling: Sampling, uniform: float) -> int | None:
     passed = passing(weights / weights[0], sampling.min_p) if sampling.min_p > 0.0 else len(weights)
     if passed is None:
         return None
-    keeps = [passed, passed]
-    if sampling.top_p < 1.0:
-        cuts = [int(np.searchsorted(reached, sampling.top_p * total)) + 1 for total in near.totals(1.0)]
-        keeps = [min(passed, cut) for cut in cuts]
-        open_ = cuts[1] > len(weights)
-    else:
-        open_ = True
-    if open_ and passed == len(weights):
+    cuts = [int(np.searchsorted(reached, sampling.top_p * total)) + 1 for total in near.totals(1.0)]
+    if min(passed, cuts[1]) == len(weights):
         return None  # more may be left than was looked at
+    keeps = [min(passed, cut) for cut in cuts]
     hot = near.reached[sampling.temperature]
     goals = [
         uniform * float(hot[keep - 1]) * part for keep, part in zip(keeps, (1.0 - DOUBLE, 1.0 + DOUBLE), strict=True)
