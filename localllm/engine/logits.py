@@ -24,10 +24,13 @@ NO_IDS: Ids = np.empty(0, dtype=np.int64)
 # How many logits share a peak. They stand n / 64 apart: numpy takes the greatest of whole columns twelve times as quickly
 # as that of pieces of a row.
 _SHARING = 64
+# What all tokens may weigh is bounded by the peaks of so many, which are found on the way.
+_FINE = 8
 # So many more than wanted are looked at where something changed: the best may have been lowered.
 _LOWERED = 8
 # Rows shorter than this are looked at whole.
 _SHORT = 8192
+_LOG2_E = 1.4426950408889634
 _ROWS = np.arange(_SHARING, dtype=np.int64)[:, None]
 
 
@@ -93,9 +96,9 @@ class Logits:
 
     @property
     def raised(self) -> Ids:
-        """Tokens whose logit may be above the row's."""
-        tally = self.changes.tally
-        return self.changed if tally is not None and tally.raises else self.changes.ids
+        """Tokens whose logit may be above the row's: not those that are forbidden."""
+        own, tally = self.changes, self.changes.tally
+        return self.changed if tally is not None and tally.raises else own.ids[own.values > -np.inf]
 
     def both(self) -> tuple[Row, Row]:
         """The logits of the changed, in the row and here."""
@@ -128,16 +131,21 @@ class Logits:
 
     def without(self, ids: Seq[int]) -> Logits:
         """The same with `ids` forbidden."""
-        gone = np.unique([t for t in ids if 0 <= t < len(self)]).astype(np.int64)
-        own = self.changes
+        gone = np.array(sorted({t for t in ids if 0 <= t < len(self)}), dtype=np.int64)
+        never, own = np.full(len(gone), -np.inf, dtype=np.float32), self.changes
+        if not len(own.ids):
+            return Logits(self.row, Changes(gone, never, own.tally), self.facts)
         kept = ~np.isin(own.ids, gone)
-        ids_, values = (
-            np.concatenate([own.ids[kept], gone]),
-            np.concatenate([own.values[kept], np.full(len(gone), -np.inf)]),
-        )
+        ids_, values = np.concatenate([own.ids[kept], gone]), np.concatenate([own.values[kept], never])
         order = np.argsort(ids_)
-        changes = Changes(ids_[order], values[order].astype(np.float32), own.tally)
-        return Logits(self.row, changes, self.facts)
+        return Logits(self.row, Changes(ids_[order], values[order], own.tally), self.facts)
+
+    def any_left(self) -> bool:
+        """Is anything not forbidden?"""
+        # More groups with something in them than tokens that changed: one is as the row has it.
+        if self.peaks.n_above(-math.inf) > len(self.changed):
+            return True
+        return self.best() != -math.inf
 
     def greatest(self) -> int:
         """The greatest one's token, the lowest of equals; 0 where everything is forbidden."""
@@ -152,17 +160,24 @@ class Logits:
         found = self._among(least)
         if found is None:
             return None
+        if not self.changes:
+            return found
         keep = np.flatnonzero(found[1] >= np.float32(least))
         return found[0][keep], found[1][keep]
 
     def _among(self, least: float) -> tuple[Ids, Row] | None:
         """Tokens with their logits, each once, among them all of at least `least`; None as in `above`."""
         ids = self.peaks.ids_above(least)
-        if ids is None or not self.changes:
-            return None if ids is None else (ids, self.row.take(ids))
+        if ids is None:
+            return None
+        values = self.row.take(ids)
+        keep = (values >= np.float32(least)).nonzero()[0]
+        ids, values = ids[keep], values[keep]
+        if not self.changes:
+            return ids, values
         raised = self.raised
         if len(raised):
-            ids = np.concatenate([ids, raised[~self.peaks.among(least, raised)]])
+            ids = np.concatenate([ids, raised[~(self.row[raised] >= np.float32(least))]])
         return ids, self.at(ids)
 
     def best(self) -> float:
@@ -227,13 +242,17 @@ class Peaks:
         self._row = row
         self._width = len(row) // _SHARING
         self._peaks: Row | None = None
+        self._fine: Row = np.empty(0, dtype=np.float32)
         self._greatest = math.nan
 
     def _found(self) -> Row:
         if self._peaks is None:
             rest = self._row[self._width * _SHARING :]
-            columns = self._row[: self._width * _SHARING].reshape(_SHARING, self._width)
-            self._peaks = np.concatenate([columns.max(axis=0), rest]) if self._width else rest
+            columns = self._row[: self._width * _SHARING].reshape(_SHARING // _FINE, _FINE, self._width)
+            fine = columns.max(axis=1)
+            self._fine = fine.ravel()
+            peaks = fine.max(axis=0) if self._width else self._fine
+            self._peaks = np.concatenate([peaks, rest])
             self._greatest = float(self._peaks.max())
         return self._peaks
 
@@ -250,11 +269,28 @@ class Peaks:
         """The `k`-th (>= 1) greatest peak: at least `k` tokens of the row are as great."""
         return _kth(self._found(), k)
 
-    def among(self, least: float, ids: Ids) -> NDArray[np.bool_]:
-        """Which of `ids` are among `ids_above(least)`."""
-        group = np.where(ids < _SHARING * self._width, ids % max(1, self._width), ids - (_SHARING - 1) * self._width)
-        found: NDArray[np.bool_] = self._found()[group] >= np.float32(least)
-        return found
+    def n_above(self, least: float) -> int:
+        """How many groups hold something above `least`; 0 where one holds what is no number."""
+        found = self._found()
+        return 0 if math.isnan(self._greatest) else int(np.count_nonzero(found > np.float32(least)))
+
+    def most_below(self, least: float, temperature: float, n_raised: int = 0) -> float:
+        """At most so much do all tokens below `least` weigh, where the greatest logit weighs 1; `n_raised` of them may be above
+        the row's."""
+        coarse = self._found()
+        total = 0.0
+        for peaks, n in ((self._fine, _FINE), (coarse[self._width :], 1)):
+            far = peaks - np.float32(self._greatest)
+            far[peaks >= np.float32(least)] = least - self._greatest
+            far *= np.float32(_LOG2_E / temperature)
+            total += n * float(np.exp2(far, far).sum())
+        return (total + n_raised * math.exp((least - self._greatest) / temperature)) * (1.0 + 1e-4)
+
+    def least_above(self, least: float, temperature: float) -> float:
+        """At least so much do all tokens of at least `least` weigh."""
+        peaks = self._found()
+        far = (peaks[peaks >= np.float32(least)] - self._greatest) / temperature
+        return float(np.exp(far).sum())
 
     def ids_above(self, least: float) -> Ids | None:
         """Ids, each once, among them all of at least `least`; None where that is a quarter of the row or more, or nothing is

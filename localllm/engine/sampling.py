@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine import row_bounds, row_exactly
+from localllm.engine import row_bounds, row_counted, row_exactly, row_glimpsed
 from localllm.engine.coupling import Distribution, couple
 from localllm.engine.dry import Recent, TokenBytes, penalty, repetitions
 from localllm.engine.logits import UNCHANGED, Changes, Facts, Logits
@@ -24,7 +24,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.penalties import Tallies, Tally, counted, penalised
 from localllm.engine.ranking import HEAD, Row, best_ids, by_rank
 from localllm.engine.thought_limit import ThoughtLimit
-from localllm.engine.top_choices import Excluded
+from localllm.engine.top_choices import NOTHING, Excluded
 from localllm_backends.contract import MOST_DRAWN, Draw
 
 
@@ -78,7 +78,11 @@ def distribution(given: Row | Logits, sampling: Sampling) -> Distribution:
     logits = given if isinstance(given, Logits) else Logits(given)
     if 0 < sampling.top_k < len(logits) and not math.isfinite(logits.peaks.greatest):
         logits = Logits(logits.whole())
-    ids = _left(logits, sampling)
+    return _distributed(_left(logits, sampling), logits, sampling)
+
+
+def _distributed(ids: NDArray[np.int64], logits: Logits, sampling: Sampling) -> Distribution:
+    """What is drawn where the filters leave `ids`, best first."""
     if not len(ids):
         return Distribution(np.array([logits.whole().argmax()]), np.ones(1))
     values = logits.at(ids).astype(np.float64)
@@ -97,18 +101,11 @@ def _cuts(sampling: Sampling) -> bool:
 
 def _left(logits: Logits, sampling: Sampling) -> NDArray[np.int64]:
     """What top_k, typical_p, top_p and min_p leave, best first; without any of the last three only the head of it is."""
-    if 0 < sampling.top_k < len(logits):
-        ids = logits.top(sampling.top_k)
-        return _left_of(logits.at(ids), ids, len(ids), sampling)
-    if sampling.typical_p < 1.0:
-        found = row_bounds.typical(logits, sampling.typical_p)
-        if found is not None:
-            return _left_of(logits.at(found), found, len(found), replace(sampling, typical_p=1.0))
-    elif _cuts(sampling):
-        found = row_bounds.cut(logits, sampling)
-        found = row_exactly.cut_sorted(logits, sampling) if found is None else found
-        if found is not None:
-            return found
+    found = _bounded(logits, sampling)
+    if found is None and _cuts(sampling) and sampling.typical_p >= 1.0:
+        found = row_exactly.cut_sorted(logits, sampling)
+    if found is not None:
+        return found
     row = logits.whole()
     # Nothing further than 40 nats below the best survives a filter over a float32 softmax.
     least = row.max() - 40.0 if _cuts(sampling) or sampling.typical_p < 1.0 else -np.inf
@@ -124,6 +121,19 @@ def _left(logits: Logits, sampling: Sampling) -> NDArray[np.int64]:
     return left
 
 
+def _bounded(logits: Logits, sampling: Sampling) -> NDArray[np.int64] | None:
+    """`_left` where only tokens near the best need be looked at; None where those are many, or nothing is filtered."""
+    if 0 < sampling.top_k < len(logits):
+        ids = logits.top(sampling.top_k)
+        return _left_of(logits.at(ids), ids, len(ids), sampling)
+    if sampling.typical_p < 1.0:
+        found = row_bounds.typical(logits, sampling.typical_p)
+        if found is None:
+            return None
+        return _left_of(logits.at(found), found, len(found), replace(sampling, typical_p=1.0))
+    return row_bounds.cut(logits, sampling) if _cuts(sampling) else None
+
+
 def _left_of(logits: Row, ids: NDArray[np.int64], ranked: int, sampling: Sampling) -> NDArray[np.int64]:
     """What typical_p, top_p and min_p leave of `ids`, which have `logits` and the first `ranked` of which are in order."""
     if not len(ids):
@@ -136,10 +146,18 @@ def _left_of(logits: Row, ids: NDArray[np.int64], ranked: int, sampling: Samplin
 
 def _drawn_token(logits: Logits, sampling: Sampling, uniform: float) -> int:
     """The token at `uniform` of `distribution(logits, sampling)`, which need not be made whole for it."""
-    token = None
-    if not (sampling.typical_p < 1.0 or 0 < sampling.top_k < len(logits) or _cuts(sampling)):
-        chance = min(1.0, sampling.xtc_probability) if _excludes(sampling) else 0.0
-        excluded = Excluded(chance, sampling.xtc_threshold)
+    if 0 < sampling.top_k < len(logits):
+        return distribution(logits, sampling).draw(uniform)
+    excluded = Excluded(min(1.0, sampling.xtc_probability), sampling.xtc_threshold) if _excludes(sampling) else NOTHING
+    token = row_glimpsed.draw(logits, sampling, uniform, excluded)
+    if token is not None:
+        return token
+    if _cuts(sampling) or sampling.typical_p < 1.0:
+        ids = _bounded(logits, sampling)
+        if ids is not None:
+            return _distributed(ids, logits, sampling).draw(uniform)
+        token = row_counted.draw(logits, sampling, uniform, excluded)
+    else:
         token = row_bounds.pick(logits, sampling.temperature, uniform, excluded)
         if token is None:
             token = row_exactly.pick_exactly(logits, sampling.temperature, uniform, excluded)
@@ -300,7 +318,7 @@ class Sampler:
             return out
         open_ = out.without(banned)
         # As it is where nothing else may follow.
-        return open_ if open_.best() != -np.inf else out
+        return open_ if open_.any_left() else out
 
     def _constrained(self, row: Row, constraint: Constraint) -> Row:
         masked: Callable[[Row], Row] | None = getattr(constraint, MaskingConstraint.masked.__name__, None)

@@ -19,7 +19,7 @@ _MOST_BLOCKS = 512
 # How far a sum in double precision may be off, as a part of it.
 DOUBLE = 1e-11
 # So many changed logits are weighed in double precision.
-_FEW = 512
+FEW = 512
 _WITHIN = np.arange(BLOCK, dtype=np.int64)
 
 Values = NDArray[np.float64]
@@ -34,7 +34,7 @@ class Weighed:
         self.total, off = weights.total, weights.total * weights.error
         if logits.changes:
             before, after = logits.both()
-            if len(before) > _FEW:
+            if len(before) > FEW:
                 before, after = self._single(before), self._single(after)
                 off += float(before.sum(dtype=np.float64) + after.sum(dtype=np.float64)) * weights.error
                 self.total += float(after.sum(dtype=np.float64) - before.sum(dtype=np.float64))

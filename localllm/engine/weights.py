@@ -95,8 +95,9 @@ class Weights:
         self.total = float(self.sums.sum(dtype=np.float64))
         if not _LEAST < self.total < _MOST:
             return False
-        exponent = abs(math.log2(self.total)) + 64.0
-        error = _EPS * (1.4 * exponent + BLOCK + 6.0) + lost / self.total
+        # A logit that is scaled or moved is rounded, by a part of it.
+        moved = 0.0 if one == 1.0 and not self.offset else abs(math.log2(self.total)) + 64.0
+        error = _EPS * (1.4 * moved + BLOCK + 10.0) + lost / self.total
         if error > 1e-4:
             return False
         if self.moments and not math.isfinite(self.moment):
