@@ -33,7 +33,8 @@ TINY: dict[str, Callable[[Path], Path]] = {
 TINY_ROUNDING = 0.02
 ROUNDING = 1.0
 # Where an answer first has another token than the CPU's, the CPU's is better by no more than this, as a part of the row's spread.
-NEAR_TIE = 0.25
+# Seen: 0.09 with Q4_1, 0.03 with Q4_K_M, 0.11 where every row is behind the same tokens.
+NEAR_TIE = 0.15
 TOPICS = [
     "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the number seven", "a violin", "whales", "paper", "a clock",
     "the desert", "tea", "bees", "a bridge", "snow", "glass", "a compass", "the heart", "salt", "a kite",
@@ -88,7 +89,6 @@ def rounding(path: Path, layers: int, prompts: list[list[int]] | None, n: int) -
             if a.argmax() != b.argmax():
                 leads.append(float((a.max() - a[b.argmax()]) / a.std()))
                 break
-    print(f"{path.name} {layers}: {len(leads)} differ, at leads of {sorted(leads)}; rows {max(apart)}")
     return apart, leads
 
 
@@ -124,8 +124,11 @@ def test_forty_prompts_are_answered_as_on_the_cpu(
     assert max(leads, default=0.0) <= NEAR_TIE
 
 
-@pytest.mark.parametrize("bos", [True, False], ids=["", "without BOS"])
-@pytest.mark.parametrize("model", ["smollm2", "gemma"])
+@pytest.mark.parametrize(
+    ("model", "bos"),
+    [("smollm2", True), ("gemma", True), ("gemma", False)],
+    ids=["smollm2", "gemma", "gemma without BOS"],
+)
 def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
     model: str, bos: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -157,7 +160,6 @@ def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
         [float(np.abs(a - b).max() / a.std()) for a, b in zip(exact, rows_on(layers, path), strict=True)]
         for layers in (0, -1)
     )
-    print(f"{model} {bos}: CPU {np.median(cpu):.3f}, {max(cpu):.3f}; device {np.median(device):.3f}, {max(device):.3f}")
     assert np.median(device) <= 1.2 * np.median(cpu)
     assert max(device) <= 1.2 * max(cpu)
 
