@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.test_interrupts import an_interrupted_step_changes_nothing
 from localllm.library import starter
 from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp import accelerators, native
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.native_log import log
 from models import tiny_gguf
+from models.dequantised import write_dequantised
 
 pytestmark = pytest.mark.vulkan
 
@@ -26,10 +28,13 @@ TINY: dict[str, Callable[[Path], Path]] = {
     "moe": tiny_gguf.write_moe,
 }
 # How far a device's logits may be from the CPU's, as a part of the row's spread. Seen with weights of 16 bits: 0.006. What quantised
-# weights are multiplied with is rounded to 8 bits by the CPU, by a device in another way or not at all. Seen with Q4_1: 0.26 in
-# the median, 0.74 at most; rows of other prompts are 5 and more apart.
+# weights are multiplied with is rounded to 8 bits by the CPU, by a device in another way or to 16. Seen with Q4_1: 0.26 in the
+# median, 0.78 at most, with Q4_K_M 0.27 and 0.51; rows of other prompts are 5 and more apart.
 TINY_ROUNDING = 0.02
 ROUNDING = 1.0
+# Where an answer first has another token than the CPU's, the CPU's is better by no more than this, as a part of the row's spread.
+# Seen: 0.14 with Q4_1, 0.03 with Q4_K_M.
+NEAR_TIE = 0.2
 TOPICS = [
     "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the number seven", "a violin", "whales", "paper", "a clock",
     "the desert", "tea", "bees", "a bridge", "snow", "glass", "a compass", "the heart", "salt", "a kite",
@@ -61,28 +66,30 @@ def greedy(backend: Backend, prompts: list[list[int]], n: int) -> list[list[np.n
     return answers
 
 
+def load(layers: int, path: Path) -> Backend:
+    return llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=256, n_gpu_layers=layers))
+
+
 def answers_on(layers: int, path: Path, prompts: list[list[int]] | None, n: int) -> list[list[np.ndarray]]:
-    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=256, n_gpu_layers=layers))
-    asked = prompts or [backend.tokenize(text) for text in PROMPTS]
-    answers = greedy(backend, asked, n)
+    backend = load(layers, path)
+    # With BOS where the model wants one, as every prompt of the product has it.
+    answers = greedy(backend, prompts or [backend.tokenize(text, add_bos=True) for text in PROMPTS], n)
     backend.close()
     return answers
 
 
-def rounding(path: Path, layers: int, prompts: list[list[int]] | None, n: int) -> tuple[list[float], int]:
-    """How far the device's logits are from the CPU's in each step that both took behind the same tokens, as a part of the
-    row's spread; and how many answers are the same. Another token than the CPU's is a difference of at least half its lead,
-    so a bound on the first is one on the second."""
+def rounding(path: Path, layers: int, prompts: list[list[int]] | None, n: int) -> tuple[list[float], list[float]]:
+    """How far the device's logits are from the CPU's in each step that both took behind the same tokens; and for each answer
+    with another token, by how much the CPU's was better where it first has one. Both as parts of the row's spread."""
     apart: list[float] = []
-    same = 0
+    leads: list[float] = []
     for ours, theirs in zip(answers_on(0, path, prompts, n), answers_on(layers, path, prompts, n), strict=True):
         for a, b in zip(ours, theirs, strict=True):
             apart.append(float(np.abs(a - b).max() / a.std()))
             if a.argmax() != b.argmax():
+                leads.append(float((a.max() - a[b.argmax()]) / a.std()))
                 break
-        else:
-            same += 1
-    return apart, same
+    return apart, leads
 
 
 @pytest.mark.parametrize("layers", [-1, 1])
@@ -90,28 +97,78 @@ def rounding(path: Path, layers: int, prompts: list[list[int]] | None, n: int) -
 def test_a_tiny_model_answers_as_on_the_cpu(shape: str, layers: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     prompts = [[int(t) for t in rng.integers(3, 250, rng.integers(3, 60))] for _ in range(40)]
-    apart, same = rounding(TINY[shape](tmp_path / "model.gguf"), layers, prompts, 12)
+    apart, leads = rounding(TINY[shape](tmp_path / "model.gguf"), layers, prompts, 12)
     far = sum(difference > TINY_ROUNDING for difference in apart)
     # Where two experts are as good, the last bit decides which of them computes: such a row is another model's.
     assert far <= (len(apart) // 100 if shape == "moe" else 0)
-    assert same >= (34 if shape == "moe" else 40)
+    assert len(leads) <= (6 if shape == "moe" else 0)
 
 
-@pytest.mark.parametrize("layers", [-1, 9])
-def test_gemma_answers_forty_prompts_as_on_the_cpu(layers: int) -> None:
+@pytest.fixture
+def gemma() -> Path:
     path = starter.gemma_path()
     if path is None:
         pytest.skip("gemma-3-270m is not installed")
-    apart, same = rounding(path, layers, None, 12)
-    assert max(apart) < ROUNDING
-    assert same >= 20
+    return path
 
 
-@pytest.mark.parametrize("layers", [-1, 12])
-def test_smollm2_answers_forty_prompts_as_on_the_cpu(smollm2: Path, layers: int) -> None:
-    apart, same = rounding(smollm2, layers, None, 12)
+@pytest.mark.parametrize("layers", [-1, "half"])
+@pytest.mark.parametrize("model", ["smollm2", "gemma"])
+def test_forty_prompts_are_answered_as_on_the_cpu(
+    model: str, layers: int | str, request: pytest.FixtureRequest
+) -> None:
+    """Another token is said only at a near tie."""
+    half = 12 if model == "smollm2" else 9
+    apart, leads = rounding(request.getfixturevalue(model), half if layers == "half" else -1, None, 12)
     assert max(apart) < ROUNDING
-    assert same >= 20
+    assert max(leads, default=0.0) <= NEAR_TIE
+
+
+@pytest.mark.parametrize(
+    ("model", "bos"),
+    [("smollm2", True), ("gemma", True), ("gemma", False)],
+    ids=["smollm2", "gemma", "gemma without BOS"],
+)
+def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
+    model: str, bos: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The weights taken as the numbers they stand for, and nothing rounded to 8 bits. Without BOS, gemma-3-270m makes so much of
+    every rounding that CPU and device are up to 3.4 spreads apart, as are two kernels of the CPU (4.4): who is right is
+    told by this. Seen, in the median: the device 0.22 from it, the CPU 0.66; with BOS 0.09 and 0.26."""
+    path = request.getfixturevalue(model)
+    backend = load(0, path)
+    prompts = [backend.tokenize(text, add_bos=bos) for text in PROMPTS[:10]]
+    texts = [
+        prompt + [int(row.argmax()) for row in rows[:-1]]
+        for prompt, rows in zip(prompts, greedy(backend, prompts, 12), strict=True)
+    ]
+    backend.close()
+
+    def rows_on(layers: int, path: Path) -> list[np.ndarray]:
+        backend = load(layers, path)
+        rows = []
+        for text in texts:
+            sequence = backend.new_sequence()
+            rows += list(np.array(backend.step([Chunk(sequence, text, outputs=12)]).logits(0)))
+            backend.drop(sequence)
+        backend.close()
+        return rows
+
+    exact = rows_on(0, write_dequantised(path, tmp_path / "exact.gguf"))
+    (tmp_path / "exact.gguf").unlink()
+    cpu, device = (
+        [float(np.abs(a - b).max() / a.std()) for a, b in zip(exact, rows_on(layers, path), strict=True)]
+        for layers in (0, -1)
+    )
+    assert np.median(device) <= 1.2 * np.median(cpu)
+    assert max(device) <= 1.2 * max(cpu)
+
+
+@pytest.mark.parametrize("layers", [-1, 1])
+@pytest.mark.parametrize("shape", ["llama", "moe", "sliding"])
+def test_an_interrupted_step_on_a_device_changes_nothing(shape: str, layers: int, tmp_path: Path) -> None:
+    """llama.cpp asks between the nodes that the CPU computes: beside its layers, or of the embedding alone."""
+    an_interrupted_step_changes_nothing(TINY[shape](tmp_path / "model.gguf"), layers)
 
 
 def test_zero_layers_use_no_device(smollm2: Path) -> None:

@@ -17,7 +17,7 @@ from localllm.engine.client import WorkerOptions
 from localllm.engine.core import Engine
 from localllm.engine.messages import Prefill, Queued
 from localllm.engine.supervisor import Supervisor
-from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec
+from localllm_backends.contract import Chunk, InterruptedStepError, InterruptibleBackend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 from support.requests import request_for
@@ -101,9 +101,10 @@ def test_a_step_that_others_share_goes_on() -> None:
     assert not backend.interrupted
 
 
-@pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding])
-def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=1024, n_batch=256, n_gpu_layers=0))
+def an_interrupted_step_changes_nothing(path: Path, layers: int) -> None:
+    """Of the model in `path`, with so many layers on a device."""
+    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, n_gpu_layers=layers))
+    assert isinstance(backend, InterruptibleBackend)
     assert backend.capabilities.interruptible
     line, other = backend.new_sequence(), backend.new_sequence()
     for sequence in (line, other):
@@ -141,6 +142,11 @@ def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path]
     rows = [backend.step([Chunk(s, words(150, 2))]).logits(0)[-1].copy() for s in (line, other)]
     assert np.abs(rows[0] - rows[1]).max() <= 1e-3 * np.abs(rows[1]).max()
     backend.close()
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding])
+def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    an_interrupted_step_changes_nothing(write(tmp_path / "m.gguf"), 0)
 
 
 def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +55,12 @@ def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [SlicedBackend(refuses=True), SlicedBackend(fails_at=0), SlicedBackend(fails_at=30)],
+    "fault",
+    [{"refuses": True}, {"fails_at": 0}, {"fails_at": 30}],
     ids=["refused", "fails at once", "fails later"],
 )
-def test_what_can_not_be_read_in_slices_is_read_in_steps(backend: SlicedBackend) -> None:
+def test_what_can_not_be_read_in_slices_is_read_in_steps(fault: dict[str, Any]) -> None:
+    backend = SlicedBackend(**fault)
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 60))
     outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))

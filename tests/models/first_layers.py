@@ -10,7 +10,7 @@ _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-class _Header:
+class Header:
     """Walks the bytes of a GGUF's header. `gguf.GGUFReader` takes seconds for a vocabulary: an array for each word."""
 
     def __init__(self, data: memoryview) -> None:
@@ -45,7 +45,7 @@ class _Header:
 def write_first_layers(source: Path, target: Path, n_layers: int) -> Path:
     """Write `source` with only its first `n_layers` blocks to `target`; its metadata stay as they are, byte for byte."""
     data = memoryview(source.read_bytes())
-    header = _Header(data)
+    header = Header(data)
     header.at = 8
     n_tensors, n_fields = header.number("Q"), header.number("Q")
     begin, alignment, blocks = header.at, 32, 0
