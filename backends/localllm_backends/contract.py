@@ -54,6 +54,8 @@ class Placement:
     in that order (empty: by free memory). `split_mode`: "layer" = whole layers to each, "row" = every matrix over all, "none"
     = all on the one numbered `main_gpu`. `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
     file, "read" into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or "auto".
+    `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that the engine would lay out
+    anew for it ("auto").
     """
 
     experts_on_host: int = 0
@@ -63,6 +65,7 @@ class Placement:
     kv_on_host: bool = False
     weights: Literal["auto", "mapped", "read", "locked"] = "auto"
     tables: Literal["auto", "disk", "memory"] = "auto"
+    layout: Literal["auto", "stored"] = "auto"
     workers: tuple[str, ...] = ()
 
 

@@ -31,7 +31,7 @@ CPU = {
         "kv_mla": 0.17, "state": 0.5, "moe": 1.0,
     },
     "prefill": {
-        "matmul": 0.9, "attention": 0.4, "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 95e-6,
+        "matmul": 1.1, "attention": 0.4, "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 95e-6,
         "recurrent_layer_s": 95e-6, "scan": 0.2, "moe": 1.5, "clock": math.e,
     },
 }  # fmt: skip

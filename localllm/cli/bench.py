@@ -243,6 +243,7 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
         predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(launch.local.path),
         short_tok_s=figures["short_tok_s"], short_depth=_SHORT_PROMPT_TOKENS + _DECODE_TOKENS // 2,
         gpu_layers=ran.placement.gpu_layers, experts_on_host=ran.placement.experts_on_host, kv_on_host=ran.placement.kv_on_host,
+        layout=ran.placement.layout,
     )  # fmt: skip
     run = Measured(
         plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from localllm.planner.speed import Measured
@@ -20,7 +20,7 @@ class Record:
     """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated.
 
     `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older record without it).
-    The last three: where the model lay, as in the planner's Placement (an older record: wholly on the accelerator).
+    The last four: where the model lay, as in the planner's Placement (an older record: wholly on the accelerator).
     """
 
     machine: str
@@ -45,6 +45,7 @@ class Record:
     gpu_layers: int = -1
     experts_on_host: int = 0
     kv_on_host: bool = False
+    layout: Literal["auto", "stored"] = "auto"
 
 
 def path() -> Path:
@@ -122,7 +123,7 @@ def for_planner(
                 r.short_tok_s,
                 r.short_depth,
                 where,
-                Placement(r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host),
+                Placement(r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout),
                 r.n_ubatch or DEFAULT_BATCH,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.device.types import Device, Figure, Memory
+from localllm.device.types import Device, Figure, MatrixRates, Memory
 
 
 def device_to_json(device: Device) -> dict[str, Any]:
@@ -22,7 +22,8 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "fp16_tflops": _figure(device.fp16_tflops),
         "fp8_tflops": _figure(device.fp8_tflops),
         "fp4_tflops": _figure(device.fp4_tflops),
-        "matrix_tflops": _figure(device.matrix_tflops),
+        "stored_rates": _rates(device.stored_rates),
+        "laid_out_rates": _rates(device.laid_out_rates),
         "compute_units": device.compute_units or None,
         "compute_capability": device.compute_capability or None,
         "n_gpus": device.n_gpus,
@@ -44,6 +45,12 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
         "basis": memory.basis,
         "source": memory.source,
     }
+
+
+def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
+    if rates is None:
+        return None
+    return {"prompt_tflops": _figure(rates.prompt_tflops), "token_tflops": _figure(rates.token_tflops)}
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:

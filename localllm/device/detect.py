@@ -74,11 +74,12 @@ def _with_matrix_rate(device: Device, *, measure: bool, remeasure: bool) -> Devi
     if build is None:
         return device
     folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
-    kept = matrix_rate.SHELF.cached(folder, machine)
-    if remeasure or (measure and matrix_rate.SHELF.due(folder, machine)):
+    if remeasure or (measure and matrix_rate.due(folder, machine)):
         taken = matrix_rate.measure()
-        kept = kept if taken is None else matrix_rate.SHELF.keep(folder, machine, taken)
-    return replace(device, matrix_tflops=kept)
+        if taken is not None:
+            matrix_rate.keep(folder, machine, taken)
+    stored, laid_out = (matrix_rate.cached(folder, machine, layout) for layout in ("stored", "laid_out"))
+    return replace(device, stored_rates=stored, laid_out_rates=laid_out)
 
 
 def _machine(device: Device) -> str:

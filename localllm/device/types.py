@@ -44,12 +44,21 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixRates:
+    """TFLOP/s (two operations per weight and token) at which quantised matrices are multiplied: with a prompt's tokens at once,
+    and with one token's."""
+
+    prompt_tflops: Figure
+    token_tflops: Figure
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One machine as a place to run one model.
 
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
-    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `matrix_tflops` is what a processor makes of
-    quantised matrices with the installed llama.cpp (none of a GPU). `match` is the devices.toml row.
+    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `stored_rates` and `laid_out_rates` are what
+    a processor makes of quantised matrices with the installed llama.cpp (none of a GPU). `match` is the devices.toml row.
     `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's, and `cards_bytes` what each
     of them may hold (empty: the same).
     """
@@ -65,7 +74,8 @@ class Device:
     fp16_tflops: Figure | None = None
     fp8_tflops: Figure | None = None
     fp4_tflops: Figure | None = None
-    matrix_tflops: Figure | None = None
+    stored_rates: MatrixRates | None = None
+    laid_out_rates: MatrixRates | None = None
     compute_units: int = 0
     compute_capability: str = ""
     os: str = ""

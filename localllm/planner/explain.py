@@ -116,7 +116,7 @@ def _split_lines(plan: Plan, device: Device) -> list[str]:
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
     bandwidth, basis = laws.bandwidth_of(device)
-    hardware = laws.hardware_of(device, plan.backend)
+    hardware = speed.hardware(device, plan.variant, plan.settings)
     terms, full = (
         laws.decode_terms(plan.model, plan.variant, hardware, depth=depth, kv_type=plan.settings.kv_type)
         for depth in (0, plan.settings.n_ctx)
@@ -169,12 +169,19 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     return lines
 
 
+def _layout_line(plan: Plan, gain: float) -> list[str]:
+    if plan.settings.placement.layout != "stored":
+        return []
+    return [f"  as stored    {gain:>11.2f} ×   as fast as with weights laid out anew for the processor (measured)"]
+
+
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     tflops, basis = families.nominal_tflops(device, plan.backend)
-    hardware = laws.hardware_of(device, plan.backend)
+    hardware = speed.hardware(device, plan.variant, plan.settings)
     terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     flops = 2 * prefill_law.matrix_params(plan.model, plan.variant)
     activation_bytes = prefill_law.activation_bytes(plan.model)
+    tflops *= hardware.stored_gain or 1.0
     rate = f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} TFLOP/s ({basis})"
     lines = [
         "prompt, per token of 2,048",
@@ -186,6 +193,7 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
         *([f"  mask         {terms.mask_s * 1e6:>10.1f} µs   written by the processor"] if terms.mask_s else []),
         *_beside_line(plan, device, terms.total_s),
+        *_layout_line(plan, hardware.stored_gain),
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
     ]

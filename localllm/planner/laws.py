@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families, kernels, power
+from localllm.planner import efficiency, families, kernels, layouts, power
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm_catalog import quants
@@ -65,7 +65,8 @@ class Hardware:
     """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
     then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
-    its TFLOP/s without units for matrices (0: as many)."""
+    its TFLOP/s without units for matrices (0: as many), and, of a processor that multiplies weights as they are stored, how many
+    times as fast as laid out anew it does so for a prompt (0: they are laid out)."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -74,6 +75,7 @@ class Hardware:
     power_share: float = 1.0
     clock_ghz: float = families.REFERENCE_GHZ
     plain_tflops: float = 0.0
+    stored_gain: float = 0.0
 
     @property
     def engine(self) -> str:
@@ -95,6 +97,12 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     keys, bandwidth_gbps = families.device_keys(device, backend), bandwidth_of(device)[0]
     plain_tflops, _ = families.nominal_tflops(device)
     return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops)
+
+
+@by_identity
+def stored_on(device: Device) -> Hardware:
+    """The processor of `device` where it multiplies weights as they are stored."""
+    return replace(hardware_of(device, "llamacpp"), stored_gain=layouts.prompt_gain(device))
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -266,7 +274,8 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
-    gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and variant.quant.upper() not in _CPU_PLAIN_FORMATS else 1.0
+    laid_out = not hardware.stored_gain and variant.quant.upper() not in _CPU_PLAIN_FORMATS
+    gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 
 

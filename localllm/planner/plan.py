@@ -10,7 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import drafting, kv_choice, memory, micro_batch, needs, placing, quality, speed, tables, waiting
+from localllm.planner import (
+    drafting,
+    kv_choice,
+    layouts,
+    memory,
+    micro_batch,
+    needs,
+    placing,
+    quality,
+    speed,
+    tables,
+    waiting,
+)
 from localllm.planner.facts import facts
 from localllm.planner.kv_choice import KvEvidence
 from localllm.planner.needs import Need
@@ -103,7 +115,10 @@ def settings_for(
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         n_rewind=memory.rewind_for(model, drafter) if backend_for(variant) == "llamacpp" else 0,
         drafter=drafter,
-        placement=Placement(tables="disk") if _has_tables(model, variant) else USUAL.placement,
+        placement=Placement(
+            tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
+            layout=layouts.layout(device, variant, workload),
+        ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
     )
 

@@ -26,6 +26,7 @@ def placement_to_json(placed: Placement) -> dict[str, Any]:
         "tensor_split": list(placed.tensor_split),
         "kv_on_host": placed.kv_on_host,
         "tables": placed.tables,
+        "layout": placed.layout,
     }
 
 

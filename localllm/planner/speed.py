@@ -124,17 +124,16 @@ class _Step:
 def _step(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, depth: int = 0, n_sequences: int = 1
 ) -> _Step:
-    hardware = laws.hardware_of(device, backend_for(variant))
-
-    here = laws.decode_terms(model, variant, hardware, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
+    machine = hardware(device, variant, settings)
+    here = laws.decode_terms(model, variant, machine, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
     weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
     from_disk_s = n_sequences * tables.token_s(model, variant, settings)
     fixed_s += from_disk_s
-    basis, spread = _basis(efficiency.load()["decode"], hardware, model)
+    basis, spread = _basis(efficiency.load()["decode"], machine, model)
     if laws.bandwidth_of(device)[1] == "assumed":
-        basis, spread = f"assumed {hardware.bandwidth_gbps:.0f} GB/s", 0.5
+        basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
-        prompt = prefill_law.prefill_terms(model, variant, hardware)
+        prompt = prefill_law.prefill_terms(model, variant, machine)
         fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
@@ -167,6 +166,13 @@ def _divided_fixed(terms: laws.Terms, share: places.Shares) -> float:
     layers = (terms.layers_s + terms.recurrent_s) * share.layers
     unpacked = terms.unpacked_s * share.dense + terms.routed_unpacked_s * share.experts
     return (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
+
+
+def hardware(device: Device, variant: Variant, settings: RunSettings) -> laws.Hardware:
+    """`device` as the laws see it when `variant` is run so."""
+    if settings.placement.layout == "stored":
+        return laws.stored_on(device)
+    return laws.hardware_of(device, backend_for(variant))
 
 
 def _host_basis(device: Device) -> str:
@@ -223,9 +229,9 @@ def prefill(
     measured: Sequence[Measured] = (),
 ) -> Range:
     """Predicted prompt speed, tokens/s, over `prompt_tokens` that follow `depth` cached tokens."""
-    hardware = laws.hardware_of(device, backend_for(variant))
+    machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
-    basis, spread = _basis(efficiency.load()["prefill"], hardware, model)
+    basis, spread = _basis(efficiency.load()["prefill"], machine, model)
     known = families.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
@@ -262,7 +268,7 @@ def _prompt_seconds(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s  # fmt: skip
 
-    seconds = seconds_on(laws.hardware_of(device, backend_for(variant))) + tables.token_s(model, variant, settings)
+    seconds = seconds_on(hardware(device, variant, settings)) + tables.token_s(model, variant, settings)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return seconds

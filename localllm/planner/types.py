@@ -54,7 +54,7 @@ class Placement:
     `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 = all). Of them the
     routed experts of the model's first `experts_on_host` layers stay in system memory all the same (-1 = of all).
     `tensor_split`: layers of each of several cards. `kv_on_host`: KV cache and attention stay in system memory.
-    `split_mode`, `main_gpu`, `weights` and `tables` as the contract has them.
+    `split_mode`, `main_gpu`, `weights`, `tables` and `layout` as the contract has them.
     """
 
     gpu_layers: int = -1
@@ -65,6 +65,7 @@ class Placement:
     kv_on_host: bool = False
     weights: Literal["auto", "mapped", "read", "locked"] = "auto"
     tables: Literal["auto", "disk", "memory"] = "auto"
+    layout: Literal["auto", "stored"] = "auto"
 
     @property
     def is_split(self) -> bool:

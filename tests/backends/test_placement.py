@@ -57,6 +57,7 @@ PLACEMENTS = [
     {"weights": "read"},
     {"weights": "mapped"},
     {"tables": "disk"},
+    {"layout": "stored"},
     {"tensor_split": (1.0,)},
     {"split_mode": "none", "main_gpu": 0},
 ]
@@ -137,6 +138,15 @@ def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) 
         if "CPU_REPACK" not in places:
             pytest.skip("this processor multiplies the format as it lies in the file: nothing is copied")
         assert _resident_of(path) < 0.1 * path.stat().st_size
+
+
+def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(tmp_path: Path) -> None:
+    shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
+    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf._vocabulary(writer))
+    with loaded(path, 0, layout="stored") as backend:
+        assert "CPU_REPACK" not in backend.memory().places
+        sequence = backend.new_sequence()
+        assert backend.step([Chunk(sequence, PROMPT[:64], outputs=1)]).argmax(0)
 
 
 def _resident_of(path: Path) -> int:

@@ -89,14 +89,16 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
 ) -> None:
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
-    assert detect().matrix_tflops is None
-    first = detect(measure=True).matrix_tflops
-    assert first is not None
-    assert first.basis == "measured"
-    assert re.search(r"Q4_K .*\d{4}-\d{2}-\d{2}", first.source)
-    assert detect().matrix_tflops == first
+    assert detect().stored_rates is None
+    first = detect(measure=True)
+    assert first.stored_rates is not None
+    for figure in (first.stored_rates.prompt_tflops, first.stored_rates.token_tflops):
+        assert figure.basis == "measured"
+        assert re.search(r"Q4_K .*\d{4}-\d{2}-\d{2}", figure.source)
+    again = detect()
+    assert (again.stored_rates, again.laid_out_rates) == (first.stored_rates, first.laid_out_rates)
     monkeypatch.setattr(in_use, "identity", lambda: "another build")
-    assert detect().matrix_tflops is None
+    assert detect().stored_rates is None
 
 
 def test_a_build_that_can_not_be_timed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

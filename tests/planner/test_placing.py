@@ -138,7 +138,7 @@ def test_the_plan_says_what_lies_where() -> None:
     assert f"routed experts of the first {kept} layers are in system memory" in text
     assert "51 GB/s (assumed: two channels of DDR4-3200)" in text
     assert plan_to_json(plan)["placement"] == {
-        "gpu_layers": -1, "experts_on_host": kept, "tensor_split": [], "kv_on_host": False, "tables": "auto",
+        "gpu_layers": -1, "experts_on_host": kept, "tensor_split": [], "kv_on_host": False, "tables": "auto", "layout": "auto",
     }  # fmt: skip
 
 

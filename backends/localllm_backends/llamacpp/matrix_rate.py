@@ -5,8 +5,9 @@ name nor a clock tells it. A program of its own, as a build for another processo
 
     python -m localllm_backends.llamacpp.matrix_rate        (prints one JSON object)
 
-The weights are Q4_K, laid out as llama.cpp lays them out when it loads a model (a buffer type of the CPU backend that takes
-the product: ggml-backend.h, `ggml_backend_dev_get_extra_bufts`), 2,048 by 2,048; the prompt 512 tokens.
+The weights are Q4_K, as they are stored and as llama.cpp lays them out when it loads a model (the first buffer type of the CPU
+backend that takes the product: ggml-backend.h, `ggml_backend_dev_get_extra_bufts`): which is quicker is not the same for a
+prompt and for a token, nor on every processor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from localllm_backends.llamacpp.cores import usable_cores
@@ -23,9 +25,10 @@ from localllm_backends.llamacpp.native import ggml_function, start_native
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _Q4_K, _CPU = 0, 12, 0
-_WIDTH, _ROWS = 2048, 512
+# (weights' rows and columns, tokens): a prompt, whose matrices are computed; and a token, whose 66 MB no cache holds.
+_PROMPT, _TOKEN = ((2048, 2048), 512), ((28672, 4096), 1)
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
-_SECONDS = 0.4
+_SECONDS = 0.2
 _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
 
@@ -36,8 +39,17 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("mem_size", _Size), ("mem_buffer", _Pointer), ("no_alloc", ctypes.c_bool)]
 
 
-def flops_s(n_threads: int) -> float:
-    """FLOP/s (two per weight and token) of the CPU backend at one product of Q4_K matrices with `n_threads` threads.
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """FLOP/s (two per weight and token) at a prompt's product, and at one token's."""
+
+    prompt_flops_s: float
+    token_flops_s: float
+
+
+def rates(n_threads: int) -> dict[str, Rates]:
+    """What the CPU backend makes of Q4_K matrices with `n_threads` threads: "stored" as they lie in a file, and "laid_out" anew
+    where this build has a layout for them on this processor.
 
     Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError where it lacks a function.
     """
@@ -49,25 +61,34 @@ def flops_s(n_threads: int) -> float:
     registry = ggml_function("ggml_backend_dev_backend_reg", _Pointer, _Pointer)(device)
     ask = ggml_function("ggml_backend_reg_get_proc_address", _Pointer, _Pointer, ctypes.c_char_p)
     ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int)(ask(registry, b"ggml_backend_set_n_threads"))(backend, n_threads)
-
-    plain = ggml_function("ggml_backend_dev_buffer_type", _Pointer, _Pointer)(device)
+    stored = ggml_function("ggml_backend_dev_buffer_type", _Pointer, _Pointer)(device)
     supported = ggml_function("ggml_backend_dev_supports_op", ctypes.c_bool, _Pointer, _Pointer)
     compute = ggml_function("ggml_backend_graph_compute", ctypes.c_int, _Pointer, _Pointer)
-    for kind in (*_laid_out(ask(registry, b"ggml_backend_dev_get_extra_bufts"), device), plain):
-        graph, product = _product(kind, plain)
-        if supported(device, product):
-            # The first product is not counted: it wakes the threads.
-            if compute(backend, graph):
-                break
-            return 2 * _WIDTH * _WIDTH * _ROWS / _best_s(partial(compute, backend, graph))
-    raise RuntimeError("llama.cpp could not multiply two matrices")
+
+    def timed(kind: int, size: tuple[tuple[int, int], int]) -> float | None:
+        (rows, width), tokens = size
+        graph, product = _product(kind, stored, rows, width, tokens)
+        if not supported(device, product):
+            return None
+        # The first product is not counted: it wakes the threads.
+        if compute(backend, graph):
+            raise RuntimeError("llama.cpp could not multiply two matrices")
+        return 2 * rows * width * tokens / _best_s(partial(compute, backend, graph))
+
+    found: dict[str, Rates] = {}
+    layouts = _laid_out(ask(registry, b"ggml_backend_dev_get_extra_bufts"), device)
+    for name, kind in (("stored", stored), *(("laid_out", kind) for kind in layouts)):
+        prompt, token = timed(kind, _PROMPT), timed(kind, _TOKEN)
+        if prompt is not None and token is not None:
+            found.setdefault(name, Rates(prompt, token))
+    return found
 
 
-def _product(weights_kind: int, plain: int) -> tuple[int, int]:
-    """(graph, its one product) of a matrix of Q4_K in that kind of memory and a prompt in plain memory. The process that
+def _product(weights_kind: int, plain: int, rows: int, width: int, tokens: int) -> tuple[int, int]:
+    """(graph, its one product) of a matrix of Q4_K in that kind of memory and tokens in plain memory. The process that
     measures ends soon: nothing is freed."""
     weights_in, rest_in = _context(), _context()
-    weights, prompt = _matrix(weights_in, _Q4_K, _WIDTH), _matrix(rest_in, _F32, _ROWS)
+    weights, prompt = _matrix(weights_in, _Q4_K, width, rows), _matrix(rest_in, _F32, width, tokens)
     product = ggml_function("ggml_mul_mat", _Pointer, _Pointer, _Pointer, _Pointer)(rest_in, weights, prompt)
     graph = ggml_function("ggml_new_graph", _Pointer, _Pointer)(rest_in)
     ggml_function("ggml_build_forward_expand", None, _Pointer, _Pointer)(graph, product)
@@ -98,9 +119,9 @@ def _context() -> int:
     return int(made)
 
 
-def _matrix(context: int, kind: int, rows: int) -> int:
+def _matrix(context: int, kind: int, width: int, rows: int) -> int:
     new = ggml_function("ggml_new_tensor_2d", _Pointer, _Pointer, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return int(new(context, kind, _WIDTH, rows))
+    return int(new(context, kind, width, rows))
 
 
 def _laid_out(address: int | None, device: int) -> list[int]:
@@ -117,11 +138,11 @@ def _laid_out(address: int | None, device: int) -> list[int]:
 def _main() -> int:
     try:
         threads = usable_cores()
-        rate = flops_s(threads)
+        found = {name: asdict(rate) for name, rate in rates(threads).items()}
     except (ImportError, OSError, RuntimeError, AttributeError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
-    print(json.dumps({"flops_s": rate, "threads": threads, "cpu_s": time.process_time()}))
+    print(json.dumps({"rates": found, "threads": threads, "cpu_s": time.process_time()}))
     return 0
 
 

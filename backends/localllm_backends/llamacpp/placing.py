@@ -53,6 +53,7 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
     offload(params, spec.n_gpu_layers)
     params.split_mode, params.main_gpu = _SPLIT_MODES[placed.split_mode], placed.main_gpu
     params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
+    params.use_extra_bufts = placed.layout != "stored"
     kept: list[Any] = []
     if placed.experts_on_host:
         pattern = experts_pattern(placed.experts_on_host).encode()

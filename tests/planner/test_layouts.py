@@ -1,0 +1,78 @@
+"""Weights are held in the layout in which a purpose's prompts and answers take least, by what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localllm.device.named import resolve
+from localllm.device.types import Device, Figure, MatrixRates, Memory
+from localllm.planner import layouts
+from localllm.planner.plan import plan_for
+from localllm.planner.types import Workload
+from localllm_catalog import catalog
+from localllm_catalog.types import Model, Purpose, Variant
+
+GIB = 2**30
+
+
+def rates(prompt_tflops: float, token_tflops: float) -> MatrixRates:
+    return MatrixRates(Figure(prompt_tflops, "measured"), Figure(token_tflops, "measured"))
+
+
+# Two Zen cores with AVX-512, llama.cpp 0.3.36.
+STORED, LAID_OUT = rates(0.51, 0.095), rates(0.291, 0.116)
+
+
+def cpu(stored: MatrixRates | None = STORED, laid_out: MatrixRates | None = LAID_OUT) -> Device:
+    pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
+    plain = Device("a small server", "system", "cpu", "server", pool, Figure(56.7, "measured"), n_cpu_cores=2)
+    return replace(plain, stored_rates=stored, laid_out_rates=laid_out)
+
+
+def of_quant(quant: str) -> tuple[Model, Variant]:
+    m = catalog.load().by_id["qwen3-8b"]
+    return m, next(v for v in m.variants if v.quant == quant and v.format == "gguf")
+
+
+@pytest.mark.parametrize(
+    ("purpose", "wanted"), [("coding", "stored"), ("long", "stored"), ("chat", "stored"), ("embedding", "stored")]
+)
+def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(purpose: Purpose, wanted: str) -> None:
+    _, file = of_quant("Q4_K_M")
+    assert layouts.layout(cpu(), file, Workload(purpose)) == wanted
+
+
+def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
+    _, file = of_quant("Q4_K_M")
+    assert layouts.layout(cpu(), file, Workload("chat", prompt_tokens=64)) == "auto"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        cpu(stored=None),
+        cpu(laid_out=None),
+        cpu(stored=rates(0.05, 0.01), laid_out=rates(0.08, 0.012)),
+        replace(resolve("RTX 4090"), stored_rates=STORED, laid_out_rates=LAID_OUT),
+    ],
+    ids=["stored unknown", "nothing laid out", "laid out is quicker in both", "a graphics card"],
+)
+def test_the_engine_decides_where_nothing_else_is_known_to_be_quicker(device: Device) -> None:
+    _, file = of_quant("Q4_K_M")
+    assert layouts.layout(device, file, Workload("coding")) == "auto"
+
+
+def test_formats_that_were_not_measured_are_the_engines_to_lay_out() -> None:
+    _, file = of_quant("Q8_0")
+    assert layouts.layout(cpu(), file, Workload("coding")) == "auto"
+
+
+def test_a_plan_says_which_and_what_it_gains() -> None:
+    from localllm.planner.explain import explain
+
+    m, file = of_quant("Q4_K_M")
+    plan = plan_for(cpu(), m, file, Workload("coding", context=4096))
+    assert plan.settings.placement.layout == "stored"
+    assert "as stored" in "\n".join(explain(plan, cpu()))
