@@ -30,6 +30,11 @@ _MESA_SHARE = 0.5
 # 5.4 ms of 10.7 TFLOP/s for 6.7 billion weights.
 _METAL_FEW_BITS_FLOPS = 8.6
 
+# llama.cpp lays these out anew for no processor, and has no kernel for many rows of them: the rate that is measured is of Q4_K
+# (two Zen cores, AVX-512, 512 tokens: 87 GFLOP/s of Q4_1, 289 of Q4_K laid out anew, 278 of Q4_0).
+CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
+_CPU_PLAIN_SHARE = 0.3
+
 # MLX multiplies experts on the units for matrices in tiles of 64 rows, and computes a tile anew for every expert in it
 # (gather_qmm_rhs_nax: github.com/ml-explore/mlx/issues/3925, measured on an M5): 64 rows more for each expert that is touched.
 _NAX_TILE = 64.0
@@ -86,12 +91,14 @@ def expert_tile(keys: Keys) -> float:
 def matrix_share(variant: Variant, keys: Keys) -> float:
     """Share of the units' nominal rate at which matrices of this format are multiplied.
 
-    Under Vulkan bfloat16 goes to the plain units, at half the rate of those for matrices, where the driver multiplies no
+    A processor's are those of Q4_K laid out anew. Under Vulkan bfloat16 goes to the plain units, at half the rate of those for matrices, where the driver multiplies no
     matrices of that type. A P100 lacks the products of four bytes at once that llama.cpp's kernels for quantised matrices are
     made of, and what it has instead is half as wide.
     """
     if variant.quant.upper() == "BF16" and not _multiplies_bf16(keys):
         return _PLAIN_BF16_SHARE
+    if keys[0] == "cpu" and variant.quant.upper() in CPU_PLAIN_FORMATS:
+        return _CPU_PLAIN_SHARE
     return 0.5 if f"part:p100.{keys[0]}" in keys else 1.0
 
 

@@ -38,7 +38,6 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 # the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s at one token: Q4_1 23; Q4_0 30, Q4_K 33,
 # Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
 # Zen 5 cores and 1.2 on these.)
-_CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_LAID_OUT_GAIN = 1.1
 # Formats whose weights are multiplied as they lie.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
@@ -274,7 +273,7 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
-    laid_out = not hardware.stored_gain and variant.quant.upper() not in _CPU_PLAIN_FORMATS
+    laid_out = not hardware.stored_gain and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 
