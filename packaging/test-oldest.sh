@@ -15,32 +15,7 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 	die "$PYTHON is not Python 3.11, the oldest that localllm supports" "name one: make test-oldest PYTHON=/path/to/python3.11"
 
 # The two lists must not drift apart: a floor that nobody installs is a guess.
-"$PYTHON" - "$OLDEST" <<'PY'
-import re, sys, tomllib
-
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-floors = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in project["dependencies"])
-pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line and not line.startswith("#"))
-
-
-def release(version):
-    numbers = [int(n) for n in version.split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers
-
-
-def is_floor(name):
-    floor, pin = floors.get(name, ""), pins.get(name, "")
-    # `12.560` was never released as such: the first 12.560.x is its floor.
-    return bool(floor and pin) and (release(pin) == release(floor) or pin.startswith(floor + "."))
-
-
-wrong = [n for n in sorted(floors.keys() | pins.keys()) if not is_floor(n)]
-for n in wrong:
-    print(f"error: {n}: pyproject.toml has {floors.get(n, 'nothing')}, {sys.argv[1]} has {pins.get(n, 'nothing')}", file=sys.stderr)
-sys.exit(bool(wrong))
-PY
+"$PYTHON" packaging/floors.py
 
 say "creating $VENV with $("$PYTHON" --version)"
 "$PYTHON" -m venv --clear "$VENV"
