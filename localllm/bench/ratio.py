@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Better = Literal["more", "less"]
+# Of a name, the letters that a table shows.
+_LONGEST_NAME = 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +88,19 @@ class Comparison:
         }
 
     def lines(self, first: str) -> list[str]:
-        """The title, a line of at most 80 columns per name with its median and spread, and the ratio of `first` to each
-        other name under it."""
+        """The title, and a line per name with its median and spread, and the ratio of `first` to it: 80 columns where the
+        names are addresses."""
         said = [f"{self.title} ({self.unit}, {self.better} is better)"]
+        width = min(max(map(len, self.values), default=0), _LONGEST_NAME)
         for name in self.values:
             known = self.known(name)
             if not known:
-                said.append(f"  {name[:26]:26} gave none")
+                said.append(f"  {name[:width]:{width}} gave none")
                 continue
-            said.append(f"  {name[:26]:26} {self.median(name):9.4g}  [{min(known):.4g}–{max(known):.4g}]")
+            said.append(f"  {name[:width]:{width}} {self.median(name):9.4g} [{min(known):.4g}–{max(known):.4g}]")
             ratios = self.ratios(first, name) if name != first else None
             if ratios is not None:
-                said[-1] += f"  {first[:12]} ÷ it: {ratios}"
+                said[-1] += f"  {first[:width]} ÷ it: {ratios}"
         return said
 
     def report(self, to: str) -> dict[str, object]:

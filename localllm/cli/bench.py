@@ -102,7 +102,7 @@ def bench(
 
         print(json.dumps(figures, indent=1))
         return
-    print("\n".join(_lines(figures)))
+    print("\n".join(lines(figures)))
 
 
 def _full(launch: Launch) -> dict[str, Any]:
@@ -114,17 +114,18 @@ def _full(launch: Launch) -> dict[str, Any]:
     return asyncio.run(Sweep(launch, lambda text: print(f"  {text} …", file=sys.stderr, flush=True)).run())
 
 
-def _lines(figures: dict[str, Any]) -> list[str]:
-    """What a person reads."""
+def lines(figures: dict[str, Any]) -> list[str]:
+    """What a person reads of what `--json` prints."""
     from localllm.cli import bench_compare, bench_full, bench_speculation
 
     decode, short, prefill, memory = (
         figures.get(f"predicted_{name}") for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
     )
+    long = f"{figures['prompt_tokens']:,} tokens"
     said = [
-        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}",
-        f" empty    {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}",
-        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}",
+        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}   after a prompt of {long}",
+        f"          {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}   after a prompt of {_SHORT_PROMPT_TOKENS} tokens",
+        f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
         f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {_gb(memory)}",
     ]
     if "full" in figures:

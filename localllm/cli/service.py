@@ -76,8 +76,12 @@ def status(
     import json
     from dataclasses import asdict
 
+    from localllm.cli.service_made import address_of
+
     state = _manager(manager).state()
-    print(json.dumps(asdict(state), indent=2) if as_json else "\n".join(_lines(state)))
+    address = address_of(state.pid)
+    told = {**asdict(state), "address": address}
+    print(json.dumps(told, indent=2) if as_json else "\n".join(_lines(state, address)))
     if not state.running:
         raise typer.Exit(6 if state.installed else 3)
 
@@ -159,11 +163,13 @@ def _manager(name: str | None) -> Manager:
     return manager_named(known)
 
 
-def _lines(state: State) -> list[str]:
-    """How it stands, for people."""
+def _lines(state: State, address: str | None) -> list[str]:
+    """How it stands, for people; `address` is where it answers, as far as that is known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
     rows = [("state", ("running" if state.running else "not running") + (f": {state.detail}" if state.detail else ""))]
+    if address is not None:
+        rows.append(("address", address))
     if state.since:
         rows.append(("since", state.since))
     if state.pid:

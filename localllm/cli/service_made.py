@@ -169,6 +169,16 @@ def wait_until_it_answers(doors: Doors, settings: Settings) -> str:
                 return f"{base}/v1" if uds is None else f"the Unix socket {uds}"
 
 
+def address_of(pid: int | None) -> str | None:
+    """Where the server that is process `pid` answers, as it tells itself; None while it has not told."""
+    from localllm.cli.running import running
+
+    for server in running():
+        if server.pid == pid:
+            return f"the Unix socket {server.unix_socket}" if server.unix_socket else server.base_url
+    return None
+
+
 def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
     """Print the last `lines` of a log, and with `follow` what comes after them. Raises ServiceError."""
     import subprocess
@@ -183,7 +193,11 @@ def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
         except FileNotFoundError as e:
             raise ServiceError(f"{where[0]} is not installed") from e
         if code:
-            raise ServiceError(f"`{' '.join(where)}` failed ({code})")
+            raise ServiceError(
+                f"`{' '.join(where)}` failed ({code})",
+                hint="a journal that is kept in memory only is not for every user to read: "
+                "`sudo usermod -aG systemd-journal $USER`, and log in again",
+            )
         return
     try:
         with where.open(encoding="utf-8", errors="replace") as f:

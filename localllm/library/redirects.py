@@ -36,15 +36,15 @@ class RedirectRule:
         """Raise DownloadError if `url` (absolute) may not be asked."""
         try:
             parts = urlsplit(url)
-            host, port = (parts.hostname or "").lower(), parts.port
+            scheme, host, port = parts.scheme, (parts.hostname or "").lower(), parts.port
         except ValueError:
-            host, port = "", None
-        if not host:
+            scheme, host, port = "", "", None
+        if scheme not in ("http", "https", ""):  # before the host: `file:///x` has none
+            raise DownloadError(f"{self._host} leads to a {scheme[:20]}: address, which is refused", hint=_HINT)
+        if not host or not scheme:
             raise DownloadError(f"{self._host} leads to no usable address, which is refused", hint=_HINT)
-        if self._secure and parts.scheme == "http":
+        if self._secure and scheme == "http":
             raise DownloadError(f"{self._host} leads to an unencrypted address, which is refused", hint=_HINT)
-        if parts.scheme not in ("http", "https"):
-            raise DownloadError(f"{self._host} leads to a {parts.scheme[:20]}: address, which is refused", hint=_HINT)
         if host == self._host:
             return
         if self._own is None:

@@ -92,6 +92,7 @@ class Systemd:
             "journalctl",
             f"--lines={lines}",
             "--no-pager",
+            "--quiet",  # no word on what other users wrote
             "--output=short-iso",
             *(["--follow"] if follow else []),
         ]

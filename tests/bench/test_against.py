@@ -254,6 +254,16 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
         against.chosen("single,sinlge")
 
 
+def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
+    """Cut after twelve letters, both were 127.0.0.1:86."""
+    table = Comparison(
+        "decode, one stream", "tok/s", "more", {"127.0.0.1:8601": [20.27, 21.6], "127.0.0.1:8602": [12.09, 17.41]}
+    )
+    shown = table.lines("127.0.0.1:8601")
+    assert "127.0.0.1:8601 ÷ it: 1.46×" in shown[2]
+    assert max(map(len, shown)) <= 80
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 10) | st.none(), st.floats(0.1, 10) | st.none()), min_size=1, max_size=9))
 def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(rounds: list[tuple[float | None, float | None]]) -> None:
     scenarios = Comparison("x", "tok/s")

@@ -37,6 +37,21 @@ def test_a_record_with_both_depths_is_kept_and_read_back(tmp_path: Path) -> None
     assert run.decoded == ((48, 116.8), (512, 97.9))
 
 
+def test_each_figure_says_of_how_long_a_context_it_is() -> None:
+    """`empty` under `decode` left it to the reader's guess what was empty, and how full the other was."""
+    figures = {
+        "decode_tok_s": 97.9,
+        "short_tok_s": 116.8,
+        "prefill_tok_s": 295.9,
+        "prompt_tokens": 512,
+        "memory_bytes": 31e7,
+    }
+    shown = bench.lines({**figures, "predicted_decode_tok_s": 100.0})
+    assert shown[0] == "decode        97.9 tok/s   predicted 100.0   after a prompt of 512 tokens"
+    assert shown[1].endswith("after a prompt of 16 tokens")
+    assert shown[2].endswith("of 512 tokens")
+
+
 @given(st.lists(st.floats(20, 100), min_size=3, max_size=8))
 def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(rates: list[float]) -> None:
     found = bench.second_fastest(rates)

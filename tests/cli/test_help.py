@@ -20,8 +20,9 @@ def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "usage"), [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] {EDITOR}\n")]
+    ("command", "usage"), [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] EDITOR\n")]
 )
 def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
-    assert usage in shown
+    # Newer typers put what must be typed into braces.
+    assert usage in shown.replace("{", "").replace("}", "")

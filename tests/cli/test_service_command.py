@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from typer.testing import CliRunner
 
 from localllm import paths
 from localllm.cli.everything import app
+from localllm.cli.running import published
 from localllm.cli.service_made import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
 from localllm.errors import UsageError
+from localllm.server.http.settings import ServerSettings
+from localllm.service.errors import ServiceError
 from localllm.settings import Settings
 from service import recorded
 
@@ -84,6 +88,39 @@ def test_the_status_says_how_it_stands(
     assert json.loads(as_json.stdout)["installed"] == (code != 3)
 
 
+def test_the_status_of_one_that_runs_says_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    systemctl = tmp_path / "systemctl"
+    answer = re.sub(r"MainPID=\d+", f"MainPID={os.getpid()}", recorded.SYSTEMD_RUNNING)
+    systemctl.write_text(f"#!/bin/sh\ncat <<'EOF'\n{answer}EOF\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def status(*words: str) -> str:
+        return CliRunner().invoke(app, ["service", "status", "--manager", "systemd", *words]).stdout
+
+    with published(ServerSettings(port=8080), 8080):
+        assert "address         http://127.0.0.1:8080/v1" in status()
+        assert json.loads(status("--json"))["address"] == "http://127.0.0.1:8080/v1"
+    with published(ServerSettings(unix_socket=str(tmp_path / "s.sock")), 0):
+        assert f"address         the Unix socket {tmp_path.resolve() / 's.sock'}" in status()
+    assert "address" not in status()
+
+
+def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where journald keeps it in memory only, users are not let read even their own."""
+    journalctl = tmp_path / "journalctl"
+    journalctl.write_text(
+        "#!/bin/sh\necho 'No journal files were opened due to insufficient permissions.' >&2\nexit 1\n"
+    )
+    journalctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ServiceError, match="journal") as told:
+        show_log(["journalctl", "--lines=2"], 2, False)
+    assert "usermod -aG systemd-journal" in (told.value.hint or "")
+
+
 def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
     said = CliRunner().invoke(app, ["service", "status", "--manager", "upstart"])
     assert isinstance(said.exception, UsageError)
@@ -128,6 +165,8 @@ import os, sys
 os.environ["LISTEN_PID"] = str(os.getpid())
 from localllm.cli.serve_doors import listening
 from localllm.errors import UsageError
+from localllm.server.http.settings import ServerSettings
+from localllm.service.errors import ServiceError
 from localllm.server.http.settings import ServerSettings
 try:
     with listening(ServerSettings(port=int(sys.argv[1])).secured()) as (socks, address):

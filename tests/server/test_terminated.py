@@ -78,12 +78,15 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(few
     assert cached >= prompt - 32, (cached, prompt)
 
 
-def test_a_stream_that_is_not_waited_for_says_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_not_waited_for_says_why_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To its client; the log of a service that restarts gets a line of it, not the stack of forty calls it was in."""
     monkeypatch.setattr(run, "_GRACE_S", 1)
     never = Gate()
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with ExitStack() as stack:
-        server = stack.enter_context(running_server({"tiny": ScriptedEngine(script=["Hello", never])}))
+        server = stack.enter_context(running_server({"tiny": ScriptedEngine(script=["Hello", never])}, quiet=False))
         client = stack.enter_context(httpx.Client(base_url=server.url, trust_env=False, timeout=30))
         reply = stack.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
         lines = reply.iter_lines()
@@ -92,6 +95,7 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(monkeypatch: pytest.Mo
         rest = [line for line in lines if line.startswith("data: ")]
     assert "the server is stopping" in rest[0]
     assert rest[-1] == "data: [DONE]"
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == []
 
 
 def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layers: Path) -> None:

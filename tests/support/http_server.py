@@ -32,10 +32,11 @@ def running_server(
     *,
     preload: bool = False,
     store: ModelStore | None = None,
+    quiet: bool = True,
     **settings: Any,
 ) -> Iterator[Running]:
     """Serve `models` until the block ends; with `preload` they begin to load at once, as the command has them do.
-    `store`: what clients may fetch to and remove from."""
+    `store`: what clients may fetch to and remove from. Not `quiet`: it logs what a service does."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
     # All of localhost where that is asked for; never an address that other machines reach.
     socks = bind("localhost" if settings.get("host") == "localhost" else "127.0.0.1", 0)
@@ -43,7 +44,7 @@ def running_server(
     limits = ServerSettings(port=port, **settings)
     app = create_app(router, settings=limits, store=store)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve_on(app, socks, limits, quiet=True))
+    task = loop.create_task(serve_on(app, socks, limits, quiet=quiet))
 
     def serve() -> None:
         asyncio.set_event_loop(loop)

@@ -72,7 +72,12 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
         scope[CROWDED] = len(server.server_state.connections) > settings.max_connections
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            # Not waited for any longer: its client was told (streaming.py, app.py). uvicorn would log the whole stack.
+            if not server.should_exit:
+                raise
 
     class Protocol(_Protocol):
         header_timeout_s = settings.header_timeout_s
