@@ -25,8 +25,9 @@ def plan_file(
 ) -> Plan | None:
     """The Plan that runs `local` here for `purpose`; None where its header can't be read as a model (the engine then
     says what is wrong with it). A context nobody chose is halved until the plan fits. `draft`: the model that drafts."""
-    from localllm.device.detect import detect
+    from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import load_catalog
+    from localllm.planner import layouts
     from localllm.planner.plan import Overrides, plan_for
     from localllm.planner.types import Workload
 
@@ -35,6 +36,9 @@ def plan_file(
     if model is None or not model.variants:
         return None
     device = detect()
+    if layouts.depends(device, model.variants[0]):
+        # A second, the first time: a model of some size would take longer to lay its weights out for nothing.
+        device = with_matrix_rates(device, measure=True)
     kv_type = settings.value("kv_type")
     overrides = Overrides(
         measured=_measured(device, model, catalog),

@@ -25,7 +25,7 @@ def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
         processor = from_readings(in_use.without_gpus(readings), measure=measure, remeasure=remeasure)
-    return _with_matrix_rate(in_use.as_used(found, processor, build), measure=measure, remeasure=remeasure)
+    return with_matrix_rates(in_use.as_used(found, processor, build), measure=measure, remeasure=remeasure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -68,7 +68,7 @@ def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
     return replace(measured, bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"))
 
 
-def _with_matrix_rate(device: Device, *, measure: bool, remeasure: bool) -> Device:
+def with_matrix_rates(device: Device, *, measure: bool, remeasure: bool = False) -> Device:
     """Where the processor computes: what the installed build's kernels make of it, as kept or as measured now."""
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:

@@ -24,9 +24,7 @@ _MEASURED = ("Q4_K_M", "Q4_K_S", "Q4_K")
 def layout(device: Device, variant: Variant, workload: Workload) -> Literal["auto", "stored"]:
     """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own way) where nobody measured."""
     stored, laid_out = device.stored_rates, device.laid_out_rates
-    if device.accelerator != "cpu" or stored is None or laid_out is None or backend_for(variant) != "llamacpp":
-        return "auto"
-    if variant.quant.upper().removeprefix("UD-") not in _MEASURED:
+    if not depends(device, variant) or stored is None or laid_out is None:
         return "auto"
     need = needs.need_of(workload)
     new_tokens = need.prompt_tokens - need.cached_tokens
@@ -35,6 +33,12 @@ def layout(device: Device, variant: Variant, workload: Workload) -> Literal["aut
         return new_tokens / rates.prompt_tflops.value + _ANSWER_TOKENS / rates.token_tflops.value
 
     return "stored" if seconds(stored) < seconds(laid_out) else "auto"
+
+
+def depends(device: Device, variant: Variant) -> bool:
+    """True where the kernels' rates decide how `variant`'s weights are held."""
+    measured = variant.quant.upper().removeprefix("UD-") in _MEASURED
+    return device.accelerator == "cpu" and backend_for(variant) == "llamacpp" and measured
 
 
 def prompt_gain(device: Device) -> float:
