@@ -20,9 +20,9 @@ _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
 _TOOLKIT = f"{FOLDER}/toolkit"
 _CUDA_13 = f"{_TOOLKIT}/nvidia/cu13"
 # What `pyproject.toml` names in the extras mlx and mlx-cuda: a test holds them together.
-MLX = ("mlx>=0.32,<0.40", "mlx-lm>=0.32,<0.40")
-MLX_CPU = ("mlx[cpu]>=0.32,<0.40", "mlx-lm>=0.32,<0.40")
-MLX_CUDA = ("mlx[cuda13]>=0.32,<0.40", "mlx-lm>=0.32,<0.40")
+MLX = ("mlx>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
+MLX_CPU = ("mlx[cpu]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
+MLX_CUDA = ("mlx[cuda13]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
 _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what would be made"
 _WORDS = {"cuda": "CUDA", "vulkan": "Vulkan", "rocm": "ROCm", "metal": "Metal", "cpu": "the processor"}
 _NEWEST_IN_WHEELS, _OLDEST_IN_WHEELS = (9, 0), (7, 5)
