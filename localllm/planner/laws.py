@@ -39,6 +39,8 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 # Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
 # Zen 5 cores and 1.2 on these.)
 _CPU_LAID_OUT_GAIN = 1.1
+# Of those GB/s, Q4_1's to Q4_K's: what is known of the one where only the other was measured.
+_CPU_PLAIN_SHARE = 0.7
 # Formats whose weights are multiplied as they lie.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
@@ -65,7 +67,8 @@ class Hardware:
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
     then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
     its TFLOP/s without units for matrices (0: as many), and, of a processor that multiplies weights as they are stored, how many
-    times as fast as laid out anew it does so for a prompt (0: they are laid out)."""
+    times as fast as laid out anew it does so for a prompt (0: they are laid out). `token_gbps`: at what rate such a processor was
+    measured to read and multiply Q4_K weights for one token, as it holds them (0: not measured)."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -75,6 +78,7 @@ class Hardware:
     clock_ghz: float = families.REFERENCE_GHZ
     plain_tflops: float = 0.0
     stored_gain: float = 0.0
+    token_gbps: float = 0.0
 
     @property
     def engine(self) -> str:
@@ -95,13 +99,20 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     clock_ghz = families.REFERENCE_GHZ if device.accelerator == "cpu" else families.clock_ghz(name)
     keys, bandwidth_gbps = families.device_keys(device, backend), bandwidth_of(device)[0]
     plain_tflops, _ = families.nominal_tflops(device)
-    return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops)
+    token_gbps = layouts.token_gbps(device.laid_out_rates or device.stored_rates) if keys[0] == "cpu" else 0.0
+    return Hardware(
+        keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, token_gbps=token_gbps
+    )
 
 
 @by_identity
 def stored_on(device: Device) -> Hardware:
     """The processor of `device` where it multiplies weights as they are stored."""
-    return replace(hardware_of(device, "llamacpp"), stored_gain=layouts.prompt_gain(device))
+    return replace(
+        hardware_of(device, "llamacpp"),
+        stored_gain=layouts.prompt_gain(device),
+        token_gbps=layouts.token_gbps(device.stored_rates),
+    )
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -273,6 +284,9 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
 
 def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
+    if hardware.token_gbps:
+        plain = _CPU_PLAIN_SHARE if variant.quant.upper() in kernels.CPU_PLAIN_FORMATS else 1.0
+        return min(PEAK_SHARE, plain * hardware.token_gbps / hardware.bandwidth_gbps)
     laid_out = not hardware.stored_gain and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])

@@ -12,8 +12,10 @@ from typing import Literal
 from localllm.device.types import Device, MatrixRates
 from localllm.planner import needs
 from localllm.planner.types import Workload, backend_for
+from localllm_catalog import quants
 from localllm_catalog.types import Variant
 
+_BLOCK = 256  # weights of Q4_K that lie together
 # What is written after a prompt, beside what a model that thinks writes first: a screen of text, or of code.
 _ANSWER_TOKENS = 300
 # Formats of which most weights are of the type that was measured. The others are laid out, as llama.cpp would have it: those it
@@ -33,6 +35,13 @@ def layout(device: Device, variant: Variant, workload: Workload) -> Literal["aut
         return new_tokens / rates.prompt_tflops.value + _ANSWER_TOKENS / rates.token_tflops.value
 
     return "stored" if seconds(stored) < seconds(laid_out) else "auto"
+
+
+def token_gbps(rates: MatrixRates | None) -> float:
+    """GB/s of Q4_K weights that one token's product reads and multiplies; 0 where nobody measured."""
+    if rates is None:
+        return 0.0
+    return rates.token_tflops.value * 1e3 / 2 * float(quants.tensor_bytes("Q4_K", _BLOCK)) / _BLOCK
 
 
 def depends(device: Device, variant: Variant) -> bool:

@@ -192,7 +192,7 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
         read = speed.prefill(device, m, variant(m, "Q4_K_M"), settings, prompt_tokens=512)
         assert read.value == pytest.approx(prompt, rel=0.25)
         written = speed.decode(device, m, variant(m, "Q4_K_M"), settings)
-        assert written.low < token < written.high
+        assert written.value == pytest.approx(token, rel=0.25)
 
 
 @pytest.mark.parametrize("name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"])
