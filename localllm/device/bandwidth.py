@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.device.kept import BUSY_SHARE, Shelf, Used
-from localllm.device.types import Figure
+from localllm.device.kept import Shelf, Taken, Used
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +26,7 @@ SHELF = Shelf("bandwidth.json", sane=(0.5, 4000.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Taken):
     """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads.
     `others_share`: of the processor's time, what other programs had meanwhile."""
 
@@ -39,17 +38,14 @@ class Measurement:
     others_share: float = 0.0
 
     @property
-    def busy(self) -> bool:
-        """True where other programs had so much of the machine that the figure is theirs as much as the memory's."""
-        return self.others_share > BUSY_SHARE
+    def value(self) -> float:
+        """GB/s that a model's weights stream at: the better of the two, as both are floors of what the memory gives."""
+        return round(max(self.copy_gbps, self.read_gbps), 1)
 
     @property
-    def figure(self) -> Figure:
-        """What a model's weights stream at: the better of the two, as both are floors of what the memory gives."""
-        value = round(max(self.copy_gbps, self.read_gbps), 1)
-        how = f"{self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
-        beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
-        return Figure(value, "measured", f"copy and read in memory, {how}, {self.date}{beside}")
+    def how(self) -> str:
+        """By what it was found."""
+        return f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
 
 
 def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Measurement:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from localllm.device.types import Figure
 
@@ -17,14 +18,32 @@ BUSY_SHARE = 0.15
 _MOST_TRIES = 5
 
 
-class Taken(Protocol):
-    """What was measured: the figure, and whether other programs had so much of the machine that it is theirs as much."""
+class Taken(ABC):
+    """What was measured on `date`. `others_share`: of the processor's time, what other programs had meanwhile."""
+
+    date: str
+    others_share: float
 
     @property
-    def figure(self) -> Figure: ...
+    @abstractmethod
+    def value(self) -> float:
+        """The figure, in the unit of its shelf."""
 
     @property
-    def busy(self) -> bool: ...
+    @abstractmethod
+    def how(self) -> str:
+        """By what it was found."""
+
+    @property
+    def busy(self) -> bool:
+        """True where other programs had so much of the machine that the figure is theirs as much as the machine's."""
+        return self.others_share > BUSY_SHARE
+
+    @property
+    def figure(self) -> Figure:
+        """The figure, with how and when it was found."""
+        beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
+        return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.device.types import Device
-from localllm.planner import families, laws
+from localllm.planner import families, laws, speed
 from localllm.planner.facts import facts
 from localllm.planner.serialise import memory_to_json, range_to_json
 from localllm.planner.streams import streamed
@@ -22,6 +22,7 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     parts = streamed(plan.model, plan.variant)
     bandwidth, basis = laws.bandwidth_of(device)
     tflops, tflops_basis = families.nominal_tflops(device)
+    tflops *= speed.hardware(device, plan.variant, plan.settings).stored_gain or 1.0
     windows = {layer.window for layer, _ in facts(plan.model).groups if layer.kind == "sliding" and layer.window}
     depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
     return {

@@ -71,8 +71,11 @@ def test_formats_that_were_not_measured_are_the_engines_to_lay_out() -> None:
 
 def test_a_plan_says_which_and_what_it_gains() -> None:
     from localllm.planner.explain import explain
+    from localllm.planner.physics import physics
 
     m, file = of_quant("Q4_K_M")
     plan = plan_for(cpu(), m, file, Workload("coding", context=4096))
     assert plan.settings.placement.layout == "stored"
     assert "as stored" in "\n".join(explain(plan, cpu()))
+    # The roof that the chat draws is that of the kernels which run.
+    assert physics(plan, cpu())["tflops"] == pytest.approx(0.51)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.device.kept import BUSY_SHARE, Shelf, Used
-from localllm.device.types import Figure, MatrixRates
+from localllm.device.kept import Shelf, Taken, Used
+from localllm.device.types import MatrixRates
 
 _PROGRAM = "localllm_backends.llamacpp.matrix_rate"
 _PATIENCE_S = 60.0
@@ -21,7 +21,7 @@ _KINDS = ("prompt_flops_s", "token_flops_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Taken):
     """TFLOP/s of one product of quantised matrices with `threads` threads. `others_share`: of the processor's time, what
     other programs had meanwhile."""
 
@@ -31,16 +31,14 @@ class Measurement:
     others_share: float = 0.0
 
     @property
-    def busy(self) -> bool:
-        """True where other programs had so much of the machine that the figure is theirs as much as the processor's."""
-        return self.others_share > BUSY_SHARE
+    def value(self) -> float:
+        """TFLOP/s."""
+        return round(self.tflops, 4)
 
     @property
-    def figure(self) -> Figure:
-        """The rate, with how it was found."""
-        beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
-        source = f"the installed llama.cpp's product of Q4_K matrices, {self.threads} thread(s), {self.date}{beside}"
-        return Figure(round(self.tflops, 4), "measured", source)
+    def how(self) -> str:
+        """By what it was found."""
+        return f"the installed llama.cpp's product of Q4_K matrices, {self.threads} thread(s)"
 
 
 # Of each layout ("stored", and "laid_out" where there is one), of each kind of product.
