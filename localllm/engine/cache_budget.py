@@ -89,6 +89,22 @@ class Budget:
         freed = self._free(missing, keep, until, pending=True, all_or_nothing=True)
         return "now" if freed >= missing else "never"
 
+    def displace(self, need_bytes: int, used: int | None) -> bool:
+        """Demote what was used before `used` (None: now) and has a copy, until `need_bytes` more fit in the capacity; False where
+        they don't. Lines that come back so can't take turns: none displaces what is as recent as itself."""
+        missing = self.held_bytes + need_bytes - self.capacity_bytes
+        until = self.uses if used is None else used
+        for (last_used, _), block, i in self._by_age():
+            if missing <= 0 or last_used >= until:
+                break
+            demoted = self.shelves[i].demote(block)
+            self.changes += demoted > 0
+            missing -= demoted
+        return missing <= 0
+
+    def _by_age(self) -> list[tuple[Age, int, int]]:
+        return sorted((age, block, i) for i, shelf in enumerate(self.shelves) for age, block in shelf.ages())
+
     def shrink(self, n_bytes: int) -> int:
         """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
         freed = self._free(n_bytes, set(), self.uses, pending=False)
@@ -104,7 +120,7 @@ class Budget:
         """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that was
         used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two lines could
         else take turns at losing what the other can't use. Returns the bytes freed."""
-        order = sorted((age, block, i) for i, shelf in enumerate(self.shelves) for age, block in shelf.ages())
+        order = self._by_age()
         freed, losable = 0, 0
         doomed: list[tuple[Shelf, int]] = []
         for (last_used, _), block, i in order:

@@ -7,16 +7,18 @@ whole     one snapshot of everything at a point (models whose state can't be had
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from localllm.engine import restoring
 from localllm.engine.cache_budget import Budget, Room, Tokens
 from localllm.engine.disk_tier import DiskBlock, DiskTier
 from localllm.engine.pictures import edge, next_edge
-from localllm.engine.prefix_cache import Block, MemoryBlock, PrefixCache
+from localllm.engine.prefix_cache import Block, CachedPart, MemoryBlock, PrefixCache
 from localllm.engine.restoring import RestorePlan
 from localllm_backends.contract import Backend, BackendFailure, DeviceBackend, StateBackend
 
+# Copying fewer tokens than this back is no faster than computing them.
+MIN_TOKENS = 16
 # Large enough that a block's own overhead vanishes, small enough that one export is a fraction of a step.
 PIECE_TOKENS = 512
 # From a device's memory no more runs of cells are exported at a time: each is copied by itself, twice a layer.
@@ -115,8 +117,17 @@ class KvStore:
         return gap
 
     def at_hand(self, line: Tokens) -> bool:
-        """Is all that is held of it in memory?"""
-        return all(part.block.held_bytes for tree in self.trees for part in tree.peek(line).parts)
+        """Is all that is held of it in memory, but for what it has of another's block (after a restart often a token or a system
+        prompt), and what is computed anew as soon as read?"""
+        return next(self._only_on_disk(line), None) is None
+
+    def _only_on_disk(self, line: Tokens) -> Iterator[tuple[PrefixCache, CachedPart]]:
+        for tree in self.trees:
+            for part in tree.peek(line).parts:
+                block = part.block
+                whole = (part.start, part.stop) == (block.start, block.stop)
+                if whole and not block.held_bytes and part.n_tokens >= MIN_TOKENS and self.worth(block, part.n_tokens):
+                    yield tree, part
 
     def used(self, line: Tokens) -> None:
         """A line was used just now: what is held of it is the last to go. Of its states those that others are near to are
@@ -209,6 +220,25 @@ class KvStore:
             return "never"
         self._state_bytes = max(self._state_bytes, len(data))
         return self._insert(self.states, line, data, 0, used)
+
+    def recall(self, sequence: int, line: Tokens, used: int | None) -> bool:
+        """Hold in memory again what of `line` is on disk alone, one block of it, as `sequence` has it; False where there is no
+        room but what was used since."""
+        tree, part = next(self._only_on_disk(line), (None, None))
+        if tree is None or part is None or not self.budget.displace(self._guess(part.n_tokens), used):
+            return False
+        try:
+            data = self._exported(tree, sequence, part)
+        except BackendFailure:
+            return False
+        if self.budget.displace(len(data), used):
+            tree.promote(part.block, data)
+        return part.block.held_bytes > 0
+
+    def _exported(self, tree: PrefixCache, sequence: int, part: CachedPart) -> bytes:
+        if tree is self.states and self._stateful is not None:
+            return self._stateful.export_state(sequence)
+        return self._backend.export_range(sequence, part.start, part.stop)
 
     def _guess(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have, in bytes."""

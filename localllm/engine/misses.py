@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localllm.engine.job import Job
-from localllm.engine.sequence_pool import MIN_TOKENS
+from localllm.engine.kv_store import MIN_TOKENS
 
 _WORDS = {
     "evicted": "were evicted",

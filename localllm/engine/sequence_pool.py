@@ -22,7 +22,7 @@ from typing import Literal
 from localllm.engine.cache_budget import Room, Tokens
 from localllm.engine.checkpoints import Signs, checkpoints
 from localllm.engine.job import Job
-from localllm.engine.kv_store import KvStore
+from localllm.engine.kv_store import MIN_TOKENS, KvStore
 from localllm.engine.matching import Matching
 from localllm.engine.pictures import edge
 from localllm.engine.prefix_cache import Block, Match, PrefixCache
@@ -30,8 +30,6 @@ from localllm.engine.restoring import RestorePlan, Restoring
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError, StateBackend
 
 _STATES: dict[Room, ResidentState] = {"now": "exporting", "later": "awaiting", "never": "refused"}
-# Copying fewer tokens than this back is no faster than computing them.
-MIN_TOKENS = 16
 # So many tokens to compute again outweigh the copy of a state.
 _WORTH_A_STATE = 64
 # Closing waits this long for the writer to make room for what is not exported yet.
@@ -47,7 +45,7 @@ ResidentState = Literal["exporting", "awaiting", "refused", "exported", "at hand
 @dataclass(eq=False)
 class Resident:
     """A finished line still in the context, and how far its export to the prefix cache is: `state`, which held when the
-    cache had seen `as_of` changes. `used`: when its request ended, in uses of the cache; it takes no room in the cache
+    cache had seen `as_of` changes. `recalled_as_of`: the same of when what is on disk alone found no room in memory. `used`: when its request ended, in uses of the cache; it takes no room in the cache
     from what was used since."""
 
     sequence: int
@@ -55,6 +53,7 @@ class Resident:
     state: ResidentState = "exporting"
     used: int | None = None
     as_of: int | None = None
+    recalled_as_of: int | None = None
 
     @property
     def exported(self) -> bool:
@@ -318,13 +317,13 @@ class SequencePool:
         self._hear()
         if not (busy and self._stays(live)):
             for resident in self._residents:
-                if not resident.exported and self._export_next(resident):
+                if self._recall_next(resident) if resident.exported else self._export_next(resident):
                     break
         self.kv.hurry(self.waiting)
         self._hear()
         # Between requests one stays for the next turn of the chat just answered; the others are in the cache.
         self._leave(self._residents[:] if busy else self._residents[:-1])
-        return any(not r.exported and not self._refused(r) for r in self._residents)
+        return any(not self._refused(r) for r in self._residents if r.state != "at hand")
 
     def _leave(self, residents: Iterable[Resident]) -> None:
         """Those of them that are at hand in the cache leave the context, where that makes the steps of others shorter."""
@@ -385,7 +384,15 @@ class SequencePool:
 
     def _refused(self, resident: Resident) -> bool:
         """There was no room for it, and nothing has changed since."""
-        return resident.state in ("awaiting", "refused") and resident.as_of == self.kv.budget.changes
+        changes = self.kv.budget.changes
+        if resident.state == "exported":
+            return not self._recalls or resident.recalled_as_of == changes
+        return resident.state in ("awaiting", "refused") and resident.as_of == changes
+
+    @property
+    def _recalls(self) -> bool:
+        """Does a line that is on disk alone come into memory too, so that it may leave the context?"""
+        return not self._backend.capabilities.kv_on_device
 
     def _drop(self, resident: Resident) -> None:
         self._residents.remove(resident)
@@ -410,6 +417,15 @@ class SequencePool:
         """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
         while not resident.exported and self._export_next(resident, force=True):
             pass
+
+    def _recall_next(self, resident: Resident) -> bool:
+        """Have one block of an exported line in memory again; False where that can't be or needn't."""
+        if resident.state == "at hand" or self._refused(resident):
+            return False
+        recalled = self.kv.recall(resident.sequence, resident.tokens, resident.used)
+        resident.as_of = None  # looked at anew, whatever came of it
+        resident.recalled_as_of = None if recalled else self.kv.budget.changes
+        return recalled
 
     def _export_next(self, resident: Resident, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
-from localllm.engine import kv_store, sequence_pool
+from localllm.engine import kv_store
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
 from support.requests import request_for
@@ -29,7 +29,7 @@ ANSWER = 6
 # About what one conversation of a history has at its end.
 LINE_TOKENS = 300
 # A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at its end.
-_TOO_SHORT = sequence_pool.MIN_TOKENS
+_TOO_SHORT = kv_store.MIN_TOKENS
 Shape = Literal["plain", "states", "whole"]
 # What a single history may fall short of 95 % by: one line that was lost, where it can be taken up at points only. In little room
 # the engine may keep points of another line where the reference keeps those of the newest: it keeps some where lines part, and
