@@ -116,8 +116,9 @@ def resident_bytes(kind: str = "VmRSS") -> int:
     return 0
 
 
-def planned(path: Path, context: int) -> tuple[Any, Any, Any]:
-    """(device, model, plan) of `path` on this machine, for one request at a time, by what `localllm bench` measured here."""
+def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
+    """(device, model, plan, what is known of speeds here) of `path` on this machine, for one request at a time, by what
+    `localllm bench` measured here."""
     from localllm.cli.asked import machine_of
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
@@ -130,14 +131,15 @@ def planned(path: Path, context: int) -> tuple[Any, Any, Any]:
         device,
         model,
         plan_for(device, model, model.variants[0], workload, overrides=replace(known, slots=4, kv_type="f16")),
+        known.measured,
     )
 
 
 def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Plan `path`, and where it fits load it, and measure."""
-    from localllm.planner import why
+    from localllm.planner import speed, why
 
-    device, model, plan = planned(path, options.context)
+    device, model, plan, measured = planned(path, options.context)
     found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "planned_gb": plan.memory.total_bytes / 1e9}
     if plan.fits == "no":
         return {**found, "refused": why.does_not_fit(plan, device)}
@@ -160,11 +162,15 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     found["resident_gb"] = (resident_bytes() - before) / 1e9
     found["anonymous_gb"], found["mapped_gb"] = (resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile"))
     found["planned_over_resident"] = found["planned_gb"] / found["resident_gb"]
-    for name, rates, said in (("prefill", prefill, plan.prefill_tok_s), ("decode", decode, plan.decode_tok_s)):
+    # A plan's figure is of 2,048 tokens, of which attention is a larger part.
+    prompt = speed.prefill(
+        device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured
+    )  # fmt: skip
+    for name, rates, said in (("prefill", prefill, prompt), ("decode", decode, plan.decode_tok_s)):
         found[f"{name}_tok_s"] = statistics.median(rates)
         found[f"{name}_rounds"] = rates
         found[f"{name}_predicted"] = [said.low, said.value, said.high]
-    found["n_ubatch"] = plan.settings.n_batch
+    found["n_ubatch"], found["layout"] = plan.settings.n_batch, plan.settings.placement.layout
     backend.close()
     return found
 
@@ -245,6 +251,7 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, float]] = []
     for _ in range(max(1, options.beside)):
+        cached(path)
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=worker_environment())
         if done.returncode:
             print(
@@ -253,7 +260,7 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
             return
         ours.append(json.loads(done.stdout.splitlines()[-1]))
         if options.beside and "load_s" in ours[-1]:
-            theirs.append(llama_bench(path, options, ours[-1]["n_ubatch"]))
+            theirs.append(llama_bench(path, options, ours[-1]))
     print(f"\n{name}: load average {load:.1f} at start, {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} cores")
     for key, value in ours[-1].items():
         print(f"  {key:24} {_shown(value)}", flush=True)
@@ -264,15 +271,23 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
         print(f"  {key:24} {ratio:.3f} x llama-bench's ({turns})", flush=True)
 
 
-def llama_bench(path: Path, options: argparse.Namespace, n_ubatch: int) -> dict[str, float]:
-    """What llama-bench says of `path` with the same prompt, micro-batch and threads: prefill and decode in tokens per
-    second, and seconds from its start to a first token, loading included."""
+def cached(path: Path) -> None:
+    """Read the file once, so that whoever loads it next finds as much of it in memory as whoever does after."""
+    with path.open("rb", buffering=0) as f:
+        while f.read(16 * 2**20):
+            pass
+
+
+def llama_bench(path: Path, options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, float]:
+    """What llama-bench says of `path` with the same prompt, micro-batch, layout of weights and threads: prefill and decode in
+    tokens per second, and seconds from its start to a first token, loading included."""
     from benchmarks.peers_setup import built
     from localllm_backends.llamacpp.cores import processors
 
     program = built("llama-bench")
     threads = options.threads or processors()
-    command = [str(program), "-m", str(path), "-t", str(threads), "-ub", str(n_ubatch), "-o", "json"]
+    command = [str(program), "-m", str(path), "-t", str(threads), "-ub", str(ours["n_ubatch"]), "-o", "json"]
+    command += ["--repack", "0" if ours["layout"] == "stored" else "1"]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
 
     def run(*more: object) -> list[dict[str, Any]]:
@@ -280,6 +295,7 @@ def llama_bench(path: Path, options: argparse.Namespace, n_ubatch: int) -> dict[
         done = subprocess.run(whole, capture_output=True, text=True, check=True, env=environment)
         return list(json.loads(done.stdout))
 
+    cached(path)
     started = time.perf_counter()
     run("-p", 0, "-n", 1, "-r", 1, "--no-warmup")
     first = time.perf_counter() - started

@@ -36,9 +36,10 @@ def plan_file(
     if model is None or not model.variants:
         return None
     device = detect()
-    if layouts.depends(device, model.variants[0]):
+    types = layouts.types_to_time(device, model.variants[0])
+    if types:
         # A second, the first time: a model of some size would take longer to lay its weights out for nothing.
-        device = with_matrix_rates(device, measure=True)
+        device = with_matrix_rates(device, measure=True, types=types)
     kv_type = settings.value("kv_type")
     overrides = Overrides(
         measured=_measured(device, model, catalog),

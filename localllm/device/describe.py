@@ -22,8 +22,10 @@ def device_to_json(device: Device) -> dict[str, Any]:
         "fp16_tflops": _figure(device.fp16_tflops),
         "fp8_tflops": _figure(device.fp8_tflops),
         "fp4_tflops": _figure(device.fp4_tflops),
-        "stored_rates": _rates(device.stored_rates),
-        "laid_out_rates": _rates(device.laid_out_rates),
+        "matrix_rates": [
+            {"type": rates.type, "stored": _rates(rates.stored), "laid_out": _rates(rates.laid_out)}
+            for rates in device.matrix_rates
+        ],
         "compute_units": device.compute_units or None,
         "compute_capability": device.compute_capability or None,
         "n_gpus": device.n_gpus,
@@ -50,7 +52,11 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
 def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
     if rates is None:
         return None
-    return {"prompt_tflops": _figure(rates.prompt_tflops), "token_tflops": _figure(rates.token_tflops)}
+    return {
+        "prompt_tflops": _figure(rates.prompt_tflops),
+        "experts_tflops": _figure(rates.experts_tflops),
+        "token_tflops": _figure(rates.token_tflops),
+    }
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:

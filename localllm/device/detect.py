@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm import paths
@@ -16,7 +17,7 @@ from localllm.device.types import Device, Figure
 def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
     that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rate of that build's matrix kernels as well (a second more)."""
+    takes the rates of that build's matrix kernels as well (some seconds more)."""
     readings = read(slow=measure)
     found = from_readings(readings, measure=measure, remeasure=remeasure)
     if found.accelerator == "metal":
@@ -68,18 +69,20 @@ def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
     return replace(measured, bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"))
 
 
-def with_matrix_rates(device: Device, *, measure: bool, remeasure: bool = False) -> Device:
-    """Where the processor computes: what the installed build's kernels make of it, as kept or as measured now."""
+def with_matrix_rates(
+    device: Device, *, measure: bool, remeasure: bool = False, types: Sequence[str] = matrix_rate.TYPES
+) -> Device:
+    """Where the processor computes: what the installed build's kernels make of matrices of these `types`, as kept or as
+    measured now (half a second a type)."""
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
     folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
-    if remeasure or (measure and matrix_rate.due(folder, machine)):
-        taken = matrix_rate.measure()
-        if taken is not None:
-            matrix_rate.keep(folder, machine, taken)
-    stored, laid_out = (matrix_rate.cached(folder, machine, layout) for layout in ("stored", "laid_out"))
-    return replace(device, stored_rates=stored, laid_out_rates=laid_out)
+    wanted = types if remeasure else matrix_rate.due(folder, machine, types) if measure else ()
+    taken = matrix_rate.measure(wanted) if wanted else None
+    if taken is not None:
+        matrix_rate.keep(folder, machine, taken)
+    return replace(device, matrix_rates=matrix_rate.cached(folder, machine))
 
 
 def _machine(device: Device) -> str:

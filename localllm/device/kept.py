@@ -6,6 +6,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,22 +85,27 @@ class Shelf:
         """The figure kept for `machine`, None if there is none or it is unreadable."""
         return self._figure(self._known(folder).get(machine))
 
+    def beginning_with(self, folder: Path, start: str) -> dict[str, Figure]:
+        """The figures of every machine whose name begins so, by the rest of the name."""
+        found = {name.removeprefix(start): self._figure(entry) for name, entry in self._known(folder).items()
+                 if name.startswith(start)}  # fmt: skip
+        return {rest: figure for rest, figure in found.items() if figure is not None}
+
     def due(self, folder: Path, machine: str) -> bool:
         """True where `machine` has no figure, or one of a busy moment that was not tried often enough to better."""
         entry = self._known(folder).get(machine)
         return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
     def keep(self, folder: Path, machine: str, taken: Taken) -> Figure:
-        """Remember what was `taken` for `machine`, and return it; a cache that can't be written is no error (it is measured
+        """Remember what was `taken` for `machine`, and return it: see `keep_all`."""
+        return self.keep_all(folder, {machine: taken})[machine]
+
+    def keep_all(self, folder: Path, taken: Mapping[str, Taken]) -> dict[str, Figure]:
+        """Remember what was `taken` for each machine, and return it; a cache that can't be written is no error (it is measured
         again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
         machine is faster than it is."""
-        known, figure = self._known(folder), taken.figure
-        kept, tries = self._figure(known.get(machine)), _tries(known.get(machine))
-        if kept is not None and kept.value > figure.value:
-            if taken.busy and not tries:
-                return kept
-            figure = kept if tries else figure
-        known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
+        known = self._known(folder)
+        figures = {machine: self._better(known, machine, measured) for machine, measured in taken.items()}
         file = folder / self.file_name
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -108,6 +114,16 @@ class Shelf:
             temporary.replace(file)
         except OSError:
             pass
+        return figures
+
+    def _better(self, known: dict[str, Any], machine: str, taken: Taken) -> Figure:
+        """What counts for `machine` from now on, `known` brought up to it."""
+        kept, tries, figure = self._figure(known.get(machine)), _tries(known.get(machine)), taken.figure
+        if kept is not None and kept.value > figure.value:
+            if taken.busy and not tries:
+                return kept
+            figure = kept if tries else figure
+        known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
         return figure
 
     def _known(self, folder: Path) -> dict[str, Any]:

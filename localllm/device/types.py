@@ -45,11 +45,27 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRates:
-    """TFLOP/s (two operations per weight and token) at which quantised matrices are multiplied: with a prompt's tokens at once,
-    and with one token's."""
+    """TFLOP/s (two operations per weight and token) at which matrices are multiplied: with a prompt's tokens at once, the same
+    where each is sent to experts of its own, and with one token's."""
 
     prompt_tflops: Figure
+    experts_tflops: Figure
     token_tflops: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class TypeRates:
+    """What a processor makes of matrices of one type of number ("Q4_K"), with the weights as they are stored, and as the engine
+    lays them out anew (None: it has no layout for them)."""
+
+    type: str
+    stored: MatrixRates
+    laid_out: MatrixRates | None = None
+
+    @property
+    def usual(self) -> MatrixRates:
+        """As the engine would have it: laid out anew where it can."""
+        return self.laid_out or self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +73,8 @@ class Device:
     """One machine as a place to run one model.
 
     `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
-    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `stored_rates` and `laid_out_rates` are what
-    a processor makes of quantised matrices with the installed llama.cpp (none of a GPU). `match` is the devices.toml row.
+    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `matrix_rates` are what a processor
+    makes of matrices with the installed llama.cpp, as far as that was timed (none of a GPU). `match` is the devices.toml row.
     `n_gpus` cards share the model layer by layer: `memory` is their sum, compute is one card's, and `cards_bytes` what each
     of them may hold (empty: the same).
     """
@@ -74,8 +90,7 @@ class Device:
     fp16_tflops: Figure | None = None
     fp8_tflops: Figure | None = None
     fp4_tflops: Figure | None = None
-    stored_rates: MatrixRates | None = None
-    laid_out_rates: MatrixRates | None = None
+    matrix_rates: tuple[TypeRates, ...] = ()
     compute_units: int = 0
     compute_capability: str = ""
     os: str = ""

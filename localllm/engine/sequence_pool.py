@@ -45,8 +45,8 @@ ResidentState = Literal["exporting", "awaiting", "refused", "exported", "at hand
 @dataclass(eq=False)
 class Resident:
     """A finished line still in the context, and how far its export to the prefix cache is: `state`, which held when the
-    cache had seen `as_of` changes. `recalled_as_of`: the same of when what is on disk alone found no room in memory. `used`: when its request ended, in uses of the cache; it takes no room in the cache
-    from what was used since."""
+    cache had seen `as_of` changes. `recalled_as_of`: the same of when what is on disk alone found no room in memory. `used`:
+    when its request ended, in uses of the cache; it takes no room in the cache from what was used since."""
 
     sequence: int
     tokens: Tokens

@@ -6,7 +6,7 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import families, laws, memory, places, prefill_law, quality, speed, tables
+from localllm.planner import families, laws, memory, places, prefill_law, quality, speed, tables, timed
 from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan, Range
@@ -122,7 +122,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         for depth in (0, plan.settings.n_ctx)
     )
     parts, c = terms.streamed, terms.coefficients
-    eta = laws.weight_share(c, hardware, plan.variant)
+    eta = laws.weight_share(c, hardware, plan.model, plan.variant)
     known = facts(plan.model)
     layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     lines = [
@@ -169,9 +169,13 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     return lines
 
 
-def _layout_line(plan: Plan, gain: float) -> list[str]:
+def _layout_line(plan: Plan, device: Device) -> list[str]:
     if plan.settings.placement.layout != "stored":
         return []
+    stored, usual = (timed.flops_s(device.matrix_rates, plan.model, plan.variant, stored=s) for s in (True, False))
+    if stored is None or usual is None:
+        return []
+    gain = stored[0] / usual[0]
     return [f"  as stored    {gain:>11.2f} ×   as fast as with weights laid out anew for the processor (measured)"]
 
 
@@ -181,7 +185,8 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
     flops = 2 * prefill_law.matrix_params(plan.model, plan.variant)
     activation_bytes = prefill_law.activation_bytes(plan.model)
-    tflops *= hardware.stored_gain or 1.0
+    measured = hardware.timed_flops_s(plan.model, plan.variant)
+    tflops = tflops if measured is None else measured[0] / 1e12
     rate = f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} TFLOP/s ({basis})"
     lines = [
         "prompt, per token of 2,048",
@@ -193,7 +198,7 @@ def _prompt_lines(plan: Plan, device: Device) -> list[str]:
         f"  launches     {terms.layers_s * 1e6:>10.1f} µs",
         *([f"  mask         {terms.mask_s * 1e6:>10.1f} µs   written by the processor"] if terms.mask_s else []),
         *_beside_line(plan, device, terms.total_s),
-        *_layout_line(plan, hardware.stored_gain),
+        *_layout_line(plan, device),
         f"  prefill      {_span(plan.prefill_tok_s, 'tok/s')}",
         f"  first token  {_span(plan.ttft_s, 's')}",
     ]

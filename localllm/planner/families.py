@@ -148,6 +148,8 @@ _BOARD_CLOCK_GHZ = (
 )
 # One CPU core's matrix rate under llama.cpp's kernels (AVX2/NEON), order of magnitude; the benchmark corrects it.
 _TFLOPS_PER_CORE = 0.05
+# The type of weights whose product, where it was timed, is a processor's nominal rate.
+CPU_YARDSTICK = "Q4_K"
 
 
 # MLX multiplies on the units for matrices that M5's GPU cores have: over four times M4's rate, as Apple has it
@@ -158,9 +160,9 @@ _MLX_TFLOPS_PER_UNIT = {"m5": 4 * 0.46, "m6": 4 * 0.46}
 def nominal_tflops(device: Device, backend: str = "llamacpp") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
     if device.accelerator == "cpu":
-        rates = device.laid_out_rates or device.stored_rates
-        if rates is not None:
-            return rates.prompt_tflops.value, rates.prompt_tflops.basis
+        timed = next((rates.usual for rates in device.matrix_rates if rates.type == CPU_YARDSTICK), None)
+        if timed is not None:
+            return timed.prompt_tflops.value, timed.prompt_tflops.basis
         return max(1, device.n_cpu_cores) * _TFLOPS_PER_CORE, "assumed"
     return part_tflops(device.match or device.name, device.compute_units,
                        device.fp16_tflops.value if device.fp16_tflops else 0.0, engine=engine_of(device, backend))  # fmt: skip

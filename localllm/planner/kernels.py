@@ -91,9 +91,10 @@ def expert_tile(keys: Keys) -> float:
 def matrix_share(variant: Variant, keys: Keys) -> float:
     """Share of the units' nominal rate at which matrices of this format are multiplied.
 
-    A processor's are those of Q4_K laid out anew. Under Vulkan bfloat16 goes to the plain units, at half the rate of those for
-    matrices, where the driver multiplies no matrices of that type. A P100 lacks the products of four bytes at once that
-    llama.cpp's kernels for quantised matrices are made of, and what it has instead is half as wide.
+    A processor's are those of Q4_K laid out anew, where this type was not timed itself (timed.py). Under Vulkan bfloat16 goes to
+    the plain units, at half the rate of those for matrices, where the driver multiplies no matrices of that type. A P100 lacks
+    the products of four bytes at once that llama.cpp's kernels for quantised matrices are made of, and what it has instead is
+    half as wide.
     """
     if variant.quant.upper() == "BF16" and not _multiplies_bf16(keys):
         return _PLAIN_BF16_SHARE

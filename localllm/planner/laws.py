@@ -20,8 +20,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from localllm.device.types import Device
-from localllm.planner import efficiency, families, kernels, layouts, power
+from localllm.device.types import Device, TypeRates
+from localllm.planner import efficiency, families, kernels, power, timed
 from localllm.planner.facts import facts
 from localllm.planner.streams import Streamed, streamed
 from localllm_catalog import quants
@@ -39,8 +39,6 @@ CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
 # Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
 # Zen 5 cores and 1.2 on these.)
 _CPU_LAID_OUT_GAIN = 1.1
-# Of those GB/s, Q4_1's to Q4_K's: what is known of the one where only the other was measured.
-_CPU_PLAIN_SHARE = 0.7
 # Formats whose weights are multiplied as they lie.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
@@ -66,9 +64,8 @@ class Hardware:
     """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`families.hardware_keys`),
     GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
     then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
-    its TFLOP/s without units for matrices (0: as many), and, of a processor that multiplies weights as they are stored, how many
-    times as fast as laid out anew it does so for a prompt (0: they are laid out). `token_gbps`: at what rate such a processor was
-    measured to read and multiply Q4_K weights for one token, as it holds them (0: not measured)."""
+    its TFLOP/s without units for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, and whether
+    it multiplies weights as they are `stored` (or as the engine would have it)."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -77,8 +74,8 @@ class Hardware:
     power_share: float = 1.0
     clock_ghz: float = families.REFERENCE_GHZ
     plain_tflops: float = 0.0
-    stored_gain: float = 0.0
-    token_gbps: float = 0.0
+    rates: tuple[TypeRates, ...] = ()
+    stored: bool = False
 
     @property
     def engine(self) -> str:
@@ -88,6 +85,10 @@ class Hardware:
     def keys_for(self, variant: Variant) -> tuple[str, ...]:
         """Keys of where it runs and of what runs."""
         return (*self.keys, format_key(variant))
+
+    def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
+        """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was timed on a processor."""
+        return timed.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
 
 
 @by_identity
@@ -99,20 +100,14 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     clock_ghz = families.REFERENCE_GHZ if device.accelerator == "cpu" else families.clock_ghz(name)
     keys, bandwidth_gbps = families.device_keys(device, backend), bandwidth_of(device)[0]
     plain_tflops, _ = families.nominal_tflops(device)
-    token_gbps = layouts.token_gbps(device.laid_out_rates or device.stored_rates) if keys[0] == "cpu" else 0.0
-    return Hardware(
-        keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, token_gbps=token_gbps
-    )
+    rates = device.matrix_rates if keys[0] == "cpu" else ()
+    return Hardware(keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates)
 
 
 @by_identity
 def stored_on(device: Device) -> Hardware:
     """The processor of `device` where it multiplies weights as they are stored."""
-    return replace(
-        hardware_of(device, "llamacpp"),
-        stored_gain=layouts.prompt_gain(device),
-        token_gbps=layouts.token_gbps(device.stored_rates),
-    )
+    return replace(hardware_of(device, "llamacpp"), stored=True)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
@@ -232,7 +227,7 @@ def decode_terms(
     """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
-    limited = c | {"eta": weight_share(c, hardware, variant), "quant": 1.0, "moe": 1.0,
+    limited = c | {"eta": weight_share(c, hardware, model, variant), "quant": 1.0, "moe": 1.0,
                    "routed": max(1.0, c["routed"]), "kv": min(PEAK_SHARE, c["kv"])}  # fmt: skip
     parts = decode_parts(model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences)
     s = {name: part.seconds(limited) for name, part in parts.items()}
@@ -282,12 +277,14 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
     return sum(part.seconds(c) for part in further_parts(model, variant, hardware, n_sequences))
 
 
-def weight_share(coefficients: Mapping[str, float], hardware: Hardware, variant: Variant) -> float:
+def weight_share(coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
-    if hardware.token_gbps:
-        plain = _CPU_PLAIN_SHARE if variant.quant.upper() in kernels.CPU_PLAIN_FORMATS else 1.0
-        return min(PEAK_SHARE, plain * hardware.token_gbps / hardware.bandwidth_gbps)
-    laid_out = not hardware.stored_gain and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
+    measured = hardware.timed_flops_s(model, variant)
+    if measured is not None:
+        read = streamed(model, variant)
+        bytes_a_weight = read.total_bytes / (read.dense_params + read.routed_params)
+        return min(PEAK_SHARE, measured[1] / 2 * bytes_a_weight / (hardware.bandwidth_gbps * 1e9))
+    laid_out = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
 

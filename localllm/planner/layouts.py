@@ -9,49 +9,42 @@ from __future__ import annotations
 
 from typing import Literal
 
-from localllm.device.types import Device, MatrixRates
-from localllm.planner import needs
+from localllm.device.types import Device
+from localllm.planner import needs, timed
 from localllm.planner.types import Workload, backend_for
-from localllm_catalog import quants
-from localllm_catalog.types import Variant
+from localllm_catalog.types import Model, Variant
 
-_BLOCK = 256  # weights of Q4_K that lie together
 # What is written after a prompt, beside what a model that thinks writes first: a screen of text, or of code.
 _ANSWER_TOKENS = 300
-# Formats of which most weights are of the type that was measured. The others are laid out, as llama.cpp would have it: those it
-# has a layout for are quicker so in both, the rest is stored whatever is said.
-_MEASURED = ("Q4_K_M", "Q4_K_S", "Q4_K")
+# A file of less is loaded, and answers, before its kernels are timed.
+_WORTH_TIMING_BYTES = 128 * 2**20
 
 
-def layout(device: Device, variant: Variant, workload: Workload) -> Literal["auto", "stored"]:
-    """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own way) where nobody measured."""
-    stored, laid_out = device.stored_rates, device.laid_out_rates
-    if not depends(device, variant) or stored is None or laid_out is None:
+def layout(device: Device, model: Model, variant: Variant, workload: Workload) -> Literal["auto", "stored"]:
+    """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own way) where nobody measured, and
+    where it lays nothing out."""
+    base = timed.base_type(variant)
+    if not _on_the_processor(device, variant) or not any(r.laid_out for r in device.matrix_rates if r.type == base):
+        return "auto"
+    stored, usual = (timed.flops_s(device.matrix_rates, model, variant, stored=s) for s in (True, False))
+    if stored is None or usual is None:
         return "auto"
     need = needs.need_of(workload)
     new_tokens = need.prompt_tokens - need.cached_tokens
 
-    def seconds(rates: MatrixRates) -> float:
-        return new_tokens / rates.prompt_tflops.value + _ANSWER_TOKENS / rates.token_tflops.value
+    def work(flops_s: tuple[float, float]) -> float:
+        prompt, token = flops_s
+        return new_tokens / prompt + _ANSWER_TOKENS / token
 
-    return "stored" if seconds(stored) < seconds(laid_out) else "auto"
-
-
-def token_gbps(rates: MatrixRates | None) -> float:
-    """GB/s of Q4_K weights that one token's product reads and multiplies; 0 where nobody measured."""
-    if rates is None:
-        return 0.0
-    return rates.token_tflops.value * 1e3 / 2 * float(quants.tensor_bytes("Q4_K", _BLOCK)) / _BLOCK
+    return "stored" if work(stored) < work(usual) else "auto"
 
 
-def depends(device: Device, variant: Variant) -> bool:
-    """True where the kernels' rates decide how `variant`'s weights are held."""
-    measured = variant.quant.upper().removeprefix("UD-") in _MEASURED
-    return device.accelerator == "cpu" and backend_for(variant) == "llamacpp" and measured
+def types_to_time(device: Device, variant: Variant) -> list[str]:
+    """The types whose kernels are worth timing before `variant` is planned on `device`: they decide how its weights are held and
+    how fast it is said to be."""
+    heavy = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
+    return timed.types_needed(variant) if heavy and _on_the_processor(device, variant) else []
 
 
-def prompt_gain(device: Device) -> float:
-    """How many times as fast as laid out anew matrices are multiplied as they are stored, for a prompt; 1 where it is unknown."""
-    if device.stored_rates is None or device.laid_out_rates is None:
-        return 1.0
-    return device.stored_rates.prompt_tflops.value / device.laid_out_rates.prompt_tflops.value
+def _on_the_processor(device: Device, variant: Variant) -> bool:
+    return device.accelerator == "cpu" and backend_for(variant) == "llamacpp"

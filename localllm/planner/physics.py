@@ -22,7 +22,8 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     parts = streamed(plan.model, plan.variant)
     bandwidth, basis = laws.bandwidth_of(device)
     tflops, tflops_basis = families.nominal_tflops(device)
-    tflops *= speed.hardware(device, plan.variant, plan.settings).stored_gain or 1.0
+    measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(plan.model, plan.variant)
+    tflops = tflops if measured is None else measured[0] / 1e12
     windows = {layer.window for layer, _ in facts(plan.model).groups if layer.kind == "sliding" and layer.window}
     depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
     return {

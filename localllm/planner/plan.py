@@ -117,7 +117,7 @@ def settings_for(
         drafter=drafter,
         placement=Placement(
             tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
-            layout=layouts.layout(device, variant, workload),
+            layout=layouts.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
     )

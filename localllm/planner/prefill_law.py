@@ -92,8 +92,12 @@ def prefill_parts(
     batch = max(1, min(prompt_tokens, n_batch))
     after, before = masked or kernels.masked_share(hardware.keys, batch)
     flops = all_attention_flops(model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before)
-    held = units * hardware.power_share * kernels.matrix_share(variant, hardware.keys) * (hardware.stored_gain or 1.0)
-    moe: Powers = (("moe", 1),) if model.experts is not None else ()
+    measured = hardware.timed_flops_s(model, variant)
+    held = (
+        units * hardware.power_share * kernels.matrix_share(variant, hardware.keys) if measured is None else measured[0]
+    )
+    # (What was timed with experts has in it what they cost more.)
+    moe: Powers = (("moe", 1),) if model.experts is not None and measured is None else ()
     matrices: Powers = (("matmul", -1), ("quant", 1), *moe)
     wait: Powers = (("clock", lag(hardware.clock_ghz)),)
     touched = read.step_routed_params(model, batch) if model.experts is not None else 0.0

@@ -377,7 +377,16 @@ def _quant_name(header: GgufHeader, file_name: str) -> str:
     match = _QUANT_IN_NAME.search(file_name)
     if match is not None:
         return match[1].upper()
-    return architectures.FILE_TYPES.get(header.integer("general.file_type", -1), "unknown")
+    said = architectures.FILE_TYPES.get(header.integer("general.file_type", -1))
+    return said or _main_type(header)
+
+
+def _main_type(header: GgufHeader) -> str:
+    """The type of most of the bytes: of a file that says nothing of itself."""
+    n_bytes: dict[str, int] = {}
+    for tensor in header.tensors:
+        n_bytes[tensor.type] = n_bytes.get(tensor.type, 0) + tensor.n_bytes
+    return max(n_bytes, key=lambda name: n_bytes[name], default="unknown")
 
 
 def _vocabulary(header: GgufHeader, facts: _Facts) -> int:

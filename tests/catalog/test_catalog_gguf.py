@@ -209,6 +209,13 @@ def test_the_quant_is_named_by_the_file_or_else_by_the_header(write_gguf: Write,
     assert model_from_gguf(gguf.read(path)).variants[0].quant == quant
 
 
+def test_the_quant_of_a_file_that_does_not_say_is_the_type_of_most_of_it(write_gguf: Write) -> None:
+    tensors = [("blk.0.attn_q.weight", (256, 256), "F16"), ("blk.0.ffn_up.weight", (256, 4096), "MXFP4")]
+    said = basic()
+    said.pop("general.file_type", None)
+    assert model_from_gguf(gguf.read(write_gguf(said, tensors, name="model.gguf"))).variants[0].quant == "MXFP4"
+
+
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from localllm.device import bandwidth, in_use
-from localllm.device.detect import detect, from_readings, measures_ram
+from localllm.device.detect import detect, from_readings, measures_ram, with_matrix_rates
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.parsers import nvidia as parsers
@@ -89,22 +90,44 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
 ) -> None:
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
-    assert detect().stored_rates is None
+    assert detect().matrix_rates == ()
     first = detect(measure=True)
-    assert first.stored_rates is not None
-    for figure in (first.stored_rates.prompt_tflops, first.stored_rates.token_tflops):
-        assert figure.basis == "measured"
-        assert re.search(r"Q4_K .*\d{4}-\d{2}-\d{2}", figure.source)
-    again = detect()
-    assert (again.stored_rates, again.laid_out_rates) == (first.stored_rates, first.laid_out_rates)
+    assert [rates.type for rates in first.matrix_rates] == list(matrix_rate.TYPES)
+    for rates in first.matrix_rates:
+        for figure in (rates.stored.prompt_tflops, rates.stored.experts_tflops, rates.usual.token_tflops):
+            assert figure.basis == "measured"
+            assert re.search(rf"{rates.type} .*\d{{4}}-\d{{2}}-\d{{2}}", figure.source)
+    assert detect().matrix_rates == first.matrix_rates
     monkeypatch.setattr(in_use, "identity", lambda: "another build")
-    assert detect().stored_rates is None
+    assert detect().matrix_rates == ()
+
+
+def test_only_types_that_nobody_has_timed_are_timed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if detect().accelerator != "cpu":
+        pytest.skip("on this machine the processor computes nothing")
+    asked: list[list[str]] = []
+
+    def measure(types: Sequence[str]) -> matrix_rate.Measurements:
+        asked.append(list(types))
+        rates = {
+            kind: matrix_rate.Measurement("any", 0.1, 2, "2026-11-25")
+            for kind in ("prompt_flops_s", "experts_flops_s", "token_flops_s")
+        }
+        return {name: {"stored": rates} for name in types}
+
+    monkeypatch.setattr(matrix_rate, "measure", measure)
+    for types in (["Q4_K", "Q8_0"], ["Q4_K", "Q6_K"], ["Q6_K"]):
+        found = with_matrix_rates(detect(), measure=True, types=types)
+    assert asked == [["Q4_K", "Q8_0"], ["Q6_K"]]
+    assert [(rates.type, rates.laid_out) for rates in found.matrix_rates] == [
+        (t, None) for t in ("Q4_K", "Q8_0", "Q6_K")
+    ]
 
 
 def test_a_build_that_can_not_be_timed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build made for another processor ends with an illegal instruction as soon as it is used."""
     monkeypatch.setattr(matrix_rate, "_PROGRAM", "localllm_backends.no_such_program")
-    assert matrix_rate.measure() is None
+    assert matrix_rate.measure(["Q4_K"]) is None
 
 
 def test_without_measuring_nothing_is_written(own_cache: Path) -> None:

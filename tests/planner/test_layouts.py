@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.device.types import Device, Figure, MatrixRates, Memory
+from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import layouts
 from localllm.planner.plan import plan_for
 from localllm.planner.types import Workload
@@ -18,17 +18,19 @@ GIB = 2**30
 
 
 def rates(prompt_tflops: float, token_tflops: float) -> MatrixRates:
-    return MatrixRates(Figure(prompt_tflops, "measured"), Figure(token_tflops, "measured"))
+    prompt, token = (Figure(tflops, "measured") for tflops in (prompt_tflops, token_tflops))
+    return MatrixRates(prompt, prompt, token)
 
 
 # Two Zen cores with AVX-512, llama.cpp 0.3.36.
 STORED, LAID_OUT = rates(0.51, 0.095), rates(0.291, 0.116)
+ZEN = (TypeRates("Q4_K", STORED, LAID_OUT),)
 
 
-def cpu(stored: MatrixRates | None = STORED, laid_out: MatrixRates | None = LAID_OUT) -> Device:
+def cpu(matrix_rates: tuple[TypeRates, ...] = ZEN) -> Device:
     pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
     plain = Device("a small server", "system", "cpu", "server", pool, Figure(56.7, "measured"), n_cpu_cores=2)
-    return replace(plain, stored_rates=stored, laid_out_rates=laid_out)
+    return replace(plain, matrix_rates=matrix_rates)
 
 
 def of_quant(quant: str) -> tuple[Model, Variant]:
@@ -40,33 +42,43 @@ def of_quant(quant: str) -> tuple[Model, Variant]:
     ("purpose", "wanted"), [("coding", "stored"), ("long", "stored"), ("chat", "stored"), ("embedding", "stored")]
 )
 def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(purpose: Purpose, wanted: str) -> None:
-    _, file = of_quant("Q4_K_M")
-    assert layouts.layout(cpu(), file, Workload(purpose)) == wanted
+    m, file = of_quant("Q4_K_M")
+    assert layouts.layout(cpu(), m, file, Workload(purpose)) == wanted
 
 
 def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
-    _, file = of_quant("Q4_K_M")
-    assert layouts.layout(cpu(), file, Workload("chat", prompt_tokens=64)) == "auto"
+    m, file = of_quant("Q4_K_M")
+    assert layouts.layout(cpu(), m, file, Workload("chat", prompt_tokens=64)) == "auto"
 
 
 @pytest.mark.parametrize(
     "device",
     [
-        cpu(stored=None),
-        cpu(laid_out=None),
-        cpu(stored=rates(0.05, 0.01), laid_out=rates(0.08, 0.012)),
-        replace(resolve("RTX 4090"), stored_rates=STORED, laid_out_rates=LAID_OUT),
+        cpu(()),
+        cpu((TypeRates("Q4_K", STORED),)),
+        cpu((TypeRates("Q4_K", rates(0.05, 0.01), rates(0.08, 0.012)),)),
+        replace(resolve("RTX 4090"), matrix_rates=ZEN),
     ],
-    ids=["stored unknown", "nothing laid out", "laid out is quicker in both", "a graphics card"],
+    ids=["nothing timed", "nothing laid out", "laid out is quicker in both", "a graphics card"],
 )
 def test_the_engine_decides_where_nothing_else_is_known_to_be_quicker(device: Device) -> None:
+    m, file = of_quant("Q4_K_M")
+    assert layouts.layout(device, m, file, Workload("coding")) == "auto"
+
+
+def test_a_format_is_laid_out_or_not_by_its_own_rates() -> None:
+    m, file = of_quant("Q8_0")
+    assert layouts.layout(cpu(), m, file, Workload("coding")) == "auto"
+    timed = cpu((*ZEN, TypeRates("Q8_0", rates(0.6, 0.07), rates(0.3, 0.08))))
+    assert layouts.layout(timed, m, file, Workload("coding")) == "stored"
+
+
+def test_what_decides_is_timed_for_models_that_take_longer_to_load_than_to_time() -> None:
     _, file = of_quant("Q4_K_M")
-    assert layouts.layout(device, file, Workload("coding")) == "auto"
-
-
-def test_formats_that_were_not_measured_are_the_engines_to_lay_out() -> None:
-    _, file = of_quant("Q8_0")
-    assert layouts.layout(cpu(), file, Workload("coding")) == "auto"
+    assert layouts.types_to_time(cpu(()), file) == ["Q4_K", "Q6_K"]
+    assert layouts.types_to_time(cpu(()), of_quant("Q8_0")[1]) == ["Q4_K", "Q8_0"]
+    assert layouts.types_to_time(cpu(()), replace(file, weights_bytes=100_000_000)) == []
+    assert layouts.types_to_time(resolve("RTX 4090"), file) == []
 
 
 def test_a_plan_says_which_and_what_it_gains() -> None:
@@ -79,3 +91,4 @@ def test_a_plan_says_which_and_what_it_gains() -> None:
     assert "as stored" in "\n".join(explain(plan, cpu()))
     # The roof that the chat draws is that of the kernels which run.
     assert physics(plan, cpu())["tflops"] == pytest.approx(0.51)
+    assert "0.510 TFLOP/s (measured)" in "\n".join(explain(plan, cpu()))

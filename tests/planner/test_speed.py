@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.device.named import resolve
-from localllm.device.types import Device, Figure, MatrixRates, Memory
+from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import families, laws, memory, recommend, speed, sustained
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
@@ -165,14 +165,26 @@ def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
     assert found.high / found.low > 3
 
 
-def rates(prompt_tflops: float, token_tflops: float = 0.1) -> MatrixRates:
-    return MatrixRates(Figure(prompt_tflops, "measured"), Figure(token_tflops, "measured"))
+def rates(prompt_tflops: float, token_tflops: float = 0.1, experts_tflops: float | None = None) -> MatrixRates:
+    prompt, experts, token = (
+        Figure(tflops, "measured") for tflops in (prompt_tflops, experts_tflops or prompt_tflops, token_tflops)
+    )
+    return MatrixRates(prompt, experts, token)
+
+
+# Two Zen cores with AVX-512, llama.cpp 0.3.36: Q4_K, Q6_K and MXFP4.
+ZEN = (
+    TypeRates("Q4_K", rates(0.508, 0.130, 0.420), rates(0.293, 0.146, 0.161)),
+    TypeRates("Q6_K", rates(0.406, 0.084, 0.272)),
+    TypeRates("Q8_0", rates(0.211, 0.066, 0.108)),
+    TypeRates("MXFP4", rates(0.064, 0.066, 0.063), rates(0.199, 0.062, 0.061)),
+)
 
 
 def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None:
     m = model("qwen3-8b")
     file, assumed = variant(m, "Q4_K_M"), cpu()
-    slow, fast = (replace(assumed, laid_out_rates=rates(tflops)) for tflops in (0.02, 0.3))
+    slow, fast = (replace(assumed, matrix_rates=(TypeRates("Q4_K", rates(tflops)),)) for tflops in (0.02, 0.3))
     a, b, c = (speed.prefill(device, m, file) for device in (slow, assumed, fast))
     assert a.value < b.value < c.value
     assert c.value > 8 * a.value
@@ -186,7 +198,7 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
     """Qwen3-8B Q4_K_M by llama-bench on two Zen cores with AVX-512 (512 tokens): 18.3 tok/s of prompt and 7.8 of answer laid
     out anew, 34.8 and 7.1 as stored; the kernels and the memory as measured on that machine."""
     m = model("qwen3-8b")
-    device = replace(cpu(56.7), laid_out_rates=rates(0.291, 0.116), stored_rates=rates(0.51, 0.095))
+    device = replace(cpu(56.7), matrix_rates=ZEN)
     stored = replace(speed.USUAL, placement=Placement(layout="stored"))
     for settings, prompt, token in ((speed.USUAL, 18.3, 7.8), (stored, 34.8, 7.1)):
         read = speed.prefill(device, m, variant(m, "Q4_K_M"), settings, prompt_tokens=512)

@@ -1,11 +1,12 @@
-"""How fast the installed llama.cpp multiplies quantised matrices on the processor: its own kernels, timed.
+"""How fast the installed llama.cpp multiplies matrices on the processor: its own kernels, timed type by type.
 
-What a core makes of them differs tenfold with its vector units and with what the build was compiled for, and neither a
-name nor a clock tells it. A program of its own, as a build for another processor ends with an illegal instruction:
+What a core makes of them differs tenfold with its vector units, with what the build was compiled for, and with the type of the
+weights; neither a name nor a clock tells it. A program of its own, as a build for another processor ends with an illegal
+instruction:
 
-    python -m localllm_backends.llamacpp.matrix_rate        (prints one JSON object)
+    python -m localllm_backends.llamacpp.matrix_rate TYPE…        (such as Q4_K; prints one JSON object)
 
-The weights are Q4_K, as they are stored and as llama.cpp lays them out when it loads a model (the first buffer type of the CPU
+Weights are multiplied as they are stored and as llama.cpp lays them out when it loads a model (the first buffer type of the CPU
 backend that takes the product: ggml-backend.h, `ggml_backend_dev_get_extra_bufts`): which is quicker is not the same for a
 prompt and for a token, nor on every processor.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -24,32 +27,56 @@ from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native import ggml_function, start_native
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
-_F32, _Q4_K, _CPU = 0, 12, 0
-# (weights' rows and columns, tokens): a prompt, whose matrices are computed; and a token, whose 66 MB no cache holds.
-_PROMPT, _TOKEN = ((2048, 2048), 512), ((28672, 4096), 1)
+_F32, _I32, _CPU = 0, 26, 0
+_TYPES = {
+    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
+}  # fmt: skip
+# A prompt, whose matrices are computed; the same through experts, of which each token is sent to two: other kernels, and 64 rows
+# each; and a token, whose 66 MB (of Q4_K) no cache holds.
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
-_SECONDS = 0.2
+_SECONDS = 0.1
 _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
 
-_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
+_Pointer, _Bytes = ctypes.c_void_p, ctypes.c_size_t
 
 
 class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", _Size), ("mem_buffer", _Pointer), ("no_alloc", ctypes.c_bool)]
+    _fields_ = [("mem_size", _Bytes), ("mem_buffer", _Pointer), ("no_alloc", ctypes.c_bool)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOP/s (two per weight and token) at a prompt's product, and at one token's."""
+    """FLOP/s (two per weight and token) at a prompt's product, at a prompt's with experts, and at one token's."""
 
     prompt_flops_s: float
+    experts_flops_s: float
     token_flops_s: float
 
 
-def rates(n_threads: int) -> dict[str, Rates]:
-    """What the CPU backend makes of Q4_K matrices with `n_threads` threads: "stored" as they lie in a file, and "laid_out" anew
-    where this build has a layout for them on this processor.
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A product: `tokens` by a matrix of so many rows and columns, or by `n_chosen` each of `n_experts` such matrices (0: one)."""
+
+    rows: int
+    columns: int
+    tokens: int
+    n_experts: int = 0
+    n_chosen: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Two for every weight that a token meets."""
+        return 2 * self.rows * self.columns * self.tokens * self.n_chosen
+
+
+_PROMPT, _EXPERTS, _TOKEN = _Size(2048, 2048, 512), _Size(768, 2048, 512, 16, 2), _Size(28672, 4096, 1)
+
+
+def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
+    """What the CPU backend makes of matrices of each of `types` with `n_threads` threads: "stored" as they lie in a file, and
+    "laid_out" anew where this build has a layout for them on this processor. A type that this build does not know is left out.
 
     Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError where it lacks a function.
     """
@@ -65,42 +92,73 @@ def rates(n_threads: int) -> dict[str, Rates]:
     supported = ggml_function("ggml_backend_dev_supports_op", ctypes.c_bool, _Pointer, _Pointer)
     compute = ggml_function("ggml_backend_graph_compute", ctypes.c_int, _Pointer, _Pointer)
 
-    def timed(kind: int, size: tuple[tuple[int, int], int]) -> float | None:
-        (rows, width), tokens = size
-        graph, product = _product(kind, stored, rows, width, tokens)
-        if not supported(device, product):
-            return None
-        # The first product is not counted: it wakes the threads.
-        if compute(backend, graph):
-            raise RuntimeError("llama.cpp could not multiply two matrices")
-        return 2 * rows * width * tokens / _best_s(partial(compute, backend, graph))
+    def timed(kind: int, weights: int, size: _Size) -> float | None:
+        with _product(kind, stored, weights, size, partial(supported, device)) as graph:
+            if graph is None:
+                return None
+            # The first product is not counted: it wakes the threads.
+            if compute(backend, graph):
+                raise RuntimeError("llama.cpp could not multiply two matrices")
+            return size.flops / _best_s(partial(compute, backend, graph))
 
-    found: dict[str, Rates] = {}
-    layouts = _laid_out(ask(registry, b"ggml_backend_dev_get_extra_bufts"), device)
-    for name, kind in (("stored", stored), *(("laid_out", kind) for kind in layouts)):
-        prompt, token = timed(kind, _PROMPT), timed(kind, _TOKEN)
-        if prompt is not None and token is not None:
-            found.setdefault(name, Rates(prompt, token))
+    type_name = ggml_function("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+    kinds = [("laid_out", kind) for kind in _laid_out(ask(registry, b"ggml_backend_dev_get_extra_bufts"), device)]
+    found: dict[str, dict[str, Rates]] = {}
+    for name in types:
+        number = _TYPES.get(name, _F32)
+        if (type_name(number) or b"").decode(errors="replace").upper() != name:
+            continue
+        of_type: dict[str, Rates] = {}
+        for layout, kind in (("stored", stored), *kinds):
+            if layout in of_type:
+                continue
+            prompt, experts, token = (timed(kind, number, size) for size in (_PROMPT, _EXPERTS, _TOKEN))
+            if prompt is not None and token is not None:
+                # Experts that this layout does not take are multiplied as they are stored.
+                experts = of_type["stored"].experts_flops_s if experts is None and of_type else experts
+                of_type[layout] = Rates(prompt, experts or prompt, token)
+        found[name] = of_type
     return found
 
 
-def _product(weights_kind: int, plain: int, rows: int, width: int, tokens: int) -> tuple[int, int]:
-    """(graph, its one product) of a matrix of Q4_K in that kind of memory and tokens in plain memory. The process that
-    measures ends soon: nothing is freed."""
-    weights_in, rest_in = _context(), _context()
-    weights, prompt = _matrix(weights_in, _Q4_K, width, rows), _matrix(rest_in, _F32, width, tokens)
-    product = ggml_function("ggml_mul_mat", _Pointer, _Pointer, _Pointer, _Pointer)(rest_in, weights, prompt)
-    graph = ggml_function("ggml_new_graph", _Pointer, _Pointer)(rest_in)
-    ggml_function("ggml_build_forward_expand", None, _Pointer, _Pointer)(graph, product)
-    allocate = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft", _Pointer, _Pointer, _Pointer)
-    if not (allocate(weights_in, weights_kind) and allocate(rest_in, plain)):
-        raise RuntimeError("llama.cpp could not hold a matrix")
-    # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some processors are slow at.
-    fill = ggml_function("ggml_backend_tensor_set", None, _Pointer, ctypes.c_char_p, _Size, _Size)
-    for tensor in (weights, prompt):
-        size = ggml_function("ggml_nbytes", _Size, _Pointer)(tensor)
-        fill(tensor, bytes(size), 0, size)
-    return graph, product
+@contextmanager
+def _product(
+    weights_kind: int, plain: int, weights_type: int, size: _Size, supported: Callable[[int], bool]
+) -> Iterator[int | None]:
+    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None where it is not `supported`."""
+    with ExitStack() as freed:
+        weights_in, rest_in = _context(freed), _context(freed)
+        weights = _tensor(weights_in, weights_type, size.columns, size.rows, max(1, size.n_experts))
+        prompt = _tensor(
+            rest_in, _F32, size.columns, 1 if size.n_experts else size.tokens, size.tokens if size.n_experts else 1
+        )
+        filled = [(weights, b""), (prompt, b"")]
+        if size.n_experts:
+            chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
+            # In turn, so that every expert has as many.
+            numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
+            filled.append((chosen, struct.pack(f"{len(numbers)}i", *numbers)))
+            by_number = ggml_function("ggml_mul_mat_id", _Pointer, _Pointer, _Pointer, _Pointer, _Pointer)
+            product = by_number(rest_in, weights, prompt, chosen)
+        else:
+            product = ggml_function("ggml_mul_mat", _Pointer, _Pointer, _Pointer, _Pointer)(rest_in, weights, prompt)
+        graph = ggml_function("ggml_new_graph", _Pointer, _Pointer)(rest_in)
+        ggml_function("ggml_build_forward_expand", None, _Pointer, _Pointer)(graph, product)
+        allocate = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft", _Pointer, _Pointer, _Pointer)
+        for context, kind in ((weights_in, weights_kind), (rest_in, plain)):
+            buffer = allocate(context, kind)
+            if not buffer:
+                raise RuntimeError("llama.cpp could not hold a matrix")
+            freed.callback(ggml_function("ggml_backend_buffer_free", None, _Pointer), buffer)
+        if not supported(product):
+            yield None  # and nothing can be written to that memory
+            return
+        # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some processors are slow at.
+        fill = ggml_function("ggml_backend_tensor_set", None, _Pointer, ctypes.c_char_p, _Bytes, _Bytes)
+        for tensor, data in filled:
+            n_bytes = ggml_function("ggml_nbytes", _Bytes, _Pointer)(tensor)
+            fill(tensor, data or bytes(n_bytes), 0, n_bytes)
+        yield int(graph)
 
 
 def _best_s(work: Callable[[], object]) -> float:
@@ -112,16 +170,19 @@ def _best_s(work: Callable[[], object]) -> float:
     return best_s
 
 
-def _context() -> int:
+def _context(freed: ExitStack) -> int:
     made = ggml_function("ggml_init", _Pointer, _InitParams)(_InitParams(_CONTEXT_BYTES, None, True))
     if not made:
         raise RuntimeError("llama.cpp made no context for a graph")
+    freed.callback(ggml_function("ggml_free", None, _Pointer), made)
     return int(made)
 
 
-def _matrix(context: int, kind: int, width: int, rows: int) -> int:
-    new = ggml_function("ggml_new_tensor_2d", _Pointer, _Pointer, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return int(new(context, kind, width, rows))
+def _tensor(context: int, kind: int, *shape: int) -> int:
+    sizes = [ctypes.c_int64] * len(shape)
+    return int(
+        ggml_function(f"ggml_new_tensor_{len(shape)}d", _Pointer, _Pointer, ctypes.c_int, *sizes)(context, kind, *shape)
+    )
 
 
 def _laid_out(address: int | None, device: int) -> list[int]:
@@ -135,10 +196,13 @@ def _laid_out(address: int | None, device: int) -> list[int]:
     return found
 
 
-def _main() -> int:
+def _main(types: Sequence[str]) -> int:
     try:
         threads = usable_cores()
-        found = {name: asdict(rate) for name, rate in rates(threads).items()}
+        found = {
+            name: {layout: asdict(rate) for layout, rate in layouts.items()}
+            for name, layouts in rates(threads, types).items()
+        }
     except (ImportError, OSError, RuntimeError, AttributeError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
@@ -147,4 +211,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_main(sys.argv[1:]))

@@ -6,25 +6,30 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.device.kept import Shelf, Taken, Used
-from localllm.device.types import MatrixRates
+from localllm.device.types import Figure, MatrixRates, TypeRates
 
 _PROGRAM = "localllm_backends.llamacpp.matrix_rate"
 _PATIENCE_S = 60.0
-# TFLOP/s of a machine, a build, a layout and a kind of product: see kept.py.
+# The types that most published files are of: what is worth knowing before anybody has chosen one. (Q4_K first: what other types'
+# rates are shares of.)
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "Q4_1", "Q5_K", "Q3_K", "Q2_K", "IQ4_XS", "F16", "BF16")
+# TFLOP/s of a machine, a build, a type, a layout and a kind of product: see kept.py.
 _SHELF = Shelf("matrix_rate.json", sane=(1e-4, 1000.0))
-_KINDS = ("prompt_flops_s", "token_flops_s")
+_KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
+_LAYOUTS = ("stored", "laid_out")
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement(Taken):
-    """TFLOP/s of one product of quantised matrices with `threads` threads. `others_share`: of the processor's time, what
-    other programs had meanwhile."""
+    """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the processor's time, what other
+    programs had meanwhile."""
 
+    type: str
     tflops: float
     threads: int
     date: str
@@ -38,19 +43,19 @@ class Measurement(Taken):
     @property
     def how(self) -> str:
         """By what it was found."""
-        return f"the installed llama.cpp's product of Q4_K matrices, {self.threads} thread(s)"
+        return f"the installed llama.cpp's product of {self.type} matrices, {self.threads} thread(s)"
 
 
-# Of each layout ("stored", and "laid_out" where there is one), of each kind of product.
-Measurements = Mapping[str, Mapping[str, Measurement]]
+# Of each type, of each layout ("stored", and "laid_out" where there is one), of each kind of product.
+Measurements = Mapping[str, Mapping[str, Mapping[str, Measurement]]]
 
 
-def measure() -> Measurements | None:
-    """Ask the build that a worker would run (a second or two); None where it gives no answer: plans then assume a rate."""
+def measure(types: Sequence[str]) -> Measurements | None:
+    """Ask the build that a worker would run (half a second a type); None where it gives no answer: plans then assume a rate."""
     before = Used.now()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _PROGRAM],
+            [sys.executable, "-m", _PROGRAM, *types],
             capture_output=True,
             text=True,
             errors="replace",
@@ -60,33 +65,57 @@ def measure() -> Measurements | None:
         )
         answer = json.loads(done.stdout.strip().rpartition("\n")[2])
         threads, cpu_s = int(answer["threads"]), float(answer["cpu_s"])
-        found = {name: {kind: float(rates[kind]) for kind in _KINDS} for name, rates in answer["rates"].items()}
+        found = {
+            (name, layout, kind): float(rates[kind])
+            for name, layouts in answer["rates"].items()
+            for layout, rates in layouts.items()
+            for kind in _KINDS
+        }
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
     others, date = before.others_share(Used.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
-    return {
-        name: {kind: Measurement(flops_s / 1e12, threads, date, others) for kind, flops_s in rates.items()}
-        for name, rates in found.items()
-    }
+    taken: dict[str, dict[str, dict[str, Measurement]]] = {}
+    for (name, layout, kind), flops_s in found.items():
+        figure = Measurement(name, flops_s / 1e12, threads, date, others)
+        taken.setdefault(name, {}).setdefault(layout, {})[kind] = figure
+    return taken
 
 
-def due(folder: Path, machine: str) -> bool:
-    """True where `machine` (with its build) was not measured, or only while it was busy."""
-    return _SHELF.due(folder, _key(machine, "stored", _KINDS[0]))
+def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
+    """Those of `types` that were not measured of `machine` (with its build), or only while it was busy."""
+    return [name for name in types if _SHELF.due(folder, _key(machine, name, "stored", _KINDS[0]))]
 
 
 def keep(folder: Path, machine: str, taken: Measurements) -> None:
     """Remember what was `taken` of `machine`."""
-    for layout, rates in taken.items():
-        for kind, measurement in rates.items():
-            _SHELF.keep(folder, _key(machine, layout, kind), measurement)
+    _SHELF.keep_all(
+        folder,
+        {
+            _key(machine, name, layout, kind): measurement
+            for name, layouts in taken.items()
+            for layout, rates in layouts.items()
+            for kind, measurement in rates.items()
+        },
+    )
 
 
-def cached(folder: Path, machine: str, layout: str) -> MatrixRates | None:
-    """What is known of `machine` with weights in that layout."""
-    prompt, token = (_SHELF.cached(folder, _key(machine, layout, kind)) for kind in _KINDS)
-    return MatrixRates(prompt, token) if prompt is not None and token is not None else None
+def cached(folder: Path, machine: str) -> tuple[TypeRates, ...]:
+    """What is known of `machine`, type by type."""
+    known = _SHELF.beginning_with(folder, f"{machine} | ")
+    found: list[TypeRates] = []
+    for name in dict.fromkeys(key.split()[0] for key in known):
+        stored, laid_out = (_rates(known, name, layout) for layout in _LAYOUTS)
+        if stored is not None:
+            found.append(TypeRates(name, stored, laid_out))
+    return tuple(found)
 
 
-def _key(machine: str, layout: str, kind: str) -> str:
-    return f"{machine} | {layout} {kind}"
+def _rates(known: Mapping[str, Figure], name: str, layout: str) -> MatrixRates | None:
+    prompt, experts, token = (known.get(f"{name} {layout} {kind}") for kind in _KINDS)
+    if prompt is None or experts is None or token is None:
+        return None
+    return MatrixRates(prompt, experts, token)
+
+
+def _key(machine: str, name: str, layout: str, kind: str) -> str:
+    return f"{machine} | {name} {layout} {kind}"

@@ -1,0 +1,88 @@
+"""What was timed of a processor's matrix kernels, for one model's file: the mean over the types that its weights are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localllm.device.types import TypeRates
+from localllm.planner import families
+from localllm.planner.streams import streamed
+from localllm_catalog import quants
+from localllm_catalog.types import Model, Variant
+
+# What a mixture raises above its own type: its output, and of a K mixture about every second of the rest that it raises.
+_RAISED = "Q6_K"
+# The same of MXFP4, and of what has more bits than the above (Unsloth's dynamic files).
+_RAISED_HIGH = "Q8_0"
+_UNMIXED = ("Q8_0", "F16", "BF16", "F32")
+# Of these the output alone is raised, which a prompt is not multiplied with but for its last token.
+_OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
+
+
+def base_type(variant: Variant) -> str:
+    """The type of most of the file's weights ("Q4_K" of "UD-Q4_K_XL"); "" of a name that says none."""
+    quant = variant.quant.upper()
+    mixture = quants.MIXTURES.get(quant)
+    if mixture is not None:
+        return mixture.base
+    return next((name for name in (quant, quant.partition("_")[0]) if name in quants.GGUF_TYPES), "")
+
+
+def types_needed(variant: Variant) -> list[str]:
+    """The types whose rates tell how fast the file is multiplied; none of a file whose types nobody can tell."""
+    base = base_type(variant)
+    if not base:
+        return []
+    raised = () if base in _UNMIXED else (_RAISED_HIGH,) if base == "MXFP4" else (_RAISED,)
+    return list(dict.fromkeys((families.CPU_YARDSTICK, base, *raised)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of the weights that one token is multiplied with, `n_params` of one type; `routed`: of experts."""
+
+    type: str
+    n_params: float
+    routed: bool
+
+
+def parts(model: Model, variant: Variant) -> list[Part]:
+    """What one token is multiplied with, by type. A file says its bits, and its name the type of most of it; what is above that
+    type's bits is of the type that mixtures raise their better matrices to."""
+    base, read, found = base_type(variant), streamed(model, variant), list[Part]()
+    both = ((False, read.dense_bytes, read.dense_params), (True, read.routed_bytes, read.routed_params))
+    for routed, n_bytes, n_params in both:
+        if base and n_params:
+            raised, share = _raised(base, 8 * n_bytes / n_params)
+            found += [Part(base, n_params * (1 - share), routed), Part(raised, n_params * share, routed)]
+    return [part for part in found if part.n_params]
+
+
+def _raised(base: str, bits: float) -> tuple[str, float]:
+    """(type of the raised weights, their share) where weights of `base` and those together come to so many bits."""
+    if base in _UNMIXED:
+        return base, 0.0
+    low, high = (float(quants.GGUF_TYPES[name].bits) for name in (base, _RAISED))
+    raised = _RAISED_HIGH if base == "MXFP4" or bits > high >= low else _RAISED
+    high = float(quants.GGUF_TYPES[raised].bits)
+    return (raised, min(max((bits - low) / (high - low), 0.0), 1.0)) if high > low else (base, 0.0)
+
+
+def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool) -> tuple[float, float] | None:
+    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices, held as they are `stored` or as the engine would have
+    it; None where its main type was not timed. A raised type that was not timed counts as the main one."""
+    known = {each.type: each.stored if stored else each.usual for each in rates}
+    main, of = known.get(base_type(variant)), parts(model, variant)
+    if main is None or not of:
+        return None
+    base = base_type(variant)
+    read = [part for part in of if part.type == base or base not in _OUTPUT_RAISED] or of
+
+    def tflops(part: Part) -> float:
+        at = known.get(part.type, main)
+        return (at.experts_tflops if part.routed else at.prompt_tflops).value
+
+    prompt = sum(part.n_params for part in read) / sum(part.n_params / tflops(part) for part in read)
+    tokens = sum(part.n_params / known.get(part.type, main).token_tflops.value for part in of)
+    return 1e12 * prompt, 1e12 * sum(part.n_params for part in of) / tokens
