@@ -6,8 +6,8 @@ exported  blocks in the prefix cache (memory, disk): imported by copying
 
 A finished sequence is exported piece by piece between steps and, once all of it is exported, stays resident only until
 somebody else comes: every token resident in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
-One that could not be exported (yet), or is on disk only, stays as long as nobody needs its cells: that costs speed,
-dropping it costs a prefill or reading it.
+One that could not be exported (yet), or is on disk only with no room in memory, stays as long as nobody needs its cells: that
+costs speed, dropping it costs a prefill or reading it.
 
 Where KV lies on a device, reading it out is what costs: there every line stays while there are cells and sequences for it,
 and is exported between requests, or, once they run short, bit by bit between steps.
