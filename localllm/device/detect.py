@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from localllm import paths
@@ -14,10 +14,10 @@ from localllm.device.readings import Readings
 from localllm.device.types import Device, Figure
 
 
-def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
+def detect(*, measure: bool = False, remeasure: bool = False, say: Callable[[str], None] = lambda _: None) -> Device:
     """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
     that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rates of that build's matrix kernels as well (some seconds more)."""
+    takes the rates of that build's matrix kernels as well (some seconds more, which `say` is told before)."""
     readings = read(slow=measure)
     found = from_readings(readings, measure=measure, remeasure=remeasure)
     if found.accelerator == "metal":
@@ -26,7 +26,8 @@ def detect(*, measure: bool = False, remeasure: bool = False) -> Device:
     processor = found
     if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
         processor = from_readings(in_use.without_gpus(readings), measure=measure, remeasure=remeasure)
-    return with_matrix_rates(in_use.as_used(found, processor, build), measure=measure, remeasure=remeasure)
+    used = in_use.as_used(found, processor, build)
+    return with_matrix_rates(used, measure=measure, remeasure=remeasure, say=say)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
@@ -70,7 +71,12 @@ def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
 
 
 def with_matrix_rates(
-    device: Device, *, measure: bool, remeasure: bool = False, types: Sequence[str] = matrix_rate.TYPES
+    device: Device,
+    *,
+    measure: bool,
+    remeasure: bool = False,
+    types: Sequence[str] = matrix_rate.TYPES,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Device:
     """Where the processor computes: what the installed build's kernels make of matrices of these `types`, as kept or as
     measured now (half a second a type)."""
@@ -79,6 +85,8 @@ def with_matrix_rates(
         return device
     folder, machine = paths.cache_dir(), f"{_machine(device)} | {build}"
     wanted = types if remeasure else matrix_rate.due(folder, machine, types) if measure else ()
+    if wanted:
+        say("timing how fast this processor multiplies, once: some seconds …")
     taken = matrix_rate.measure(wanted) if wanted else None
     if taken is not None:
         matrix_rate.keep(folder, machine, taken)

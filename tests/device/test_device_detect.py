@@ -91,7 +91,9 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
     assert detect().matrix_rates == ()
-    first = detect(measure=True)
+    said: list[str] = []
+    first = detect(measure=True, say=said.append)
+    assert len(said) == 1, "it takes some seconds, which whoever waits is told"
     assert [rates.type for rates in first.matrix_rates] == list(matrix_rate.TYPES)
     for rates in first.matrix_rates:
         for figure in (rates.stored.prompt_tflops, rates.stored.experts_tflops, rates.usual.token_tflops):
