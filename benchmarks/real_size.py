@@ -163,9 +163,7 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     found["anonymous_gb"], found["mapped_gb"] = (resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile"))
     found["planned_over_resident"] = found["planned_gb"] / found["resident_gb"]
     # A plan's figure is of 2,048 tokens, of which attention is a larger part.
-    prompt = speed.prefill(
-        device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured
-    )  # fmt: skip
+    prompt = speed.prefill(device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured)
     for name, rates, said in (("prefill", prefill, prompt), ("decode", decode, plan.decode_tok_s)):
         found[f"{name}_tok_s"] = statistics.median(rates)
         found[f"{name}_rounds"] = rates

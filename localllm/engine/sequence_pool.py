@@ -310,20 +310,23 @@ class SequencePool:
     def _ends_paragraph(self, token: int) -> bool:
         return token >= 0 and self._backend.token_bytes(token).endswith(b"\n\n")
 
-    def tick(self, *, busy: bool, live: int = 0) -> bool:
-        """Export one piece of one resident, if any can be; drop exported ones while others run, `live` of them.
+    def tick(self, *, busy: bool, live: int = 0, closing: bool = False) -> bool:
+        """Export one piece of one resident, if any can be, or have one that is on disk alone in memory again (not when
+        `closing`: no other comes for whom it would have to leave); drop exported ones while others run, `live` of them.
 
         Returns True while there is more to do without new requests and without waiting for the disk."""
         self._hear()
         if not (busy and self._stays(live)):
             for resident in self._residents:
-                if self._recall_next(resident) if resident.exported else self._export_next(resident):
+                if self._recall_next(resident, closing) if resident.exported else self._export_next(resident):
                     break
         self.kv.hurry(self.waiting)
         self._hear()
         # Between requests one stays for the next turn of the chat just answered; the others are in the cache.
         self._leave(self._residents[:] if busy else self._residents[:-1])
-        return any(not self._refused(r) for r in self._residents if r.state != "at hand")
+        return any(
+            not self._refused(r) for r in self._residents if not (r.exported if closing else r.state == "at hand")
+        )
 
     def _leave(self, residents: Iterable[Resident]) -> None:
         """Those of them that are at hand in the cache leave the context, where that makes the steps of others shorter."""
@@ -344,7 +347,7 @@ class SequencePool:
     def finish(self) -> None:
         """Export what is resident, waiting for room if it must: nothing else is going on any more."""
         while self._residents:
-            more = self.tick(busy=False)
+            more = self.tick(busy=False, closing=True)
             if not more and not (self.waiting and self.kv.wait(_CLOSE_S)):
                 return
 
@@ -418,9 +421,9 @@ class SequencePool:
         while not resident.exported and self._export_next(resident, force=True):
             pass
 
-    def _recall_next(self, resident: Resident) -> bool:
+    def _recall_next(self, resident: Resident, closing: bool) -> bool:
         """Have one block of an exported line in memory again; False where that can't be or needn't."""
-        if resident.state == "at hand" or self._refused(resident):
+        if closing or resident.state == "at hand" or self._refused(resident):
             return False
         recalled = self.kv.recall(resident.sequence, resident.tokens, resident.used)
         resident.as_of = None  # looked at anew, whatever came of it

@@ -9,6 +9,7 @@ from localllm.device.types import TypeRates
 from localllm.planner import families
 from localllm.planner.streams import streamed
 from localllm_catalog import quants
+from localllm_catalog.remembered import by_identities
 from localllm_catalog.types import Model, Variant
 
 # What a mixture raises above its own type: its output, and of a K mixture about every second of the rest that it raises.
@@ -34,8 +35,7 @@ def types_needed(variant: Variant) -> list[str]:
     base = base_type(variant)
     if not base:
         return []
-    raised = () if base in _UNMIXED else (_RAISED_HIGH,) if base == "MXFP4" else (_RAISED,)
-    return list(dict.fromkeys((families.CPU_YARDSTICK, base, *raised)))
+    return list(dict.fromkeys((families.CPU_YARDSTICK, base, _raised(base, 0.0)[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Part:
     routed: bool
 
 
-def parts(model: Model, variant: Variant) -> list[Part]:
+@by_identities
+def parts(model: Model, variant: Variant) -> tuple[Part, ...]:
     """What one token is multiplied with, by type. A file says its bits, and its name the type of most of it; what is above that
     type's bits is of the type that mixtures raise their better matrices to."""
     base, read, found = base_type(variant), streamed(model, variant), list[Part]()
@@ -56,7 +57,7 @@ def parts(model: Model, variant: Variant) -> list[Part]:
         if base and n_params:
             raised, share = _raised(base, 8 * n_bytes / n_params)
             found += [Part(base, n_params * (1 - share), routed), Part(raised, n_params * share, routed)]
-    return [part for part in found if part.n_params]
+    return tuple(part for part in found if part.n_params)
 
 
 def _raised(base: str, bits: float) -> tuple[str, float]:
@@ -73,10 +74,10 @@ def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, store
     """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices, held as they are `stored` or as the engine would have
     it; None where its main type was not timed. A raised type that was not timed counts as the main one."""
     known = {each.type: each.stored if stored else each.usual for each in rates}
-    main, of = known.get(base_type(variant)), parts(model, variant)
+    base, of = base_type(variant), parts(model, variant)
+    main = known.get(base)
     if main is None or not of:
         return None
-    base = base_type(variant)
     read = [part for part in of if part.type == base or base not in _OUTPUT_RAISED] or of
 
     def tflops(part: Part) -> float:

@@ -32,8 +32,6 @@ _TYPES = {
     "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
     "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
-# A prompt, whose matrices are computed; the same through experts, of which each token is sent to two: other kernels, and 64 rows
-# each; and a token, whose 66 MB (of Q4_K) no cache holds.
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
 _SECONDS = 0.1
 _FEWEST = 3
@@ -71,6 +69,8 @@ class _Size:
         return 2 * self.rows * self.columns * self.tokens * self.n_chosen
 
 
+# A prompt, whose matrices are computed; the same through experts, of which each token is sent to two: other kernels, and 64 rows
+# each; and a token, whose 66 MB (of Q4_K) no cache holds.
 _PROMPT, _EXPERTS, _TOKEN = _Size(2048, 2048, 512), _Size(768, 2048, 512, 16, 2), _Size(28672, 4096, 1)
 
 
