@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from shipping import wheels
 
 # (That dependencies install from an index, on every Python and at both ends, is packaging/test-clean.sh's.)
 pytestmark = pytest.mark.long
@@ -19,39 +17,15 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with our wheel, the libraries of this one behind it, and no checkout in sight."""
-    hatchling = pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install hatchling")
-    assert hatchling
+    """Where the programs of an environment with our wheel are."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    [wheel] = folder.glob("*.whl")
-    venv.create(folder / "env", with_pip=True)
-    python = folder / "env" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel], check=True)
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    # Behind our wheel in sys.path; the paths of an editable install are .pth files, which are not read there.
-    behind = [path for path in sys.path if path.endswith("site-packages")]
-    (Path(site) / "behind.pth").write_text("\n".join(behind))
-    return python.parent
+    return wheels.environment(folder / "env", wheels.built(wheels.ROOT, folder))
 
 
 def used(installed: Path, home: Path, *words: str) -> str:
     """What `localllm` prints for `words`."""
-    environment = {
-        name: value for name, value in os.environ.items() if name in ("PATH", "SYSTEMROOT", "TMPDIR", "LANG", "OPENBLAS_CORETYPE")
-    }  # fmt: skip
     # A small model may go on for ever: the context ends it.
-    environment |= {"HOME": str(home), "LOCALLLM_CONTEXT": "512"}
+    environment = wheels.home_environment(home) | {"LOCALLLM_CONTEXT": "512"}
     done = subprocess.run(
         [installed / "localllm", *words],
         cwd=home,
