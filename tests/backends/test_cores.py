@@ -87,9 +87,9 @@ def test_pinned_to_slow_cores_it_uses_those(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts priority by thread")
-@pytest.mark.parametrize(("load", "policy", "nice"), [(0.0, "SCHED_IDLE", 0), (1e3, "SCHED_OTHER", 10)])
+@pytest.mark.parametrize(("load", "policy", "nice"), [(0.0, "SCHED_IDLE", None), (1e3, "SCHED_OTHER", 10)])
 def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
-    load: float, policy: str, nice: int, monkeypatch: pytest.MonkeyPatch
+    load: float, policy: str, nice: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     seen: list[tuple[int, int]] = []
@@ -106,7 +106,8 @@ def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
     thread = threading.Thread(target=one)
     thread.start()
     thread.join()
-    assert seen == [(getattr(os, policy), nice)]
+    # (The whole run may have been told to give way.)
+    assert seen == [(getattr(os, policy), before[1] if nice is None else nice)]
     assert here() == before
 
 
