@@ -4,8 +4,8 @@ python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode
                                [--threads 0] [--beside 3] [--keep]
 python -m benchmarks.real_size --list
 
-The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings and
-random routers, and holes for the rest: they take hundreds of MB of disk, and are read, laid out and streamed as the real
+The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings, outputs
+and routers, and holes for the rest: they take hundreds of MB of disk, and are read, laid out and streamed as the real
 ones are, with every token sent to other experts. What they say is nonsense. Each runs in a process of its own, through our
 backend's plain loop, with random tokens. Where the plan says no, the reason is printed and nothing is loaded.
 
@@ -36,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 _PAGE_KB = 1024
 _POOL_ROWS = 512
 _SMALLEST_CONTEXT = 256
+# Tokens of SmolLM2's vocabulary; those behind them are text in no answer.
+_TEXTS = 49_152
 _SPREAD = 0.02  # of a random row's elements: norms rescale it
 
 
@@ -80,6 +82,10 @@ def fill(path: Path) -> None:
                 for start in range(0, n_rows, 4096):
                     some = rng.integers(0, _POOL_ROWS, size=min(4096, n_rows - start))
                     f.write(b"".join(pool[i] for i in some))
+            elif tensor.name == "output.weight":
+                # Rows of holes for the tokens that have no text: an answer is of the others.
+                row_bytes = tensor.n_bytes // tensor.shape[-1]
+                f.write(b"".join(_row(tensor.type, row_bytes, rng) for _ in range(min(tensor.shape[-1], _TEXTS))))
             elif "ffn_gate_inp.weight" in tensor.name:
                 f.write(rng.standard_normal(tensor.n_bytes // 4).astype(np.float32).tobytes())
             elif len(tensor.shape) == 1 and any(word in tensor.name for word in ("norm", "scale", "rope_freqs")):

@@ -90,6 +90,12 @@ class Hardware:
         """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was timed on a processor."""
         return timed.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
 
+    def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
+        """Seconds of multiplying one of `rows` tokens that are computed together, where its type was timed on a processor."""
+        flops_s = timed.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
+        read = streamed(model, variant)
+        return 2 * (read.dense_params + read.routed_params) / flops_s if flops_s is not None else None
+
 
 @by_identity
 def hardware_of(device: Device, backend: str) -> Hardware:

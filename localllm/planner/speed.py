@@ -133,8 +133,10 @@ def _step(
     if laws.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
-        prompt = prefill_law.prefill_terms(model, variant, machine)
-        fixed_s = max(fixed_s, n_sequences * prompt.matmul_s - weights_s - attention_s)
+        row_s = machine.timed_row_s(model, variant, n_sequences)
+        if row_s is None:
+            row_s = prefill_law.prefill_terms(model, variant, machine).matmul_s
+        fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return _Step(weights_s, fixed_s, attention_s, spread, basis, here.routed_s * here.mixture_factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from localllm_catalog.types import Model, Variant
 _RAISED = "Q6_K"
 # The same of MXFP4, and of what has more bits than the above (Unsloth's dynamic files).
 _RAISED_HIGH = "Q8_0"
+# Up to so many tokens at once a matrix is multiplied token by token; from so many on as fast as a whole prompt's. (Products of
+# Q4_K as stored, two Zen cores: 155, 150, 154, 191, 331, 457 and 506 GFLOP/s with 1, 2, 4, 8, 16, 32 and 64 tokens.)
+_FEW, _MANY = 2, 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")
 # Of these the output alone is raised, which a prompt is not multiplied with but for its last token.
 _OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -87,3 +91,30 @@ def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, store
     prompt = sum(part.n_params for part in read) / sum(part.n_params / tflops(part) for part in read)
     tokens = sum(part.n_params / known.get(part.type, main).token_tflops.value for part in of)
     return 1e12 * prompt, 1e12 * sum(part.n_params for part in of) / tokens
+
+
+def rows_flops_s(
+    rates: Sequence[TypeRates], model: Model, variant: Variant, rows: int, *, stored: bool
+) -> float | None:
+    """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a draft's; None as `flops_s`.
+    Experts get a share of the rows each, which is one for as long as there are more experts than rows."""
+    known = {each.type: each.stored if stored else each.usual for each in rates}
+    of = parts(model, variant)
+    main = known.get(base_type(variant))
+    if main is None or not of:
+        return None
+    each = rows if model.experts is None else max(1, rows * model.experts.n_active // model.experts.n_experts)
+
+    def tflops(part: Part) -> float:
+        at = known.get(part.type, main)
+        prompt, token = (at.experts_tflops if part.routed else at.prompt_tflops).value, at.token_tflops.value
+        return _between(token, prompt, each if part.routed else rows)
+
+    return 1e12 * sum(part.n_params for part in of) / sum(part.n_params / tflops(part) for part in of)
+
+
+def _between(token: float, prompt: float, rows: int) -> float:
+    """The rate of so many rows: a power of their number (at most itself, or more rows would take less time)."""
+    most = math.log(_MANY / _FEW)
+    power = min(1.0, math.log(prompt / token) / most)
+    return float(token * math.exp(power * min(most, math.log(max(rows, _FEW) / _FEW))))

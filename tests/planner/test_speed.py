@@ -207,6 +207,37 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
         assert written.value == pytest.approx(token, rel=0.25)
 
 
+def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None:
+    """Four streams behind 256 tokens each on the same two Zen cores, of files of true size as stored: Qwen3-8B writes 7.9 tok/s in
+    all where one stream has 6.7, Qwen3.5-35B-A3B 13.9 where one has 11.7."""
+    device = replace(cpu(56.7), matrix_rates=ZEN)
+    stored = replace(speed.USUAL, placement=Placement(layout="stored"))
+    for name, four in (("qwen3-8b", 7.9), ("qwen3.5-35b-a3b", 13.9)):
+        m = model(name)
+        said = speed.decode(device, m, variant(m, "Q4_K_M"), stored, depth=256, n_sequences=4)
+        assert said.low < four / 4 < said.high
+        # And so with the rows of a draft: on such a processor few of them pay.
+        (eight,) = speed.verify_ratios(device, m, variant(m, "Q4_K_M"), [8], stored)
+        assert eight > 4
+
+
+@given(
+    rates_of=st.tuples(*[st.floats(0.001, 10.0)] * 3),
+    n=st.integers(1, 128),
+    name=st.sampled_from(["qwen3-8b", "gpt-oss-20b"]),
+)
+def test_a_row_more_never_makes_a_step_of_a_processor_faster(
+    rates_of: tuple[float, float, float], n: int, name: str
+) -> None:
+    device = replace(
+        cpu(56.7), matrix_rates=(TypeRates("Q4_K", rates(*rates_of)), TypeRates("MXFP4", rates(*rates_of)))
+    )
+    m = model(name)
+    v = variant(m, "Q4_K_M" if name == "qwen3-8b" else "MXFP4")
+    one, more = (speed.decode(device, m, v, n_sequences=k).value for k in (n, n + 1))
+    assert more <= one * 1.0001
+
+
 @pytest.mark.parametrize("name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"])
 def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
     device = resolve(name)
