@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from localllm.engine.block import Block
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
 from localllm.engine.matching import Matching
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Prefill
 from localllm.engine.misses import miss_reason, recomputed
-from localllm.engine.prefix_cache import Block, as_tokens
+from localllm.engine.prefix_cache import as_tokens
 from localllm.engine.scheduler import Waiting, admission_order
 from localllm.engine.sequence_pool import NOWHERE, PrefixSource
 from localllm_backends.contract import Backend, NoCellsError

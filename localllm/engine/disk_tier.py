@@ -102,6 +102,11 @@ class DiskBlock:
         return self.stop if self.state else self.start
 
     @property
+    def has_copy(self) -> bool:
+        """Is there a file (still)?"""
+        return self.written and self.path.exists()
+
+    @property
     def held_bytes(self) -> int:
         """Bytes in memory."""
         return len(self.data) if self.data is not None else 0
@@ -114,7 +119,7 @@ class DiskBlock:
 
     def demote(self) -> bool:
         """Keep only the file; False while there is none (any more)."""
-        if not self.written or not self.path.exists():
+        if not self.has_copy:
             return False
         self.data = None
         return True

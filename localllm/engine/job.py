@@ -16,9 +16,9 @@ from localllm.engine.scheduler import arrival
 from localllm.engine.text import TextStream
 
 if TYPE_CHECKING:
+    from localllm.engine.block import Block
     from localllm.engine.matching import Matching
     from localllm.engine.pictures import Placed
-    from localllm.engine.prefix_cache import Block
     from localllm.engine.restoring import Restoring
 
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.

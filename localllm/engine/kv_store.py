@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 
 from localllm.engine import restoring
+from localllm.engine.block import Block, MemoryBlock
 from localllm.engine.cache_budget import Budget, Room, Tokens
 from localllm.engine.disk_tier import DiskBlock, DiskTier
 from localllm.engine.pictures import edge, next_edge
-from localllm.engine.prefix_cache import Block, CachedPart, MemoryBlock, PrefixCache
+from localllm.engine.prefix_cache import CachedPart, PrefixCache
 from localllm.engine.restoring import RestorePlan
 from localllm_backends.contract import Backend, BackendFailure, DeviceBackend, StateBackend
 
@@ -123,7 +124,11 @@ class KvStore:
 
     def _only_on_disk(self, line: Tokens) -> Iterator[tuple[PrefixCache, CachedPart]]:
         for tree in self.trees:
-            for part in tree.peek(line).parts:
+            found = tree.peek(line)
+            if found.node is None or found.node.last_used == 0:
+                # States that others are near to are the first to go: two lines would have theirs in memory by turns, for ever.
+                continue
+            for part in found.parts:
                 block = part.block
                 whole = (part.start, part.stop) == (block.start, block.stop)
                 if whole and not block.held_bytes and part.n_tokens >= MIN_TOKENS and self.worth(block, part.n_tokens):

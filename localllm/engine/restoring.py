@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from localllm.engine.block import Block
 from localllm.engine.cache_budget import Room, Tokens
-from localllm.engine.prefix_cache import Block, CachedPart, Match, PrefixCache
+from localllm.engine.prefix_cache import CachedPart, Match, PrefixCache
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError, StateBackend
 
 # Is reading this block quicker than computing so many of its tokens?

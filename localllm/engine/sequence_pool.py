@@ -19,13 +19,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from localllm.engine.block import Block
 from localllm.engine.cache_budget import Room, Tokens
 from localllm.engine.checkpoints import Signs, checkpoints
 from localllm.engine.job import Job
 from localllm.engine.kv_store import MIN_TOKENS, KvStore
 from localllm.engine.matching import Matching
 from localllm.engine.pictures import edge
-from localllm.engine.prefix_cache import Block, Match, PrefixCache
+from localllm.engine.prefix_cache import Match, PrefixCache
 from localllm.engine.restoring import RestorePlan, Restoring
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError, StateBackend
 

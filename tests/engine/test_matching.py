@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome
 from localllm.engine import admission, matching, prefix_cache, sequence_pool
+from localllm.engine.block import MemoryBlock
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.job import Job
 from localllm.engine.kv_store import KvStore
 from localllm.engine.matching import Matching
-from localllm.engine.prefix_cache import MemoryBlock, as_tokens
+from localllm.engine.prefix_cache import as_tokens
 from localllm.engine.sequence_pool import PrefixSource, SequencePool
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
+from localllm.engine.block import MemoryBlock
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Failure, Finish, Request
-from localllm.engine.prefix_cache import MemoryBlock, PrefixCache
+from localllm.engine.prefix_cache import PrefixCache
 from localllm_backends.contract import MemoryReport
 from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for
@@ -26,6 +27,10 @@ class FiledBlock(MemoryBlock):
     """A block with a copy on disk: demoting it works once."""
 
     demoted: bool = False
+
+    @property
+    def has_copy(self) -> bool:
+        return True
 
     def demote(self) -> bool:
         self.demoted = True

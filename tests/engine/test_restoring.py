@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.block import MemoryBlock
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
-from localllm.engine.prefix_cache import MemoryBlock
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 

@@ -279,6 +279,25 @@ def test_reuse_is_that_of_perfect_knowledge(
         history(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions)
 
 
+def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
+    """(actions, bytes of memory, bytes of disk, n_ctx) of a random history."""
+    kinds = ["turn", "turn", "turn", "edit", "branch", "together", "title", "pause", "restart", "kill"]
+    rng = random.Random(seed)
+    actions = [(rng.choice(kinds), rng.randrange(6), rng.randrange(2, 50)) for _ in range(rng.randrange(4, 40))]
+    memory, disk, n_ctx = rng.choice([0.5, 1, 2, 4, 10]), rng.choice([0, 3, 8, 40]), rng.choice([1024, 8192])
+    return actions, int(memory * LINE_BYTES), disk * LINE_BYTES, n_ctx
+
+
+@pytest.mark.parametrize("seed", [7, 95, 613])
+def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these histories ended in housekeeping that never did."""
+    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
+    history(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["states", "whole"])
 def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
@@ -286,13 +305,10 @@ def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
 ) -> None:
     """Request by request, without any slack."""
     monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
-    kinds = ["turn", "turn", "turn", "edit", "branch", "together", "title", "pause", "restart", "kill"]
     reused = due = 0
     for seed in range(40):
-        rng = random.Random(seed)
-        actions = [(rng.choice(kinds), rng.randint(0, 5), rng.randint(2, 50)) for _ in range(rng.randint(10, 40))]
-        memory, disk = rng.choice([0.5, 1, 2, 4, 10]), rng.choice([0, 3, 8, 40])
-        world = World(tmp_path / str(seed), int(memory * LINE_BYTES), disk * LINE_BYTES, 1024, shape)
+        actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
+        world = World(tmp_path / str(seed), memory_bytes, disk_bytes, n_ctx, shape)
         history(world, seed, actions)
         reused, due = reused + world.matched, due + world.due
     assert reused >= 0.95 * due
