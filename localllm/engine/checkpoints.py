@@ -13,6 +13,9 @@ _NEAR_TOKENS = 16
 _WORTH_A_STEP_TOKENS = 32
 # So much read anew is worth a state, and the step it costs, where a prompt may branch: at its last paragraph.
 _WORTH_A_PARAGRAPH_TOKENS = 256
+# Where nothing says where that may be, points stand so far from the end: what a branch there reads twice is at most about
+# four times what stood behind it, for two more steps.
+_FROM_THE_END_TOKENS = (36, 140)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +32,22 @@ def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, apar
     states are kept apart also where it leaves what was known (the first `known` tokens), since what branches twice
     branches again, one in every `apart` tokens (None: none), where a turn begins if one does, and where the last paragraph
     begins: instructions or a document stand before it, and the next question goes on from there (Gemma's template has both in
-    one turn)."""
+    one turn). Of a long end with neither in it a few points, ever nearer to it."""
     n = len(prompt)
     control = [i for i in range(n) if signs.is_control(prompt[i])]
     turns = [i for i in control if prompt[i] == prompt[control[-1]]]
     points = set(turns[-2:])
     if apart is not None:
-        points |= _spaced(turns, n, apart)
         points.add(known)
         points |= _paragraph(prompt, max(n_kv, known), signs)
-    last = max((p for p in points if p <= n - 1), default=0)
+        points |= _towards_the_end(points, turns, n) | _spaced(turns, n, apart)
+    last = max((p for p in points if _NEAR_TOKENS <= p < n), default=0)
     if n - last > (_WORTH_A_STEP_TOKENS if last else _NEAR_TOKENS):
         points.add(n - _TAIL_TOKENS)
     required = {*turns[-2:], n - _TAIL_TOKENS}
+    if known == n - 1 and apart is not None:
+        # The same prompt again: it will be sent once more.
+        required.add(known)
     kept: list[int] = []
     for point in sorted(p for p in points if max(n_kv, _NEAR_TOKENS - 1) < p < n):
         before = kept[-1] if kept else n_kv
@@ -54,6 +60,14 @@ def _paragraph(prompt: Sequence[int], start: int, signs: Signs) -> set[int]:
     """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked at."""
     worth = range(len(prompt) - 1, start + _WORTH_A_PARAGRAPH_TOKENS - 1, -1)
     return set(next(([i] for i in worth if signs.ends_paragraph(prompt[i - 1])), []))
+
+
+def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
+    """Some before where the prompt ends, or the turn before the answer's, which has just begun; unless one of `points` is
+    near them."""
+    end = turns[-1] if turns and n - turns[-1] < _NEAR_TOKENS else n
+    found = {end - far for far in _FROM_THE_END_TOKENS}
+    return {p for p in found if not any(p - _FROM_THE_END_TOKENS[0] <= q < p + _NEAR_TOKENS for q in {0, *points})}
 
 
 def _spaced(turns: Sequence[int], n: int, apart: int) -> set[int]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run, settle
+from localllm.engine.checkpoints import Signs, checkpoints
 from localllm.engine.core import Engine
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend
+from support.scripted_backend import TURN, ScriptedBackend
+
+NO_SIGNS = Signs(is_control=lambda token: False, ends_paragraph=lambda token: False)
 
 
 def words(n: int, seed: int) -> list[int]:
@@ -47,3 +52,28 @@ def test_a_second_question_about_a_document_reads_the_question_alone(head: int) 
         outcome = run(engine, request_for(key, document + question, 4, GREEDY, ignore_eos=True))
         settle(engine)
     assert outcome.finish("second").usage.cached_tokens == len(document)
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    n=st.integers(20, 3000), behind=st.integers(1, 400), known=st.integers(0, 3000), opening=st.sampled_from([0, 3, 6])
+)
+def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
+    n: int, behind: int, known: int, opening: int
+) -> None:
+    """A turn without paragraphs, and perhaps a few tokens that open the answer's; the next prompt leaves this one `behind`
+    tokens before the turn's end."""
+    signs = Signs(is_control=lambda token: token == TURN, ends_paragraph=lambda token: False)
+    prompt = [TURN, *range(1000, 1000 + n), *[TURN, *range(2, opening + 1)][:opening]]
+    branch = max(1 + n - behind, 0)
+    points = checkpoints(prompt, n_kv=0, known=min(known, n), signs=signs, apart=512)
+    twice = branch - max((p for p in points if p <= branch), default=0)
+    assert twice <= max(4 * behind, 72) + 32
+
+
+@given(known=st.integers(0, 15), n=st.integers(34, 60))
+def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(known: int, n: int) -> None:
+    """A template's first tokens are everybody's. No state is kept there, so they spare none at the prompt's end."""
+    points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, apart=512)
+    assert points
+    assert points[-1] >= n - 36

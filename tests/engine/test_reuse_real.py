@@ -256,9 +256,13 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
     assert found[3][0] >= 0.95 * found[3][1]
 
 
+@pytest.mark.parametrize("titles", [False, True])
 @pytest.mark.parametrize("model", ["smollm2", "gemma"], indirect=True)
-def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(model: Model, tmp_path: Path) -> None:
-    """No state was kept where they leave each other, but a window is still there, and then there is one."""
+def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
+    model: Model, titles: bool, tmp_path: Path
+) -> None:
+    """No state was kept where they leave each other, but a window is still there, and then there is one; where a title was
+    asked for meanwhile the window is gone."""
     twice: list[int] = []
 
     async def main() -> None:
@@ -266,9 +270,14 @@ def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(m
         for start in range(2):
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
                 for i in range(3):
-                    head = await worker.tokens(f"{model.begins}user\n{RULES * 40}", first=True)
+                    head = await worker.tokens(f"{model.begins}user\n{RULES * 75}", first=True)
                     mine = await worker.tokens(f"I am person {i} of start {start}.{model.ends}{model.opening}")
                     await worker.ask(head + mine)
+                    if titles:
+                        title = (
+                            f"{model.begins}user\nA title of three words for a chat, please.{model.ends}{model.opening}"
+                        )
+                        await worker.ask(await worker.tokens(title, first=True))
                 twice.append(worker.twice)
 
     asyncio.run(main())
