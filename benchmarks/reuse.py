@@ -1,11 +1,13 @@
 """Nothing is prefilled twice: after restarts, with a full cache, beside a line larger than it; tokens against bars.
 
-    python -m benchmarks.reuse [--peer PATH/llama-server] [--only starts,full,bigline,restart] [--out FILE]
+    python -m benchmarks.reuse [--peer PATH/llama-server] [--only starts,full,bigline,restart]
+                               [--model FILE] [--out FILE]
 
 starts   six starts over one cache folder: in each a file is edited, then three chats over one system prompt take turns
 full     20 rounds of three new chats, 0.2 GB of memory for the cache
 bigline  a chat longer than the memory cache, a short request after it, the chat's next turn: tokens not found
 restart  TTFT of a known prompt after a restart, clean and kill -9, against its cold TTFT
+long     the same with some 20,000 tokens; not of itself, since the starter model's context is shorter (gemma's isn't)
 
 Tokens are counted by the client: what a prompt shares with any line the server has computed, in this start or before,
 less what it says it found. The exit code is 1 when a bar is missed. llama-server keeps nothing on disk, so it runs in
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,6 +40,7 @@ _CHATS, _TURNS = 3, 4
 _FULL_GB, _BIGLINE_GB, _BIGLINE_DISK_GB = 0.2, 0.06, 1
 # About 6,000 tokens and 200; a word is about six tokens at first, less in the mean.
 _BIG_WORDS, _SHORT_WORDS = 1150, 40
+_LONG_WORDS, _LONG_CONTEXT = 3600, 24576
 
 
 @dataclass
@@ -161,6 +165,23 @@ class Bench:
             for title, table in scenarios.tables.items():
                 # On a shared machine a single TTFT says little.
                 self.figures(f"{title}, median of 3", "×", 0.02).put(server.name, table.median(server.name))
+
+    def run_long(self) -> None:
+        """Cold, then after a restart and, when all was written, after a kill."""
+        figures = self.figures("first token of a long prompt after a restart, and after kill -9", "× cold", 0.05)
+        with self.ours(_LONG_CONTEXT) as server:
+            server.start()
+            messages = user(f"Read this: {unique(_LONG_WORDS, 1)}")
+            cold = server.target.chat(messages, 8)
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                server.stop(how)
+                server.start()
+                again = server.target.chat(messages, 8)
+                print(
+                    f"  {cold.ttft_s:.1f} s cold, {again.ttft_s:.2f} s; {again.cached_tokens} tokens cached",
+                    file=sys.stderr,
+                )
+                figures.put(server.name, again.ttft_s / cold.ttft_s)
 
 
 def _take_turns(seen: Seen, server: Server, system: str, where: str) -> None:

@@ -89,7 +89,12 @@ TABLE: tuple[Setting, ...] = (
         many=True,
     ),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
-    Setting("threads", int, None, "CPU threads (automatic: fast physical cores, within a container's quota)"),
+    Setting(
+        "threads",
+        int,
+        None,
+        "CPU threads (automatic: fast physical cores, within a container's quota; fewer for decode while others want them)",
+    ),
     Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),
     Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
     Setting("cache_disk_daily_gb", float, 64.0, "GB of cached prefixes written to disk in a day at most; 0 = no limit"),

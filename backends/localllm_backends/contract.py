@@ -411,13 +411,21 @@ class DraftingBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class ThreadedBackend(Backend, Protocol):
+    """A Backend whose steps are computed by threads on the processor."""
+
+    def use_threads(self, most: int) -> None:
+        """Compute short steps (decode) with no more than `most` threads from the next one on. More than it was loaded with
+        are as many as that."""
+
+
+@runtime_checkable
 class InterruptibleBackend(Backend, Protocol):
     """A Backend whose `Capabilities.interruptible` is True: what nobody wants any more need not be computed to its end."""
 
     def interrupt(self) -> None:
         """End the step that runs now, or the next one if none does, with InterruptedStepError; or let it end by itself where
         that takes no time. May be called from any thread, at any time."""
-        ...
 
 
 class PrefillSlices(Protocol):
@@ -427,21 +435,17 @@ class PrefillSlices(Protocol):
 
     def run(self, seconds: float) -> int:
         """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
-        ...
 
     def stop(self) -> int:
         """Compute no more, at any time and whatever failed; returns how many of the tokens are computed, all of which can
         be appended. What is in the middle of being computed is not."""
-        ...
 
     def join(self) -> int:
         """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended, those that
         are not computed among them. Raises NoCellsError (nothing appended) where there is no room."""
-        ...
 
     def close(self) -> None:
         """Stop, and free what it took. What was appended stays."""
-        ...
 
 
 @runtime_checkable
@@ -451,11 +455,9 @@ class SlicingBackend(Backend, Protocol):
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         """Memory it takes whose sequence will hold `n_tokens`."""
-        ...
 
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PrefillSlices:
         """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
-        ...
 
 
 @runtime_checkable
@@ -465,7 +467,6 @@ class SettlingBackend(Backend, Protocol):
     def settle(self, spare_bytes: int | None) -> bool:
         """One piece of it, of a few milliseconds, within `spare_bytes` of memory (None: unknown); True while there is more.
         No sequence and no logit changes."""
-        ...
 
 
 @runtime_checkable
@@ -475,7 +476,6 @@ class ComparingBackend(Backend, Protocol):
     def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvComparison:
         """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in memory of its own. A pair
         this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
-        ...
 
 
 class BackendType(Protocol):
@@ -485,16 +485,12 @@ class BackendType(Protocol):
 
     def available(self) -> str | None:
         """None if it can run here, else one sentence saying what is missing and how to get it."""
-        ...
 
     def accepts(self, path: str) -> bool:
         """True if `path` is a Variant of this backend's format."""
-        ...
 
     def vocabulary(self, path: str) -> list[bytes]:
         """The bytes of every token, control tokens as they are written, read without loading the weights; LoadError."""
-        ...
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the weights come in."""
-        ...

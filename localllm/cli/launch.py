@@ -193,6 +193,7 @@ def prepare_local(
         "kv_evidence_dir": str(paths.kv_evidence_dir()),
         "planned_bytes": planned + eyes.need_bytes if planned else 0,
         "headroom_bytes": _headroom(settings),
+        "gives_way": not threads,
     }
     draft_path = str(second.path) if second else None
     hang_s = 60.0 * settings.value("hang_min")

@@ -20,6 +20,7 @@ from localllm.engine.advancing import Advance
 from localllm.engine.compiling import Compiler, MakeConstraint
 from localllm.engine.disk_tier import FREE_BYTES, NO_DISK, DiskTier
 from localllm.engine.fairness import Shares
+from localllm.engine.giving_way import GivingWay
 from localllm.engine.image_steps import ImageSteps
 from localllm.engine.job import Job
 from localllm.engine.jobs import Jobs
@@ -51,6 +52,7 @@ from localllm_backends.contract import (
     SeeingBackend,
     SettlingBackend,
     StepResult,
+    ThreadedBackend,
 )
 
 # With nothing to do but to wait for a grammar, or for the disk, a new request is looked for this often.
@@ -65,7 +67,8 @@ class EngineSettings:
     `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes`
     of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
     than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
-    what KV types cost in precision is kept once it is measured (None: it isn't)."""
+    what KV types cost in precision is kept once it is measured (None: it isn't). `gives_way`: decode takes fewer threads while
+    other programs want the processors."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30
@@ -80,6 +83,7 @@ class EngineSettings:
     sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
     kv_evidence_dir: str | None = None
+    gives_way: bool = False
 
 
 @dataclass
@@ -116,6 +120,8 @@ class Engine:
         self._advance = Advance(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = Pace(others)
+        computing = [b for b in (self.backend, self.draft_backend) if isinstance(b, ThreadedBackend)]
+        self._giving_way = GivingWay(computing if self.settings.gives_way else [], others)
 
     def _make_images(self) -> ImageSteps | None:
         if not (self.backend.capabilities.sees and isinstance(self.backend, SeeingBackend)):
@@ -406,6 +412,7 @@ class Engine:
             # has left the caches, and they take a little longer.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
             self._pace(grants, seconds)
+        self._giving_way.stepped(seconds)
         self.metrics.step(
             decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs
         )
@@ -436,6 +443,7 @@ class Engine:
             "restored_tokens": self.pool.restored_tokens,
             "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
+            "decode_threads_most": self._giving_way.threads,
             **(self._disk.snapshot() if self._disk else NO_DISK),
             **(self._images.encoder.snapshot() if self._images else {}),
         }

@@ -60,12 +60,10 @@ class LlamaCppBackend(Vocabulary):
         heads: MtpHeads | None = None,
     ) -> None:
         super().__init__(llama, model)
-        self._heads = heads
+        self._heads, self._sizes = heads, sizes
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
-        self._memory = llama.llama_get_memory(context)
-        self._interrupts = Interrupts(llama, context)
+        self._memory, self._interrupts = llama.llama_get_memory(context), Interrupts(llama, context)
         self._logits = LogitsView(llama, context, self._n_vocab)
-        self._sizes = sizes
         self._owner = threading.get_ident()
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
@@ -75,9 +73,8 @@ class LlamaCppBackend(Vocabulary):
         self._shares_windows = False  # sliding windows: forked since each last had cells of its own for its window
         n_batch = int(llama.llama_n_batch(context))
         self._n_outputs = outputs_reserved(spec, n_batch)
-        self._batch = Batch(llama, n_batch)
+        self._batch, self._positions = Batch(llama, n_batch), Positions()
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
-        self._positions = Positions()
         n_native = int(llama.llama_n_seq_max(context))
         plain = not self._n_swa and not recurrent
         self._spare: int | None = n_native - 1 if plain else None
@@ -238,6 +235,7 @@ class LlamaCppBackend(Vocabulary):
 
     def _sweep(self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int) -> Rows:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
+
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
         if code == 1 and self._part_windows(chunks):
@@ -248,9 +246,8 @@ class LlamaCppBackend(Vocabulary):
                 raise InterruptedStepError("the step was interrupted")
             if code == 1:
                 raise NoCellsError("llama.cpp found no room in its KV cache for this step")
-            raise StepError(
-                f"llama_decode failed with code {code}: {'; '.join(log.errors()[-2:]) or 'no reason given'}"
-            )
+            why = "; ".join(log.errors()[-2:]) or "no reason given"
+            raise StepError(f"llama_decode failed with code {code}: {why}")
         for chunk in chunks:
             self._ledger.append(chunk.sequence, len(chunk.tokens))
             if self._n_rewind:
@@ -300,6 +297,10 @@ class LlamaCppBackend(Vocabulary):
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
 
+    def use_threads(self, most: int) -> None:
+        """Short steps take no more than so many."""
+        self._interrupts.threads.use(most)
+
     def settle(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
@@ -317,9 +318,8 @@ class LlamaCppBackend(Vocabulary):
         return self._heads.draft(wanted)
 
     def _warm_up(self) -> None:
-        """One step, so that the first request does not pay for what a first step sets up. Without llama_set_warmup: it asks
-        every expert of a mixture, and a step of the same shape that follows is computed by the same graph, with all of
-        them, because the flag is not among what llama-graph.h compares."""
+        """One step, so that the first request does not pay for what a first step sets up. Without llama_set_warmup: it asks every
+        expert, and the next step of that shape would too: llama-graph.h keeps its graph and compares no such flag."""
         sequence = self.new_sequence()
         token = self.info.bos_token if self.info.bos_token is not None else 0
         self.step([Chunk(sequence, [token])])
