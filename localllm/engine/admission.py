@@ -84,6 +84,9 @@ class Admission:
         return False
 
     def _try_admit(self, job: Job, source: PrefixSource, now: float) -> bool:
+        if not self.jobs.pool.has(source):
+            # Room was made for one that did not get in after all.
+            source = self._source(job, self.jobs.running.values())
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False

@@ -25,8 +25,8 @@ class Block(Protocol):
         """Hold `data`, which was read from the copy, in memory too."""
         ...
 
-    def used(self) -> None:
-        """It was used just now: whoever keeps a copy may want to know."""
+    def used(self, at: int) -> None:
+        """It was used, at that time in the budget's uses: whoever keeps a copy may want to know."""
         ...
 
     def discard(self) -> None:
@@ -68,7 +68,7 @@ class MemoryBlock:
     def promote(self, data: bytes | memoryview) -> None:
         """It is in memory already."""
 
-    def used(self) -> None:
+    def used(self, at: int) -> None:
         """Nobody wants to know."""
 
     def discard(self) -> None:

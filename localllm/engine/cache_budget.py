@@ -7,7 +7,7 @@ a copy is evicted. What is locked is neither demoted nor evicted, and nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -58,13 +58,20 @@ class Shelf(Protocol):
 
 @dataclass(eq=False)
 class Budget:
-    """`capacity_bytes` for all `shelves` together. `uses` counts time; `changes` grows with everything that may make room or changes
+    """`capacity_bytes` for all `shelves` together. `uses` counts time: by the `clock`'s nanoseconds where there is one, so that files
+    can be compared by it, but always on; `changes` grows with everything that may make room or changes
     what is found, so that who was refused, or remembers what it found, knows when to ask again."""
 
     capacity_bytes: int
     uses: int = 0
     changes: int = 0
     shelves: list[Shelf] = field(default_factory=list)
+    clock: Callable[[], int] = lambda: 0
+
+    def use(self) -> int:
+        """Something is used now: when, as `uses` counts."""
+        self.uses = max(self.uses + 1, self.clock())
+        return self.uses
 
     @property
     def held_bytes(self) -> int:

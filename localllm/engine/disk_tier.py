@@ -128,9 +128,9 @@ class DiskBlock:
         """Hold what the file says in memory too."""
         self.data = data
 
-    def used(self) -> None:
+    def used(self, at: int) -> None:
         """Its file is as recent as this."""
-        self.tier.used(self)
+        self.tier.used(self, at)
 
     def discard(self) -> None:
         """No line has it any more: if it waits to be written, it does so no longer."""
@@ -184,6 +184,7 @@ class DiskTier:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
         returns their number."""
         put_label(self.directory, self.model)
+        cache.budget.clock = time.time_ns  # what was used in memory and what is on disk are compared
         found: list[tuple[int, Tokens, DiskBlock]] = []
         for path in self.directory.glob("*.kv"):
             entry = kv_file.read_index(path, self.identity)
@@ -254,8 +255,8 @@ class DiskTier:
         """Wait until there is news, at most so long; False if there was none."""
         return bool(self._news) or self._told.wait(seconds)
 
-    def used(self, block: DiskBlock) -> None:
-        """A block was used now. One that was held back is worth writing after all, on a day that has bytes left."""
+    def used(self, block: DiskBlock, at_ns: int) -> None:
+        """A block was used, at that time. One that was held back is worth writing after all, on a day that has bytes left."""
         held_back, tokens = self._held_back.get(block.path, (None, None))
         block.again = block.again or held_back is block or self._blocks.get(block.path) is block
         # While it is pending, what the writer decided is not known here yet.
@@ -263,9 +264,8 @@ class DiskTier:
             self.let_go(block)
             block.pending = True
             self.keep(block, tokens)
-        stamp_ns = time.time_ns()
         with self._lock:
-            self._stamps_ns[block.path] = stamp_ns
+            self._stamps_ns[block.path] = max(at_ns, self._stamps_ns.get(block.path, 0))
             self._stale.add(block.path)
 
     def let_go(self, block: DiskBlock) -> None:
@@ -415,7 +415,7 @@ class DiskTier:
         # Somebody may have cleared the folder.
         put_label(self.directory, self.model)
         size_bytes = kv_file.size_bytes(*content, state=block.state)
-        self._make_room(size_bytes)
+        self._make_room(block, size_bytes)
         self.budget.count(self.directory, size_bytes)
         part = block.path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -446,8 +446,9 @@ class DiskTier:
         block = self._blocks.get(path)
         return block.depth * _STEP_NS if block is not None else 0
 
-    def _make_room(self, need_bytes: int) -> None:
-        """Remove the least recently used files (of every model) until `need_bytes` fit."""
+    def _make_room(self, block: DiskBlock, need_bytes: int) -> None:
+        """Remove the least recently used files (of every model) until the `need_bytes` of `block` fit; OSError where they don't,
+        or only what was used since would make room: two lines would be written by turns, for ever."""
         files = []
         with self._lock:
             stamps = dict(self._stamps_ns)
@@ -461,14 +462,17 @@ class DiskTier:
         capacity_bytes = min(self.capacity_bytes, total + shutil.disk_usage(self.directory).free - self.free_bytes)
         if need_bytes > capacity_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
-        for _, size, path in sorted(files):
+        mine = stamps.get(block.path, time.time_ns()) - self._depth_ns(block.path)
+        for used, size, path in sorted(files):
             if total + need_bytes <= capacity_bytes:
                 return
+            if used > mine:
+                raise OSError("all that is there was used since")
             path.unlink(missing_ok=True)
             total -= size
             with self._lock:
                 self._stamps_ns.pop(path, None)
                 self._stale.discard(path)
-            block = self._blocks.get(path)
-            if block is not None:
-                self._tell(block, "removed")
+            gone = self._blocks.get(path)
+            if gone is not None:
+                self._tell(gone, "removed")

@@ -230,7 +230,11 @@ class KvStore:
         """Hold in memory again what of `line` is on disk alone, one block of it, as `sequence` has it; False where there is no
         room but what was used since."""
         tree, part = next(self._only_on_disk(line), (None, None))
-        if tree is None or part is None or not self.budget.displace(self._guess(part.n_tokens), used):
+        if tree is None or part is None:
+            return False
+        # Another line may have brought what they have in common, one that was used longer ago.
+        tree.used(line[: part.stop], used)
+        if not self.budget.displace(self._guess(part.n_tokens), used):
             return False
         try:
             data = self._exported(tree, sequence, part)

@@ -139,12 +139,16 @@ class PrefixCache:
     def match(self, tokens: Seq[int] | Tokens) -> Match:
         """What can be restored of `tokens`, which counts as a use of it."""
         found = self.peek(tokens)
-        self.budget.uses += 1
+        now = self.budget.use()
         node = found.node
         if node is not None and not _uses(node, found.known):
             node = node.parent
-        self._use(node, self.budget.uses)
+        self._use(node, now)
         return found
+
+    def used(self, line: Tokens, at: int | None) -> None:
+        """What is held of `line` was used at that time, if not since (None: now)."""
+        self._use(self.peek(line).node, self.budget.uses if at is None else at)
 
     def thin(self, line: Tokens, apart: int, newest: int) -> None:
         """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `apart` to one
@@ -198,15 +202,14 @@ class PrefixCache:
         assert block.stop == len(line), "a block must end where its line ends"
         if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "now":
             return False
-        if used is None:
-            self.budget.uses += 1
+        at = self.budget.use() if used is None else used
         if not self.whole:
             self._walk(line[: block.start])
         end = self._walk(line)
         for node in [end] if self.whole else self._path(end):
             if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
                 self._set_block(node, block)
-        self._use(end, self.budget.uses if used is None else used)
+        self._use(end, at)
         self.budget.changes += 1
         return True
 
@@ -322,7 +325,7 @@ class PrefixCache:
     def _use_node(self, node: Node, used: int) -> None:
         node.last_used = max(node.last_used, used)
         if node.block is not None and _uses(node, node.stop):
-            node.block.used()
+            node.block.used(used)
 
     def _wanted(self, line: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""

@@ -298,6 +298,26 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
     history(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions)
 
 
+@pytest.mark.parametrize("disk_lines", [0.5, 1, 2])
+def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
+    disk_lines: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four lines stay in the context; memory and disk hold two of them at most."""
+    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    world = World(tmp_path, LINE_BYTES // 5, int(disk_lines * LINE_BYTES), 8192)
+    rng = random.Random(1)
+    world.ask(*([TURN, *[rng.randrange(3, 250) for _ in range(180)], TURN] for _ in range(4)))
+    disk = world.engine._disk
+    assert disk is not None
+    written = [-1]
+    for _ in range(30):
+        world.idle()
+        written.append(disk.written_bytes)
+    assert written[-1] == written[-10], "idle, and written again and again"
+    assert written[-1] <= 1.1 * 4 * 190 * TOKEN_BYTES
+    world.engine.close()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["states", "whole"])
 def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
