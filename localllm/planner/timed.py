@@ -103,7 +103,7 @@ def rows_flops_s(
     main = known.get(base_type(variant))
     if main is None or not of:
         return None
-    each = rows if model.experts is None else max(1, rows * model.experts.n_active // model.experts.n_experts)
+    each = rows if model.experts is None else rows * model.experts.n_active / model.experts.n_experts
 
     def tflops(part: Part) -> float:
         at = known.get(part.type, main)
@@ -113,7 +113,7 @@ def rows_flops_s(
     return 1e12 * sum(part.n_params for part in of) / sum(part.n_params / tflops(part) for part in of)
 
 
-def _between(token: float, prompt: float, rows: int) -> float:
+def _between(token: float, prompt: float, rows: float) -> float:
     """The rate of so many rows: a power of their number (at most itself, or more rows would take less time)."""
     most = math.log(_MANY / _FEW)
     power = min(1.0, math.log(prompt / token) / most)

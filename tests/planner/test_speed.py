@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from localllm.device.named import resolve
@@ -226,6 +226,7 @@ def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None
     n=st.integers(1, 128),
     name=st.sampled_from(["qwen3-8b", "gpt-oss-20b"]),
 )
+@example(rates_of=(1.0, 0.5, 1.0), n=39, name="gpt-oss-20b")
 def test_a_row_more_never_makes_a_step_of_a_processor_faster(
     rates_of: tuple[float, float, float], n: int, name: str
 ) -> None:
