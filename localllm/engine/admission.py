@@ -84,8 +84,8 @@ class Admission:
         return False
 
     def _try_admit(self, job: Job, source: PrefixSource, now: float) -> bool:
-        if not self.jobs.pool.has(source):
-            # Room was made for one that did not get in after all.
+        if not self._stands(source):
+            # Room was made, or a place given, for one that did not get in after all.
             source = self._source(job, self.jobs.running.values())
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
@@ -120,6 +120,12 @@ class Admission:
             job.queued_s = now - job.submitted_s
         job.admitted_s = now
         return True
+
+    def _stands(self, source: PrefixSource) -> bool:
+        """Is the line still there that `source` takes from?"""
+        if source.kind == "live":
+            return any(job.sequence == source.sequence for job in self.jobs.running.values())
+        return source.resident is None or self.jobs.pool.has(source.resident)
 
     def _at_hand(self, job: Job, state: Block | None) -> bool:
         """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""

@@ -28,7 +28,8 @@ class Signs:
 
 def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, apart: int | None) -> list[int]:
     """Points of `prompt`, whose first `n_kv` tokens are held: before its last two turns, for they are what an answer is
-    asked for again from, or that is rendered in another way next time; and near its end where no turn begins there. Where
+    asked for again from, or that is rendered in another way next time (not before the answer's where the question is short:
+    a step and a state for each turn would cost more than reading it again); and near its end where no turn begins there. Where
     states are kept apart also where it leaves what was known (the first `known` tokens), since what branches twice
     branches again, one in every `apart` tokens (None: none), where a turn begins if one does, and where the last paragraph
     begins: instructions or a document stand before it, and the next question goes on from there (Gemma's template has both in
@@ -39,12 +40,12 @@ def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, apar
     points = set(turns[-2:])
     if apart is not None:
         points.add(known)
-        points |= _paragraph(prompt, max(n_kv, known), signs)
-        points |= _towards_the_end(points, turns, n) | _spaced(turns, n, apart)
+        points |= _paragraph(prompt, max(n_kv, known), signs) or _towards_the_end(points, turns, n)
+        points |= _spaced(turns, n, apart)
     last = max((p for p in points if _NEAR_TOKENS <= p < n), default=0)
     if n - last > (_WORTH_A_STEP_TOKENS if last else _NEAR_TOKENS):
         points.add(n - _TAIL_TOKENS)
-    required = {*turns[-2:], n - _TAIL_TOKENS}
+    required = {*turns[-2:-1], n - _TAIL_TOKENS}
     if known == n - 1 and apart is not None:
         # The same prompt again: it will be sent once more.
         required.add(known)

@@ -142,9 +142,9 @@ class SequencePool:
                     best = PrefixSource("resident", length, known, resident=resident, state=state)
         return replace(best, known=known)
 
-    def has(self, source: PrefixSource) -> bool:
-        """Is it still what `lookup` found?"""
-        return source.resident is None or source.resident in self._residents
+    def has(self, resident: Resident) -> bool:
+        """Is it still in the context?"""
+        return resident in self._residents
 
     def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
         """How much of the `shared` tokens of a sequence that holds more a line could take over, and the state it needs for

@@ -109,8 +109,10 @@ class Worker:
         while not self._pipe.gone:
             try:
                 while True:
-                    wait = not engine.has_work and not housekeeping
                     look_s = _WRITING_S if engine.awaits_disk else _LOOK_S
+                    # Who asks again does so at once: not behind a piece of housekeeping.
+                    look_s = engine.breath_s if housekeeping else look_s
+                    wait = not engine.has_work and look_s > 0
                     self._busy_since_s = None
                     message = self._inbox.get(block=wait, timeout=look_s if wait else None)
                     if message is None:

@@ -71,6 +71,7 @@ class Life:
         }
         self.memory_bytes = int(rng.choice([0.2, 0.5, 1, 2, 4]) * LINE_BYTES)
         self.disk_bytes = rng.choice([0, 1, 3, 8, 40]) * LINE_BYTES
+        self.tenants = [""] if rng.random() < 0.5 else ["ann", "bob", "cid"]
         self.heads = [[TURN, *self.words(rng.randrange(20, 200))] for _ in range(3)]
         self.engine = self.start()
 
@@ -99,6 +100,8 @@ class Life:
         self.prompts[key] = prompt
         self.live.append(key)
         request = request_for(key, prompt, rng.choice([1, 6, 30]), GREEDY, ignore_eos=True)
+        whose = dataclasses.replace(request.generation, tenant=rng.choice(self.tenants))
+        request = dataclasses.replace(request, generation=whose)
         self.outcome.take(self.engine.submit(request, prompt))
 
     def step(self) -> None:
