@@ -280,8 +280,8 @@ class Engine:
         if not grants and self._admission.awaits_disk and not self._prefill.busy:
             self.pool.kv.wait_for_reading(_LOOK_S)
         self.jobs.expire()
-        if self.has_work:  # else there is a breath first
-            self.pool.tick(busy=True, live=len(self.jobs.running))
+        if self.has_work or not self._breathes:
+            self.pool.tick(busy=self.has_work, live=len(self.jobs.running))
         self.speculator.tick(busy=True)
         self._worked_s = self.clock()
         return self.jobs.drain()
@@ -336,9 +336,15 @@ class Engine:
 
     @property
     def breath_s(self) -> float:
-        """How long housekeeping had better wait still: a piece of it takes up to 25 ms (a state of gemma-3-270m, in memory nobody
-        has touched yet), as long as a request that is all cached, and agents send the next one within milliseconds."""
-        return max(0.0, _BREATH_S - (self.clock() - self._worked_s))
+        """How long housekeeping had better wait still."""
+        return max(0.0, _BREATH_S - (self.clock() - self._worked_s)) if self._breathes else 0.0
+
+    @property
+    def _breathes(self) -> bool:
+        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory nobody has touched yet), as long
+        as a request that is all cached, and agents send the next one within milliseconds. KV in pieces takes one: the sooner
+        it is out, the more often the same prompt again is computed over the same cells, and so to the last bit."""
+        return self.pool.kv.states is not None
 
     def _settle(self) -> bool:
         backend = self.backend
