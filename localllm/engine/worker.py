@@ -109,9 +109,8 @@ class Worker:
         while not self._pipe.gone:
             try:
                 while True:
-                    look_s = _WRITING_S if engine.awaits_disk else _LOOK_S
                     # Who asks again does so at once: not behind a piece of housekeeping.
-                    look_s = engine.breath_s if housekeeping else look_s
+                    look_s = engine.breath_s if housekeeping else _WRITING_S if engine.awaits_disk else _LOOK_S
                     wait = not engine.has_work and look_s > 0
                     self._busy_since_s = None
                     message = self._inbox.get(block=wait, timeout=look_s if wait else None)

@@ -39,10 +39,9 @@ class Threaded(ScriptedBackend):
 
 @dataclass
 class Machine:
-    """`cores` processors, of which others keep `busy`; and one that decodes on it."""
+    """`cores` processors, and one that decodes on them beside others."""
 
     cores: int
-    busy: float = 0.0
     now: float = 0.0
     taken_s: float = 0.0
     backend: Threaded = field(default_factory=Threaded)

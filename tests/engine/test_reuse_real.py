@@ -256,10 +256,10 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
     assert found[3][0] >= 0.95 * found[3][1]
 
 
-@pytest.mark.parametrize("titles", [False, True])
+@pytest.mark.parametrize(("rules", "titles"), [(40, False), (75, False), (75, True)])
 @pytest.mark.parametrize("model", ["smollm2", "gemma"], indirect=True)
 def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
-    model: Model, titles: bool, tmp_path: Path
+    model: Model, rules: int, titles: bool, tmp_path: Path
 ) -> None:
     """No state was kept where they leave each other, but a window is still there, and then there is one; where a title was
     asked for meanwhile the window is gone."""
@@ -270,7 +270,7 @@ def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
         for start in range(2):
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
                 for i in range(3):
-                    head = await worker.tokens(f"{model.begins}user\n{RULES * 75}", first=True)
+                    head = await worker.tokens(f"{model.begins}user\n{RULES * rules}", first=True)
                     mine = await worker.tokens(f"I am person {i} of start {start}.{model.ends}{model.opening}")
                     await worker.ask(head + mine)
                     if titles:

@@ -235,7 +235,6 @@ class LlamaCppBackend(Vocabulary):
 
     def _sweep(self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int) -> Rows:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
-
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
         if code == 1 and self._part_windows(chunks):
