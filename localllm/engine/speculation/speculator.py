@@ -26,6 +26,9 @@ _MOST_MODEL_TOKENS = 16
 # A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait for the step too, it
 # takes no longer than this many plain ones.
 _MOST_STEPS_BESIDE_OTHERS = 2.5
+# Whoever was just beside it often asks again within milliseconds of an answer (agents do), and would wait for a whole burst:
+# the next steps may each take so many times as long as the one before.
+_ALONE_AGAIN = 1.5
 # A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream, which stays faster by this
 # much even if only those of them are right that very likely are. Else a step with them takes no longer than so many plain
 # ones. (Less than two, 1.75, kept copies from being found out where the second row is dear and further ones are cheap: in one
@@ -161,6 +164,7 @@ class Speculator:
         self._recent = RecentOutputs()
         self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally(), "mtp": _Tally()}
         self._since_plain = 0
+        self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
         self._probe = CostProbe(self.backend, self.cost, self.others, self.clock)
         self.off_because = self._why_off()
@@ -189,6 +193,10 @@ class Speculator:
         decoding = [j for j in running if not j.prefilling]
         for job in decoding:
             job.draft, job.draft_from = [], None
+        if hurry or len(running) > 1:
+            self._most_steps = _MOST_STEPS_BESIDE_OTHERS
+        else:
+            self._most_steps *= _ALONE_AGAIN
         if hurry or not decoding or not self.cost.known:
             return
         prefilling = len(running) - len(decoding)
@@ -202,7 +210,7 @@ class Speculator:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
-        lengths = self._lengths(decoding, proposals, alone=len(running) == 1)
+        lengths = self._lengths(decoding, proposals)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self._drafters and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
@@ -211,10 +219,10 @@ class Speculator:
             chosen = zip(decoding, proposals, lengths, strict=True)
             self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
-    def _lengths(self, decoding: Seq[Job], proposals: Seq[_Proposal], *, alone: bool) -> list[int]:
+    def _lengths(self, decoding: Seq[Job], proposals: Seq[_Proposal]) -> list[int]:
         """How much of each proposal is drafted."""
         candidates = [p.candidate for p in proposals]
-        most_steps = math.inf if alone else _MOST_STEPS_BESIDE_OTHERS
+        most_steps = self._most_steps
         pay = choose_lengths(candidates, self.cost.seconds, most_steps)
         guesses = [
             (job, p, n) for job, p, n in zip(decoding, proposals, pay, strict=True) if p.drafter == "ngram" and n

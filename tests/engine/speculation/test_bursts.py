@@ -95,6 +95,34 @@ def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) ->
     assert gain >= 0.58 * best
 
 
+@given(st.floats(0.02, 0.2), st.integers(2, 60), st.integers(20, 120))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
+    answer: str, row: float, prompt: int, before: int
+) -> None:
+    """An agent sends its next request within milliseconds of an answer: a copy beside it takes up its bursts again step by step,
+    and soon."""
+    backend = Timed(row)
+    engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
+    settle(engine)
+    run(engine, request_for("first", "say", 4, GREEDY, ignore_eos=True))
+    copying = request_for("a", "say it", N, GREEDY, ignore_eos=True, prediction=answer)
+    engine.submit(copying, backend.tokenize("say it", special=False))
+    while engine.metrics.generated_tokens < 4 + before:
+        engine.step()
+    other = "x" * prompt
+    engine.submit(request_for("b", other, 3, GREEDY, ignore_eos=True), backend.tokenize(other, special=False))
+    while engine.jobs.find("b") is not None:
+        engine.step()
+    backend.took.clear()
+    while engine.has_work:
+        engine.step()
+    steps = [s / PLAIN_S for s in backend.took]
+    assert all(step <= 2.5 * 1.5**n + 1e-6 for n, step in enumerate(steps, start=1))
+    if len(steps) > 12:
+        assert max(steps[:12]) >= 0.9 * max(steps)
+
+
 @pytest.mark.parametrize("really", [0.05, 0.45])
 def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: float) -> None:
     """Probed while the machine did something else: what drafting steps show is believed at once, and probed when it is quiet."""
