@@ -17,6 +17,7 @@ from pathlib import Path
 
 from localllm.engine.admission import Admission
 from localllm.engine.advancing import Advance
+from localllm.engine.clearing import Clearing
 from localllm.engine.compiling import Compiler, MakeConstraint
 from localllm.engine.disk_tier import FREE_BYTES, NO_DISK, DiskTier
 from localllm.engine.fairness import Shares
@@ -119,6 +120,7 @@ class Engine:
         self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
+        self._clearing = Clearing(self.jobs, self.backend.capabilities, self.clock)
         self._advance = Advance(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = Pace(others)
@@ -267,6 +269,7 @@ class Engine:
         self._worked_s = self.clock()
         self._take_compiled()
         self._admission.admit()
+        self._clearing.clear(self._sizer.prefill_tok_s)
         self._admission.restore()
         self._slice()
         self.speculator.propose(list(self.jobs.running.values()), hurry=self._prefill.busy)

@@ -110,6 +110,11 @@ class Job:
         return len(self.tokens) - self.n_kv
 
     @property
+    def to_compute(self) -> int:
+        """Tokens known but without KV that no cache is about to bring."""
+        return len(self.tokens) - max(self.n_kv, self.restoring.plan.saved if self.restoring is not None else 0)
+
+    @property
     def prefilling(self) -> bool:
         """True until every known token but the newest has KV."""
         return self.pending > 1 or self.n_generated == 0

@@ -333,6 +333,11 @@ class SequencePool:
             not self._refused(r) for r in self._residents if not (r.exported if closing else r.state == "at hand")
         )
 
+    def leave(self) -> None:
+        """What is in the cache's memory leaves the context: somebody runs."""
+        self._hear()
+        self._leave(self._residents[:])
+
     def _leave(self, residents: Iterable[Resident]) -> None:
         """Those of them that are at hand in the cache leave the context, where that makes the steps of others shorter."""
         if not self._backend.capabilities.kv_on_device:

@@ -7,18 +7,19 @@ one.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drive import GREEDY, run, settle
+from engine.drive import GREEDY, prompt_tokens, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend
+from support.scripted_backend import ScriptedBackend, _Result
 
 HEAD = [259, *[40 + i % 50 for i in range(1200)]]
 
@@ -116,6 +117,73 @@ def test_in_a_memory_of_any_size_it_comes_to_rest(
                 ask(engine, str(key), prompt_of(head, tail, key))
                 assert engine.pool.cache.budget.held_bytes <= n_bytes
             engine.close()
+
+
+class Clocked(ScriptedBackend):
+    """A token takes a millisecond. `before`: cells held by then, and tokens computed, of each step."""
+
+    def __init__(self, **shape: object) -> None:
+        super().__init__(n_ctx=8192, n_batch=64, **shape)  # type: ignore[arg-type]
+        self.now, self.before = 0.0, [(0, 0)]
+
+    def step(self, chunks: Seq[Chunk]) -> _Result:
+        n_tokens = sum(len(c.tokens) for c in chunks)
+        self.before.append((self.info.n_ctx - self.cells_free(), n_tokens))
+        self.now += 0.001 * n_tokens
+        return super().step(chunks)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=30, deadline=None)
+@given(asked=st.lists(st.tuples(ASKED, st.booleans()), min_size=2, max_size=6))
+def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
+    shape: str, asked: list[tuple[tuple[int, int], bool]]
+) -> None:
+    """Whether it comes at once behind an answer, as an agent's does, or after a rest: all that is in the context before its first
+    step is what it has of others itself."""
+    backend = Clocked(**SHAPES[shape])
+    engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
+    for key, ((head, tail), rests) in enumerate(asked):
+        backend.before.clear()
+        request = request_for(str(key), prompt_of(head, tail, key), max_tokens=4, sampling=GREEDY, ignore_eos=True)
+        outcome = run(engine, request)
+        cached = outcome.finish(str(key)).usage.cached_tokens
+        if len(prompt_tokens(engine, request)) - cached >= 128:
+            assert backend.before[0][0] <= cached
+        if rests:
+            settle(engine)
+
+
+def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
+    """They leave beside it, a piece a step."""
+    backend = Clocked()
+    engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
+    run(engine, request_for("long", prompt_of(1200, 700, 1), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    backend.before.clear()
+    run(engine, request_for("short", prompt_of(0, 60, 2), max_tokens=20, sampling=GREEDY, ignore_eos=True))
+    assert backend.before[0][0] > 1000
+    assert engine.pool.residents == 1
+
+
+def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(smollm2: Path) -> None:
+    """By the cells that llama.cpp's attention goes over: those behind which the prompt's own lie count too."""
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=2048, n_seq_max=4, n_batch=256))
+    engine = Engine(backend, EngineSettings())
+    run(engine, request_for("long", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    held: list[int] = []
+    step = backend.step
+
+    def looked_at(chunks: Seq[Chunk]) -> object:
+        held.append(backend.info.n_ctx - backend.cells_free())
+        return step(chunks)
+
+    backend.step = looked_at  # type: ignore[method-assign, assignment]
+    run(engine, request_for("new", list(range(2000, 2400)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    assert held[:2] == [0, 256]
+    backend.step = step  # type: ignore[method-assign]
+    outcome = run(engine, request_for("again", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    assert outcome.finish("again").usage.cached_tokens == 1199
+    engine.close()
 
 
 def filled(backend: Backend, n_tokens: int) -> int:
