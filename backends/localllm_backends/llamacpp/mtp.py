@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, LoadError, SequenceId
 from localllm_backends.llamacpp.batch import Batch
+from localllm_backends.llamacpp.kv_blocks import written
 
 Rows = NDArray[np.float32]
 
@@ -335,12 +336,11 @@ class MtpHeads:
         if source != sequence:
             self._llama.llama_memory_seq_cp(self._memory, sequence, source, start, stop)
         size = self._llama.llama_state_seq_get_size(self._context, source)
-        data = np.empty(size, dtype=np.uint8)
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = self._llama.llama_state_seq_get_data(self._context, pointer, size, source)
+        write, context = self._llama.llama_state_seq_get_data, self._context
+        data = written(b"", size, lambda target: int(write(context, target, size, source)))
         if source != sequence:
             self._llama.llama_memory_seq_rm(self._memory, source, -1, -1)
-        return data[:written].tobytes()
+        return data
 
     def import_range(
         self, sequence: SequenceId, data: NDArray[np.uint8], start: int, stop: int, by_way_of: int

@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure
-from localllm_backends.llamacpp.kv_blocks import HEADER
+from localllm_backends.llamacpp.kv_blocks import HEADER, written
 
 _KV, _STATE = b"LKA1", b"LKS1"
 # Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look at again.
@@ -37,9 +36,9 @@ class States:
         nothing, empty = self._write(self._spare, partial=False), self._empty[_PREFIX_BYTES:]
         return (
             len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
-            and both[-len(state) :].tobytes() == state.tobytes()
+            and both.endswith(state)
             and len(nothing) - _PREFIX_BYTES > len(empty)
-            and nothing[-len(empty) :].tobytes() == empty.tobytes()
+            and nothing.endswith(empty)
         )
 
     def size(self, sequence: int) -> int:
@@ -49,13 +48,13 @@ class States:
 
     def export(self, sequence: int, n_tokens: int) -> bytes:
         """The state behind `n_tokens`, which is all that `sequence` holds."""
-        return HEADER.pack(_STATE, n_tokens, n_tokens, 0) + self._write(sequence, partial=True).tobytes()
+        return self._write(sequence, partial=True, header=HEADER.pack(_STATE, n_tokens, n_tokens, 0))
 
     def load(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
         """Give `sequence` the state exported behind `n_tokens`, the `last` position among them. BackendFailure where that is
         refused; its old state is gone then."""
         self._check(data, _STATE, n_tokens, n_tokens)
-        self._read(sequence, np.frombuffer(data, dtype=np.uint8)[HEADER.size :], partial=True)
+        self._read(sequence, memoryview(data)[HEADER.size :], partial=True)
         if int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) < last:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 
@@ -69,7 +68,7 @@ class States:
         for sequence, state in left:
             self._read(sequence, state, partial=True)
 
-    def _accepts(self, sequence: int, state: NDArray[np.uint8]) -> bool:
+    def _accepts(self, sequence: int, state: bytes) -> bool:
         try:
             self._read(sequence, state, partial=True)
         except BackendFailure:
@@ -85,17 +84,17 @@ class States:
             self._read(spare, self._empty, partial=True)
             partial = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
             state = int(llama.llama_state_seq_get_size_ext(self._context, spare, partial)) - _PREFIX_BYTES
-            both = self._write(spare, partial=False)
-            return HEADER.pack(_KV, start, stop, 0) + both[: len(both) - state].tobytes()
+            both = self._write(spare, partial=False, header=HEADER.pack(_KV, start, stop, 0))
+            return both[: len(both) - state]
         finally:
             llama.llama_memory_seq_rm(self._memory, spare, -1, -1)
 
     def import_kv(self, sequence: int, data: bytes | memoryview, span: tuple[int, int]) -> None:
         """Append the positions `span` of exported attention KV to `sequence`, which has no state then."""
         llama, spare = self._llama, self._spare
-        kv = np.frombuffer(data, dtype=np.uint8)[HEADER.size :]
+        kv = memoryview(data)[HEADER.size :]
         try:
-            self._read(spare, np.concatenate([kv, self._empty[_PREFIX_BYTES:]]), partial=False)
+            self._read(spare, b"".join([kv, self._empty[_PREFIX_BYTES:]]), partial=False)
             llama.llama_memory_seq_cp(self._memory, spare, sequence, *span)
         finally:
             llama.llama_memory_seq_rm(self._memory, spare, -1, -1)
@@ -117,21 +116,21 @@ class States:
         if found[:3] != (magic, start, stop):
             raise BackendFailure(f"this is not the state behind {stop} tokens")
 
-    def _write(self, sequence: int, *, partial: bool) -> NDArray[np.uint8]:
-        llama = self._llama
+    def _write(self, sequence: int, *, partial: bool, header: bytes = b"") -> bytes:
+        llama, context = self._llama, self._context
         flags = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else llama.LLAMA_STATE_SEQ_FLAGS_NONE
-        size = int(llama.llama_state_seq_get_size_ext(self._context, sequence, flags))
-        data = np.empty(size, dtype=np.uint8)
-        target = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = int(llama.llama_state_seq_get_data_ext(self._context, target, size, sequence, flags))
-        if written != size:
+        size = int(llama.llama_state_seq_get_size_ext(context, sequence, flags))
+        data = written(
+            header, size, lambda to: int(llama.llama_state_seq_get_data_ext(context, to, size, sequence, flags))
+        )
+        if len(data) != len(header) + size:
             raise BackendFailure("llama.cpp could not export this sequence")
         return data
 
-    def _read(self, sequence: int, raw: NDArray[np.uint8], *, partial: bool) -> None:
+    def _read(self, sequence: int, raw: bytes | memoryview, *, partial: bool) -> None:
         llama = self._llama
         flags = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else llama.LLAMA_STATE_SEQ_FLAGS_NONE
-        pointer = np.ascontiguousarray(raw).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = llama.llama_state_seq_set_data_ext(self._context, pointer, len(raw), sequence, flags)
         if read != len(raw):
             raise BackendFailure("llama.cpp refused this block: it was written by another model or KV type")
