@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.models import smollm2
-from localllm.engine import kv_file
+from localllm.engine.cache import kv_file
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm_backends.contract import LoadSpec

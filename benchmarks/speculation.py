@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.models import gemma, smollm2
 from localllm.bench.ratio import Comparison, interleave, write
 from localllm.bench.texts import NAMES, copy_edit
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
-from localllm.engine.sampling import Bounds, Sampler
+from localllm.engine.sampling.sampler import Bounds, Sampler
 from localllm_backends.contract import Capabilities, Chunk, MemoryReport, ModelInfo
 
 CROWDS = ((4, 4, 8_000), (4, 8, 30_000), (2, 16, 60_000))

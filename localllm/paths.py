@@ -35,7 +35,7 @@ def cache_dir() -> Path:
 
 
 def prefixes_dir() -> Path:
-    """KV of earlier prompts, one folder per model (engine/cache_folder.py)."""
+    """KV of earlier prompts, one folder per model (engine/cache/folder.py)."""
     return cache_dir() / "prefixes"
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
 
-# As the worker runs (localllm/engine/client.py): read by OpenMP when llama.cpp is first loaded.
+# As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 

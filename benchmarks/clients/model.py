@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clients.notations import Notation
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.messages import (
     Event,
     Failure,
@@ -29,6 +28,7 @@ from localllm.engine.messages import (
     Timings,
     Usage,
 )
+from localllm.engine.sampling.grammar import GrammarCompiler
 from support.scripted_engine import BOS, EOS, ScriptedEngine
 
 _FIRST_CONTROL = 258

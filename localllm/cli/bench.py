@@ -11,7 +11,7 @@ from localllm.cli.bench_full import second_fastest
 
 if TYPE_CHECKING:
     from localllm.cli.launch import Launch
-    from localllm.engine.client import WorkerClient
+    from localllm.engine.worker.client import WorkerClient
 
 _ROUNDS = 3
 # Other programs only ever slow a round down: while the fastest is alone, further rounds are run, within this much.
@@ -165,7 +165,7 @@ async def _measure(launch: Launch, *, speculation: bool) -> dict[str, Any]:
     from dataclasses import replace
 
     from localllm.cli import bench_speculation
-    from localllm.engine.supervisor import Supervisor
+    from localllm.engine.worker.supervisor import Supervisor
 
     options = launch.options
     # Whatever the settings say: each request then says whether it wants drafts.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from localllm.engine.client import WorkerClient
+    from localllm.engine.worker.client import WorkerClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from localllm.cli.launch import Launch
-    from localllm.engine.client import WorkerClient, WorkerOptions
+    from localllm.engine.worker.client import WorkerClient, WorkerOptions
 
 DEPTHS = (16, 128, 512, 2048, 8192, 32768, 131072)
 STREAMS = (1, 2, 4, 8)
@@ -204,7 +204,7 @@ def second_fastest(rates: Sequence[float]) -> float:
 
 @asynccontextmanager
 async def _engine(options: WorkerOptions) -> AsyncIterator[WorkerClient]:
-    from localllm.engine.supervisor import Supervisor
+    from localllm.engine.worker.supervisor import Supervisor
 
     supervisor = Supervisor(options)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.bench.texts import NAMES, source_file
 
 if TYPE_CHECKING:
-    from localllm.engine.client import WorkerClient
+    from localllm.engine.worker.client import WorkerClient
 
 WORKLOADS = ("prose", "copy-edit")
 MODES = ("off", "auto")

@@ -9,7 +9,7 @@ import typer
 from localllm.cli import models as models_command
 
 if TYPE_CHECKING:
-    from localllm.engine.cache_folder import ModelPrefixes
+    from localllm.engine.cache.folder import ModelPrefixes
 
 app = typer.Typer(name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False)
 
@@ -22,7 +22,7 @@ def cache(context: typer.Context, as_json: _Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from localllm import paths
-    from localllm.engine.cache_folder import survey
+    from localllm.engine.cache.folder import survey
 
     root = paths.prefixes_dir()
     found, limits = survey(root), _limits()
@@ -45,7 +45,7 @@ def clear(
     import sys
 
     from localllm import paths
-    from localllm.engine import cache_folder
+    from localllm.engine.cache import folder as cache_folder
 
     found = cache_folder.survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)

@@ -58,7 +58,7 @@ def doctor(
 def _kv_types(folder: Path) -> list[Check]:
     """What KV types were measured to cost on the models that were used here."""
     from localllm.device.health import Check
-    from localllm.engine import kv_evidence
+    from localllm.engine.host import kv_evidence
     from localllm.planner.kv_choice import KvEvidence, passes
 
     checks = []

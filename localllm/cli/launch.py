@@ -12,9 +12,9 @@ from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.cli.presets import Preset
-    from localllm.engine.client import WorkerOptions
-    from localllm.engine.embedding import EmbeddingOptions
     from localllm.engine.messages import Sampling
+    from localllm.engine.worker.client import WorkerOptions
+    from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
     from localllm.planner.types import Plan, RunSettings
     from localllm_backends.contract import KvType, LoadSpec
@@ -114,7 +114,7 @@ def _headroom(settings: Settings) -> int | None:
 def free_for_models(headroom: int | None = None) -> int | None:
     """Bytes of the system's memory that the memory guard lets models have now: all but `headroom` bytes (None: by the
     machine's size). None if the system does not say, or the guard is off."""
-    from localllm.engine.memory_guard import SystemMemory, headroom_bytes, process_and_children
+    from localllm.engine.host.memory import SystemMemory, headroom_bytes, process_and_children
 
     system = SystemMemory(process_and_children)
     available = system.available_bytes()
@@ -155,8 +155,8 @@ def prepare_local(
 ) -> Launch:
     """`prepare` for files on this disk. `spare_bytes`: what others would give back to make room. Raises as it does."""
     from localllm import paths
-    from localllm.engine import backends
-    from localllm.engine.client import WorkerOptions
+    from localllm.engine.worker import backends
+    from localllm.engine.worker.client import WorkerOptions
 
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
     backends.for_path(str(local.path), settings.value("backend"))
@@ -355,8 +355,8 @@ def pooled_use(local: LocalModel) -> str | None:
 
 def _embedding(local: LocalModel, settings: Settings) -> Launch:
     from localllm import paths
-    from localllm.engine.client import WorkerOptions
-    from localllm.engine.embedding import EmbeddingOptions
+    from localllm.engine.worker.client import WorkerOptions
+    from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm_backends.contract import LoadSpec
 
     log = paths.private_dir(paths.log_dir()) / "worker.log"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from localllm.server.models.worker import ModelWorker
 
 LOOK_S = 5.0
-# Spans that a verdict needs (localllm/engine/pace.py keeps eight).
+# Spans that a verdict needs (localllm/engine/host/decode_speed.py keeps eight).
 _SPANS = 6
 
 

@@ -133,7 +133,7 @@ def _measured(device: Device, model: Model, catalog: Catalog) -> tuple[Measured,
 def _kv_evidence(local: LocalModel) -> tuple[KvEvidence, ...]:
     """What KV types were measured to cost on these very files."""
     from localllm import paths
-    from localllm.engine import kv_evidence
+    from localllm.engine.host import kv_evidence
     from localllm.planner.kv_choice import KvEvidence
     from localllm_backends.llamacpp.weights import fingerprint
 

@@ -160,7 +160,7 @@ def duration(seconds: float) -> str:
 def planned(model: Model) -> Variant:
     """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
     from localllm.device.detect import detect
-    from localllm.engine import backends
+    from localllm.engine.worker import backends
     from localllm.errors import DoesNotFitError
     from localllm.planner.plan import Overrides
     from localllm.planner.recommend import variants_of

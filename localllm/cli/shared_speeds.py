@@ -1,6 +1,6 @@
 """Measured speeds as a file that people pass on: what `bench --share` writes and `bench --import` takes in.
 
-Others' figures are kept beside one's own, never among them, and are used for machines one names (`recommend --device`),
+CpuContention' figures are kept beside one's own, never among them, and are used for machines one names (`recommend --device`),
 and for this one as long as it has none of its own. The file says whose machine and which build; it holds no paths.
 """
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from localllm.engine.block import Block
-from localllm.engine.job import Job
-from localllm.engine.jobs import Jobs
-from localllm.engine.matching import Matching
+from localllm.engine.cache.block import Block
+from localllm.engine.cache.matching import Matching
+from localllm.engine.cache.pool import NOWHERE, PrefixSource
+from localllm.engine.cache.tree import as_tokens
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Prefill
 from localllm.engine.misses import miss_reason, recomputed
-from localllm.engine.prefix_cache import as_tokens
+from localllm.engine.request import RunningRequest
+from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler import Waiting, admission_order
-from localllm.engine.sequence_pool import NOWHERE, PrefixSource
 from localllm_backends.contract import Backend, NoCellsError
 
 # Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
@@ -34,7 +34,7 @@ class Admission:
     something were read that is being read."""
 
     backend: Backend
-    jobs: Jobs
+    jobs: RequestTable
     memory: MemoryPolicy
     awaits_disk: bool = False
     _parked_at_step: int = -1
@@ -67,7 +67,7 @@ class Admission:
             if not (room and any(self._try_admit(self.jobs.waiting[key], sources[key], now) for key in order[1:])):
                 return
 
-    def _make_way(self, job: Job, most: int, now: float) -> bool:
+    def _make_way(self, job: RunningRequest, most: int, now: float) -> bool:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is next: its youngest wait
         again (what they have read stays in the cache). True if the job was let in."""
         source = self._source(job, self.jobs.running.values())
@@ -83,7 +83,7 @@ class Admission:
         self._in_vain.add(job.id)
         return False
 
-    def _try_admit(self, job: Job, source: PrefixSource, now: float) -> bool:
+    def _try_admit(self, job: RunningRequest, source: PrefixSource, now: float) -> bool:
         if not self._stands(source):
             # Room was made, or a place given, for one that did not get in after all.
             source = self._source(job, self.jobs.running.values())
@@ -127,7 +127,7 @@ class Admission:
             return any(job.sequence == source.sequence for job in self.jobs.running.values())
         return source.resident is None or self.jobs.pool.has(source.resident)
 
-    def _at_hand(self, job: Job, state: Block | None) -> bool:
+    def _at_hand(self, job: RunningRequest, state: Block | None) -> bool:
         """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:
@@ -141,7 +141,7 @@ class Admission:
         self.awaits_disk = True
         return False
 
-    def _source(self, job: Job, live: Iterable[Job]) -> PrefixSource:
+    def _source(self, job: RunningRequest, live: Iterable[RunningRequest]) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
         if not job.shares:
             return NOWHERE
@@ -168,7 +168,7 @@ class Admission:
             if job.restoring is None or job.restoring.done:
                 self._begin(job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: RunningRequest) -> None:
         """All of its prefix that can be had is there: now it prefills."""
         taken = job.n_kv if job.restoring is None else job.restoring.imported
         missed = {} if job.restoring is None else job.restoring.missed
@@ -207,7 +207,7 @@ class Admission:
             self.jobs.finish(job, "length")
 
 
-def prefix_in_progress(job: Job, source: PrefixSource, running: Iterable[Job]) -> bool:
+def prefix_in_progress(job: RunningRequest, source: PrefixSource, running: Iterable[RunningRequest]) -> bool:
     """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
     for other in running:
         if not other.prefilling or not (job.shares and other.shares):
@@ -218,7 +218,7 @@ def prefix_in_progress(job: Job, source: PrefixSource, running: Iterable[Job]) -
     return False
 
 
-def _matching(job: Job) -> Matching:
+def _matching(job: RunningRequest) -> Matching:
     """What its prompt was compared with while it has been waiting."""
     if job.matching is None:
         job.matching = Matching(job.tokens)

@@ -16,35 +16,35 @@ from functools import partial
 from pathlib import Path
 
 from localllm.engine.admission import Admission
-from localllm.engine.advancing import Advance
-from localllm.engine.clearing import Clearing
-from localllm.engine.compiling import Compiler, MakeConstraint
-from localllm.engine.disk_tier import FREE_BYTES, NO_DISK, DiskTier
+from localllm.engine.cache.disk import FREE_BYTES, NO_DISK, DiskTier
+from localllm.engine.cache.pool import SequencePool
+from localllm.engine.cache.store import KvStore
 from localllm.engine.fairness import Shares
-from localllm.engine.giving_way import GivingWay
+from localllm.engine.host.contention import of_this_process
+from localllm.engine.host.decode_speed import DecodeSpeedTracker
+from localllm.engine.host.kv_evidence import KvEvidence
+from localllm.engine.host.memory import Available, MemoryGuard, SystemMemory, headroom_bytes
+from localllm.engine.host.metrics import Metrics
+from localllm.engine.host.thread_throttle import ThreadThrottle
+from localllm.engine.idle_eviction import IdleEviction
 from localllm.engine.image_steps import ImageSteps
-from localllm.engine.job import Job
-from localllm.engine.jobs import Jobs
-from localllm.engine.kv_evidence import KvEvidence
-from localllm.engine.kv_store import KvStore
-from localllm.engine.lone_step import LoneStep
 from localllm.engine.loop_guard import LoopGuard
-from localllm.engine.memory_guard import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
-from localllm.engine.metrics import Metrics
-from localllm.engine.others import of_this_process
-from localllm.engine.pace import Pace
-from localllm.engine.pictures import Placed
-from localllm.engine.sampling import Bounds, Sampler
+from localllm.engine.outputs import OutputProcessor
+from localllm.engine.prefill_interrupt import PrefillInterrupt
+from localllm.engine.prefill_slices import prefill_policy
+from localllm.engine.request import RunningRequest
+from localllm.engine.request_table import RequestTable
+from localllm.engine.sampling.compiling import Compiler, MakeConstraint
+from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
-from localllm.engine.sequence_pool import SequencePool
-from localllm.engine.sight import Encoder
-from localllm.engine.sliced_prefill import prefill_policy
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.text import TextStream
-from localllm.engine.thought_limit import ThoughtLimit
+from localllm.engine.tokens import Placed
+from localllm.engine.vision.encoder import Encoder
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
@@ -112,20 +112,20 @@ class Engine:
         self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
         self._worked_s = self.clock()
-        self._lone = LoneStep(self.backend)
+        self._lone = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self._prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
-        self.jobs = Jobs(self.pool, self.speculator, self._prefill, self.metrics, self.clock, shares=shares)
+        self.jobs = RequestTable(self.pool, self.speculator, self._prefill, self.metrics, self.clock, shares=shares)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
-        self._clearing = Clearing(self.jobs, self.backend.capabilities, self.clock)
-        self._advance = Advance(self.backend, self.jobs, self._images)
+        self._clearing = IdleEviction(self.jobs, self.backend.capabilities, self.clock)
+        self._advance = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
-        self.pace = Pace(others)
+        self.pace = DecodeSpeedTracker(others)
         computing = [b for b in (self.backend, self.draft_backend) if isinstance(b, ThreadedBackend)]
-        self._giving_way = GivingWay(computing if self.settings.gives_way else [], others)
+        self._giving_way = ThreadThrottle(computing if self.settings.gives_way else [], others)
 
     def _make_images(self) -> ImageSteps | None:
         if not (self.backend.capabilities.sees and isinstance(self.backend, SeeingBackend)):
@@ -201,7 +201,7 @@ class Engine:
             return []
         return [self._queued(job)]
 
-    def _queued(self, job: Job) -> Queued:
+    def _queued(self, job: RunningRequest) -> Queued:
         return Queued(job.id, len(self.jobs.waiting) - 1 + len(self.jobs.running))
 
     def _take_compiled(self) -> None:
@@ -215,7 +215,7 @@ class Engine:
             job.sampler.constraint = compilation.constraint
             self.jobs.events.append(self._queued(job))
 
-    def _job(self, request: Request, prompt: list[int], room: int) -> Job:
+    def _job(self, request: Request, prompt: list[int], room: int) -> RunningRequest:
         """The request as the engine works on it; `room` tokens fit behind its prompt."""
         generation, backend = request.generation, self.backend
 
@@ -233,7 +233,7 @@ class Engine:
             thought=thought,
             text=spell,
         )
-        return Job(
+        return RunningRequest(
             request=request,
             tokens=list(prompt),
             n_prompt=len(prompt),

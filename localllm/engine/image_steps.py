@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from localllm.engine.job import Job
-from localllm.engine.pictures import Placed
+from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant
-from localllm.engine.sight import Embeddings, Encoder
+from localllm.engine.tokens import Placed
+from localllm.engine.vision.encoder import Embeddings, Encoder
 from localllm_backends.contract import BackendFailure
 
 # So many images of a prompt are encoded ahead of their turn, the one that is due included.
@@ -27,7 +27,7 @@ class ImageSteps:
     encoder: Encoder
     whole: bool
     waiting: bool = False
-    failed: list[tuple[Job, str]] = field(default_factory=list)
+    failed: list[tuple[RunningRequest, str]] = field(default_factory=list)
     chosen: Embeddings | None = None
     _last: bool = False
 
@@ -38,9 +38,9 @@ class ImageSteps:
             return f"an image comes to {largest} tokens that this model must read at once; {n_batch} are the most here"
         return ""
 
-    def plan(self, ready: Seq[Job], most: int) -> Grant | None:
+    def plan(self, ready: Seq[RunningRequest], most: int) -> Grant | None:
         """The image to read in this step, at most `most` tokens of it; None where text is read."""
-        due: dict[str, tuple[Job, Embeddings]] = {}
+        due: dict[str, tuple[RunningRequest, Embeddings]] = {}
         self.waiting, self.failed = False, []
         for job in ready:
             if not job.prefilling or not job.images:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.engine.jobs import Jobs
-from localllm.engine.memory_guard import MemoryGuard, return_to_system
+from localllm.engine.host.memory import MemoryGuard, return_to_system
 from localllm.engine.messages import Failure
+from localllm.engine.request_table import RequestTable
 from localllm_backends.contract import Backend
 
 
@@ -16,7 +16,7 @@ class MemoryPolicy:
     """Acts on what the `guard` sees. `cache_bytes`: the prefix cache's size in memory while nobody else wants it."""
 
     guard: MemoryGuard
-    jobs: Jobs
+    jobs: RequestTable
     backend: Backend
     cache_bytes: int
 

@@ -20,7 +20,7 @@ DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 class Sampling:
     """How to choose tokens. temperature 0 is greedy. Filters apply in the order penalties, DRY, top_k, typical_p, top_p,
     min_p, XTC, temperature (llama.cpp's default order). Neutral values switch a filter off: dry_multiplier 0 (see
-    engine/dry.py), xtc_probability 0 or xtc_threshold above 0.5."""
+    engine/sampling/dry.py), xtc_probability 0 or xtc_threshold above 0.5."""
 
     temperature: float = 0.8
     top_k: int = 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localllm.engine.job import Job
-from localllm.engine.kv_store import MIN_TOKENS
+from localllm.engine.cache.store import MIN_TOKENS
+from localllm.engine.request import RunningRequest
 
 _WORDS = {
     "evicted": "were evicted",
@@ -31,7 +31,7 @@ def recomputed(known: int, taken: int, missed: dict[str, int], *, whole: bool) -
     return {reason: n for reason, n in found.items() if n}
 
 
-def miss_reason(job: Job, again: dict[str, int], is_control: Callable[[int], bool]) -> str:
+def miss_reason(job: RunningRequest, again: dict[str, int], is_control: Callable[[int], bool]) -> str:
     """Why the rest of the prompt had to be computed, in words; "" when all of it was there. `again`: see `recomputed`."""
     most = job.n_prompt - 1
     if job.cached >= most:

@@ -3,7 +3,7 @@
 A step is one sweep over the weights. Every decoding sequence gets its next token (and its draft); what is left of the
 batch goes to prefill. While somebody is decoding, prefill is cut into chunks small enough that a step takes no longer
 than `STALL_RATIO` plain decode steps: a long prompt never freezes another stream. (Where the backend can pause in the
-middle of a sweep, long prompts get slices of time between the steps instead: sliced_prefill.py.)
+middle of a sweep, long prompts get slices of time between the steps instead: prefill_slices.py.)
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ _COUNTERS = {
     "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
     "drafted_mtp_tokens", "accepted_mtp_tokens",
 }  # fmt: skip
-# The memory guard's levels (localllm/engine/memory_guard.py), one series each: exactly one is 1.
+# The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
-# The engine's counters of tokens computed although they were known (localllm/engine/metrics.py).
+# The engine's counters of tokens computed although they were known (localllm/engine/host/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 

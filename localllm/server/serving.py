@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from localllm.conversation.recall import Recall
-from localllm.engine.api import EngineClient
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import LocalLLMError
 from localllm.server.generation.attachments import PdfReader
 from localllm.server.generation.compacting import Counts

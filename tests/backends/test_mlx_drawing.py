@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling, Text
-from localllm.engine.sampling import Bounds, Sampler, distribution
+from localllm.engine.sampling.sampler import Bounds, Sampler, distribution
 from localllm_backends import conformance
 from localllm_backends.contract import Draw, LoadSpec
 from localllm_backends.mlx import backend_type as mlx

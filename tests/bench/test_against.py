@@ -25,8 +25,8 @@ from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
 from localllm.bench.seen import Counter
 from localllm.bench.stream import Answer, Target
 from localllm.cli import everything
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import BackendError, UsageError
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server

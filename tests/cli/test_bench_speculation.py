@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from localllm.cli import bench, bench_speculation, measurements
-from localllm.engine.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.cli.launch import load_spec, prepare, run_settings
-from localllm.engine import backends
+from localllm.engine.worker import backends
 from localllm.settings import Settings
 
 

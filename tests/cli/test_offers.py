@@ -17,7 +17,7 @@ from localllm import paths
 from localllm.cli.presets import KEYS, load_presets
 from localllm.cli.serve_models import router_of
 from localllm.engine.messages import Generation
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.server.generation.conversing import Ask

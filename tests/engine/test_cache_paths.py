@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
+from localllm.engine.cache.disk import DiskBlock
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.disk_tier import DiskBlock
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Queued, Request
-from localllm.engine.sampling import Constraint
+from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.sampling.sampler import Constraint
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

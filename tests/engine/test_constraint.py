@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from localllm.conversation.tools.lark import json_value
-from localllm.engine.constraint import GrammarCompiler, _Vocabulary
+from localllm.engine.sampling.grammar import GrammarCompiler, _Vocabulary
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type

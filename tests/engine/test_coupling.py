@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.coupling import Distribution, acceptance_probability, couple, residual
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling import Sampler, distribution
+from localllm.engine.sampling.rejection import Distribution, acceptance_probability, couple, residual
+from localllm.engine.sampling.sampler import Sampler, distribution
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)
 

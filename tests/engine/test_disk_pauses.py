@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine import disk_tier
+from localllm.engine.cache import disk as disk_tier
+from localllm.engine.cache.disk import DiskBlock, DiskTier
+from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.disk_tier import DiskBlock, DiskTier
-from localllm.engine.prefix_cache import PrefixCache, as_tokens
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 

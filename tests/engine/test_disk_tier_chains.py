@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.disk_tier import DiskTier
-from localllm.engine.prefix_cache import PrefixCache, as_tokens
+from localllm.engine.cache.disk import DiskTier
+from localllm.engine.cache.tree import PrefixCache, as_tokens
 
 PIECE = 8
 BLOCK_BYTES = 200
@@ -101,7 +101,7 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
 def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_bytes = 10**12
     monkeypatch.setattr(
-        "localllm.engine.disk_tier.shutil.disk_usage",
+        "localllm.engine.cache.disk.shutil.disk_usage",
         lambda path: type("Usage", (), {"free": free_bytes, "total": 10**12, "used": 0}),
     )
     tier, cache, _ = open_tier(tmp_path, 10**9)

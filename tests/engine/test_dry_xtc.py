@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.coupling import acceptance_probability
-from localllm.engine.dry import penalty, repetitions
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling import Bounds, Sampler, distribution
+from localllm.engine.sampling.dry import penalty, repetitions
+from localllm.engine.sampling.rejection import acceptance_probability
+from localllm.engine.sampling.sampler import Bounds, Sampler, distribution
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -189,6 +189,6 @@ def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("an unused filter was asked")
 
     for name in ("repetitions", "_without_top_choices"):
-        monkeypatch.setattr(f"localllm.engine.sampling.{name}", never)
+        monkeypatch.setattr(f"localllm.engine.sampling.sampler.{name}", never)
     assert Sampler(Sampling(temperature=0)).plain(10, 5)
     assert len(generated("off", Sampling(seed=3))[0]) == 150

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from localllm.device.probes.health import workers
-from localllm.engine.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
 from localllm.engine.messages import Failure
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
     BusyError,

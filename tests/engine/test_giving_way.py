@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.giving_way import GivingWay
+from localllm.engine.host.contention import CpuContention
+from localllm.engine.host.thread_throttle import ThreadThrottle
 from localllm.engine.messages import Sampling
-from localllm.engine.others import Others
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec, ThreadedBackend
 from localllm_backends.llamacpp import backend_type
 from support.requests import request_for
@@ -47,8 +47,8 @@ class Machine:
     backend: Threaded = field(default_factory=Threaded)
 
     def __post_init__(self) -> None:
-        self.others = Others(lambda: self.taken_s, self.cores, lambda: self.now)
-        self.giving_way = GivingWay([self.backend], self.others)
+        self.others = CpuContention(lambda: self.taken_s, self.cores, lambda: self.now)
+        self.giving_way = ThreadThrottle([self.backend], self.others)
 
     def steps(self, seconds: float, busy: float, step_s: float = STEP_S) -> int:
         """Decode for so long beside that; the threads it takes in the end."""

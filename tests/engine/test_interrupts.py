@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from engine.drive import GREEDY, Outcome, run
-from localllm.engine.client import WorkerOptions
 from localllm.engine.core import Engine
 from localllm.engine.messages import Prefill, Queued
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import Chunk, InterruptedStepError, InterruptibleBackend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf

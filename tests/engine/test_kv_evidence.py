@@ -8,8 +8,8 @@ import pytest
 
 from engine.drive import GREEDY, run, settle
 from localllm.cli import doctor
-from localllm.engine import kv_evidence
 from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.host import kv_evidence
 from localllm.planner.kv_choice import KvEvidence, ladder, passes, why
 from localllm_backends.contract import BackendFailure, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.constraint import MatcherConstraint
-from localllm.engine.logits import Changes, Logits
 from localllm.engine.messages import Sampling
-from localllm.engine.penalties import Tallies, Tally
-from localllm.engine.ranking import Row
-from localllm.engine.sampling import Bounds, Sampler
-from localllm.engine.weights import Weights
+from localllm.engine.sampling.grammar import MatcherConstraint
+from localllm.engine.sampling.logits import Changes, Logits
+from localllm.engine.sampling.penalties import Tallies, Tally
+from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.weights import Weights
 
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 KINDS = ("words", "noise", "ties", "equal", "spike", "forbidden", "large", "nan", "infinite")

@@ -13,7 +13,7 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from engine.test_reuse_law import LINE_BYTES, PIECE, Clock, Packed, PackedStates
-from localllm.engine import kv_store
+from localllm.engine.cache import store as kv_store
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish
 from support.requests import request_for

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.client import WorkerOptions
 from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import LoopLimits
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server
 

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome
-from localllm.engine import admission, matching, prefix_cache, sequence_pool
-from localllm.engine.block import MemoryBlock
+from localllm.engine import admission
+from localllm.engine.cache import matching, pool, tree
+from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.matching import Matching
+from localllm.engine.cache.pool import PrefixSource, SequencePool
+from localllm.engine.cache.store import KvStore
+from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.job import Job
-from localllm.engine.kv_store import KvStore
-from localllm.engine.matching import Matching
-from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.sequence_pool import PrefixSource, SequencePool
+from localllm.engine.request import RunningRequest
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
@@ -43,7 +44,7 @@ def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(module, name, counted)
 
-    for module in (admission, matching, prefix_cache, sequence_pool):
+    for module in (admission, matching, tree, pool):
         for name in ("as_tokens", "common_prefix"):
             if hasattr(module, name):
                 counting(module, name)
@@ -71,7 +72,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = SequencePool.lookup
     agreed = [0]
 
-    def twice(pool: SequencePool, prompt: Matching, live: Iterable[Job]) -> PrefixSource:
+    def twice(pool: SequencePool, prompt: Matching, live: Iterable[RunningRequest]) -> PrefixSource:
         running = list(live)
         found = plain(pool, prompt, running)
         assert found == plain(pool, Matching(prompt.tokens), running)

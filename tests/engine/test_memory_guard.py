@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.memory_guard import (
+from localllm.engine.host.memory import (
     MemoryGuard,
     Pressure,
     SystemMemory,

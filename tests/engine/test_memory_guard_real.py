@@ -12,9 +12,9 @@ import pytest
 
 from engine.crowds import isolated
 from engine.drive import GREEDY, run, settle
-from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Failure, Request, Text
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import DoesNotFitError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
-from localllm.engine.block import MemoryBlock
+from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Failure, Finish, Request
-from localllm.engine.prefix_cache import PrefixCache
 from localllm_backends.contract import MemoryReport
 from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for

@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from engine.drive import GREEDY
-from localllm.engine.client import WorkerOptions
 from localllm.engine.messages import Failure, Finish, Generation, Prefill, Request, Text
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.mlx import backend_type as mlx

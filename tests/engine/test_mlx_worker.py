@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from localllm.engine import backends
-from localllm.engine.client import WorkerOptions
 from localllm.engine.messages import Failure, Finish, Sampling, Text
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker import backends
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import ModelFileError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx

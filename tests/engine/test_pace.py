@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.others import Others, of_this_process
-from localllm.engine.pace import ENOUGH_SPANS, Pace
+from localllm.engine.host.contention import CpuContention, of_this_process
+from localllm.engine.host.decode_speed import ENOUGH_SPANS, DecodeSpeedTracker
 
 
 class Machine:
@@ -16,10 +16,10 @@ class Machine:
         self.now_s = 0.0
         self.others_s: float | None = 0.0
 
-    def pace(self, cores: int = 2) -> Pace:
-        return Pace(Others(lambda: self.others_s, cores, lambda: self.now_s), lambda: self.now_s)
+    def pace(self, cores: int = 2) -> DecodeSpeedTracker:
+        return DecodeSpeedTracker(CpuContention(lambda: self.others_s, cores, lambda: self.now_s), lambda: self.now_s)
 
-    def step(self, pace: Pace, depth: int, seconds: float, others: float = 0.0) -> None:
+    def step(self, pace: DecodeSpeedTracker, depth: int, seconds: float, others: float = 0.0) -> None:
         self.now_s += seconds
         if self.others_s is not None:
             self.others_s += others * seconds

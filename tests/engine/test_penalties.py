@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.messages import Sampling
-from localllm.engine.penalties import Tallies
-from localllm.engine.sampling import Sampler
+from localllm.engine.sampling.penalties import Tallies
+from localllm.engine.sampling.sampler import Sampler
 
 
 @given(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from localllm import errors
-from localllm.engine import pipe
-from localllm.engine.pipe import JsonProcess
+from localllm.engine.worker import pipe
+from localllm.engine.worker.pipe import JsonProcess
 
 _ECHO = (
     "import sys; print('{\"ready\": 1}', flush=True)\nfor line in sys.stdin: sys.stdout.write(line); sys.stdout.flush()"

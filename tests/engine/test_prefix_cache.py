@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localllm.engine.block import MemoryBlock
-from localllm.engine.prefix_cache import Match, PrefixCache, common_prefix
+from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
 
 # A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
 lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)

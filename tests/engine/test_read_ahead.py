@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run, settle
+from localllm.engine.cache.disk import DiskBlock, DiskTier
+from localllm.engine.cache.kv_file import Readable
+from localllm.engine.cache.read_ahead import ReadAhead
+from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.disk_tier import DiskBlock, DiskTier
-from localllm.engine.kv_file import Readable
 from localllm.engine.messages import Request
-from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.read_ahead import ReadAhead
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.block import MemoryBlock
+from localllm.engine.cache.block import MemoryBlock
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
 from support.requests import request_for

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
-from localllm.engine import kv_store
+from localllm.engine.cache import store as kv_store
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
 from support.requests import request_for

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from localllm.bench.seen import common
-from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Finish, Sampling, Text
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.library import starter
 from localllm_backends.contract import LoadSpec
 from support.requests import request_for

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.test_logits import changed, defined, history_of, penalties, rows
-from localllm.engine import row_glimpsed
-from localllm.engine.logits import Logits
 from localllm.engine.messages import Sampling
-from localllm.engine.ranking import Row
-from localllm.engine.top_choices import Excluded
+from localllm.engine.sampling import row_glimpsed
+from localllm.engine.sampling.logits import Logits
+from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.top_choices import Excluded
 
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 samplings = st.builds(

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from engine.drive import GREEDY
 from localllm.cli.everything import app
 from localllm.cli.worker import networks
-from localllm.engine.client import WorkerOptions
 from localllm.engine.messages import Failure, Finish, Generation, Prefill, Request, Text
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError, UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp.rpc import library_path

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.messages import Sampling
-from localllm.engine.ranking import Row, best_ids
-from localllm.engine.sampling import Sampler, distribution
+from localllm.engine.sampling.ranking import Row, best_ids
+from localllm.engine.sampling.sampler import Sampler, distribution
 
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from engine.drive import GREEDY
-from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
 from localllm.engine.messages import Event, Failure, Finish
-from localllm.engine.pipe import JsonProcess
-from localllm.engine.supervisor import Supervisor
-from localllm.engine.watchdog import Pulse, Watchdog, effort_of
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
+from localllm.engine.worker.pipe import JsonProcess
+from localllm.engine.worker.supervisor import Supervisor
+from localllm.engine.worker.watchdog import Pulse, Watchdog, effort_of
 from localllm.errors import WorkerDiedError
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
@@ -319,7 +319,7 @@ def test_a_worker_that_nobody_hears_any_more_ends(
         order: dict[str, object] = {"spec": asdict(LoadSpec(str(few_layers), n_ctx=256))}
     else:
         order = {"path": str(write_bert(tmp_path / "bert.gguf")), "backend": "auto"}
-    command = [sys.executable, "-m", f"localllm.engine.{module}"]
+    command = [sys.executable, "-m", f"localllm.engine.worker.{module}"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:

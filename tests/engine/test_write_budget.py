@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine import disk_tier
+from localllm.engine.cache import disk as disk_tier
+from localllm.engine.cache.disk import DiskTier
+from localllm.engine.cache.tree import PrefixCache, as_tokens
+from localllm.engine.cache.write_budget import WriteBudget
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.disk_tier import DiskTier
-from localllm.engine.prefix_cache import PrefixCache, as_tokens
-from localllm.engine.write_budget import WriteBudget
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 

@@ -28,7 +28,7 @@ def found(origin: str) -> list[LocalModel]:
 
 def run_in_place(model: LocalModel) -> None:
     """Load the very file with the real backend and take a step; nothing is written beside it."""
-    from localllm.engine.backends import for_path
+    from localllm.engine.worker.backends import for_path
 
     before = sorted(os.listdir(model.path.parent))
     backend = for_path(str(model.path)).load(LoadSpec(path=str(model.path), n_ctx=64, n_seq_max=1))

@@ -10,7 +10,7 @@ import pytest
 
 from localllm.cli.launch import prepare
 from localllm.device.named import resolve
-from localllm.engine import backends
+from localllm.engine.worker import backends
 from localllm.planner import drafting
 from localllm.planner.plan import Overrides, plan_for, typical
 from localllm.planner.recommend import recommend

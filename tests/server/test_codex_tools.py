@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from localllm.conversation.tools.regular import regular
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ServedModel
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server

@@ -11,8 +11,8 @@ import gguf
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from models import tiny_gguf
 from support.http_server import running_server

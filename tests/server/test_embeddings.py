@@ -17,8 +17,8 @@ import pytest
 from localllm.cli.background_server import background_server
 from localllm.cli.launch import pooled_use, prepare, prepare_all
 from localllm.cli.serve_models import router_for
-from localllm.engine.embedding import EmbeddingOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.embedding import EmbeddingOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
 from localllm.server.models.router import ServedModel
 from localllm.settings import Settings

@@ -12,8 +12,8 @@ import ollama
 import openai
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from models.tiny_vision import write_vision
 from support.http_server import Running, running_server

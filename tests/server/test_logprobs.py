@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
@@ -27,7 +27,7 @@ def served(name: str, path: Path) -> ServedModel:
 
 @pytest.fixture(scope="module")
 def models(smollm2: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRouter:
-    from localllm.engine.embedding import EmbeddingOptions
+    from localllm.engine.worker.embedding import EmbeddingOptions
 
     bert = write_bert(tmp_path_factory.mktemp("bert") / "bert.gguf")
     vectors = ServedModel("bert", Supervisor(EmbeddingOptions(str(bert))), embeds=True)

@@ -13,7 +13,7 @@ import pytest
 from localllm.cli import launch
 from localllm.cli.launch import prepare, prepare_all
 from localllm.cli.serve_models import router_for
-from localllm.engine import memory_guard
+from localllm.engine.host import memory as memory_guard
 from localllm.errors import BusyError, DoesNotFitError
 from localllm.server.app import create_app
 from localllm.server.models.admission import ModelAdmission

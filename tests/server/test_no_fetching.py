@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp

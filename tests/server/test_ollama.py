@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import RequestError
 from localllm.server.dialects.ollama.keep_alive import keep_alive_s
 from localllm.server.models.idle import unload_idle

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.elsewhere.boxes import Box, Chain, Pool, Ring, chain_of
 from localllm.server.elsewhere.openings import kind_of
 from localllm.server.elsewhere.pool_app import PoolFront, create_pool_app

@@ -20,9 +20,9 @@ import numpy as np
 import openai
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.constraint import GrammarCompiler
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp

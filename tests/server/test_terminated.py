@@ -110,7 +110,7 @@ def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layer
 
 def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_layers: Path) -> None:
     with serving(few_layers) as (process, client):
-        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
+        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()]
         with client.stream("POST", "/v1/completions", json=ask(1000)) as reply:
             next(frames(reply))
             worker.send_signal(signal.SIGTERM)  # alone it changes nothing
@@ -125,7 +125,7 @@ def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_lay
 def test_a_worker_that_hangs_does_not_outlive_its_server(few_layers: Path) -> None:
     """Stopped, as one that waits for something that never comes; it goes on when it can be spoken to again."""
     with serving(few_layers) as (process, _):
-        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker" in p.cmdline()]
+        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()]
         worker.suspend()
         started = time.monotonic()
         os.killpg(process.pid, signal.SIGTERM)

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerClient, WorkerOptions
 from localllm.engine.messages import ThinkingLimit
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ServedModel
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.api import Host
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.api import Host
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import BusyError
 from localllm.server.app import create_app
 from localllm.server.models.router import ModelRouter, ServedModel

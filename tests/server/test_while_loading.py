@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import Facts, Loading, ModelWorker
 from localllm_backends.contract import LoadSpec

@@ -55,7 +55,9 @@ class Chat:
 
     def worker(self) -> psutil.Process:
         """The process that holds the model."""
-        [worker] = [p for p in psutil.Process(self.process.pid).children() if "localllm.engine.worker" in p.cmdline()]
+        [worker] = [
+            p for p in psutil.Process(self.process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()
+        ]
         return worker
 
     def leave(self) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from localllm.conversation.history import History
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec
 from localllm_tui.app import ChatApp

@@ -10,7 +10,7 @@ from typing import Any
 from localllm.conversation.tools.base import Grammar, Named
 from localllm.conversation.tools.schemas import as_object
 
-# As the engine has it for a schema alone (localllm/engine/constraint.py).
+# As the engine has it for a schema alone (localllm/engine/sampling/grammar.py).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")

@@ -14,7 +14,7 @@ from pathlib import Path
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
 from localllm.device.probes.commands import read_text, run
 
-_WORKERS = {"localllm.engine.worker", "localllm.engine.embedding"}
+_WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
 
 def read(cache: Path, data: Path) -> HealthFacts:

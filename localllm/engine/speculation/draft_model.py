@@ -11,13 +11,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from localllm.engine.coupling import Distribution
-from localllm.engine.job import Job
-from localllm.engine.kv_store import KvStore
-from localllm.engine.matching import Matching
-from localllm.engine.prefix_cache import as_tokens
-from localllm.engine.sampling import distribution
-from localllm.engine.sequence_pool import SequencePool
+from localllm.engine.cache.matching import Matching
+from localllm.engine.cache.pool import SequencePool
+from localllm.engine.cache.store import KvStore
+from localllm.engine.cache.tree import as_tokens
+from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.rejection import Distribution
+from localllm.engine.sampling.sampler import distribution
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
@@ -61,7 +61,7 @@ class DraftModel:
         able = self.backend.capabilities
         return 0 if able.rewind == "none" else 64 if able.rewind == "any" else able.rewind_tokens
 
-    def ready(self, job: Job) -> bool:
+    def ready(self, job: RunningRequest) -> bool:
         """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it."""
         try:
             line = self._line(job)
@@ -73,7 +73,7 @@ class DraftModel:
             self.forget(job)
         return False
 
-    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
         """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn from (None: each is
         the draft model's best, drawn from nothing)."""
         drafts: dict[str, tuple[list[int], list[Distribution] | None]] = {}
@@ -119,7 +119,7 @@ class DraftModel:
         return keys
 
     def _choose(
-        self, job: Job, drafted: list[int], dists: list[Distribution] | None, result: StepResult, index: int
+        self, job: RunningRequest, drafted: list[int], dists: list[Distribution] | None, result: StepResult, index: int
     ) -> int:
         if dists is None:
             return result.argmax(index)[-1]
@@ -129,7 +129,7 @@ class DraftModel:
         dists.append(dist)
         return sampler.draw(dist)
 
-    def _line(self, job: Job) -> _Line:
+    def _line(self, job: RunningRequest) -> _Line:
         """The job's sequence, cut back to what it shares with what really came."""
         line = self._lines.get(job.id)
         if line is None:
@@ -155,7 +155,7 @@ class DraftModel:
             line.held.extend(chunk.tokens)
         return result
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: RunningRequest) -> None:
         """The job ended: what the draft model read of it stays in its cache."""
         line = self._lines.pop(job.id, None)
         if line is not None:
@@ -185,6 +185,6 @@ class DraftModel:
         self.backend.close()
 
 
-def _draws(job: Job) -> bool:
+def _draws(job: RunningRequest) -> bool:
     """True when the draft must be drawn like the target's tokens are; under a grammar the best guess is proposed."""
     return job.request.generation.sampling.temperature > 0 and job.sampler.constraint is None

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from localllm.engine.coupling import Distribution
-from localllm.engine.job import Job
+from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.rejection import Distribution
 from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend
 
 _SMOOTHING = 0.2
@@ -28,11 +28,11 @@ class MtpDrafter:
         """Longest draft the heads write."""
         return self.backend.capabilities.drafts
 
-    def ready(self, job: Job) -> bool:
+    def ready(self, job: RunningRequest) -> bool:
         """True where the model has read all but the newest token: the heads follow it on their own."""
         return job.sequence is not None and job.n_kv == len(job.tokens) - 1
 
-    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
         """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the heads' best guesses,
         drawn from nothing."""
         jobs = [(job, length) for job, length in wanted if length > 0]
@@ -72,7 +72,7 @@ class MtpDrafter:
         finally:
             self.backend.drop(sequence)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: RunningRequest) -> None:
         """The heads hold nothing of a job but what its sequence is."""
 
     def tick(self, *, busy: bool) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localllm.engine.others import MOST_SHARE, Mark, Others
+from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.speculation.controller import StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
@@ -27,7 +27,7 @@ _PAUSE_S = 5.0
 class CostProbe:
     """Fills in `cost`. `failed`: why nothing can be verified (empty: it can)."""
 
-    def __init__(self, backend: Backend, cost: StepCost, others: Others, clock: Callable[[], float]) -> None:
+    def __init__(self, backend: Backend, cost: StepCost, others: CpuContention, clock: Callable[[], float]) -> None:
         self._backend, self._cost, self._others, self._clock = backend, cost, others, clock
         self.failed = ""
         self._all: dict[int, float] = {}

@@ -9,9 +9,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from localllm.engine.coupling import Distribution
-from localllm.engine.job import Job
-from localllm.engine.others import Others
+from localllm.engine.host.contention import CpuContention
+from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.mtp import MtpDrafter
@@ -61,15 +61,15 @@ class ComputedDrafter(Protocol):
         """Longest draft."""
         ...
 
-    def ready(self, job: Job) -> bool:
+    def ready(self, job: RunningRequest) -> bool:
         """True once it knows enough of `job` to draft for it."""
         ...
 
-    def draft(self, wanted: Seq[tuple[Job, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
         """Drafts by job id: tokens, and what they were drawn from (None: nothing, they are its best guesses)."""
         ...
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: RunningRequest) -> None:
         """The job left the context."""
         ...
 
@@ -148,7 +148,7 @@ class Speculator:
     (those too), ngram, off."""
 
     backend: Backend
-    others: Others
+    others: CpuContention
     mode: str = "auto"
     model: DraftModel | None = None
     clock: Callable[[], float] = time.monotonic
@@ -185,7 +185,7 @@ class Speculator:
 
     # --- before a step -------------------------------------------------------------------------------------------
 
-    def propose(self, running: Seq[Job], *, hurry: bool = False) -> None:
+    def propose(self, running: Seq[RunningRequest], *, hurry: bool = False) -> None:
         """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is between two slices of
         somebody's prompt, and no drafts may lengthen it."""
         if self.off_because:
@@ -219,7 +219,7 @@ class Speculator:
             chosen = zip(decoding, proposals, lengths, strict=True)
             self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
-    def _lengths(self, decoding: Seq[Job], proposals: Seq[_Proposal]) -> list[int]:
+    def _lengths(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal]) -> list[int]:
         """How much of each proposal is drafted."""
         candidates = [p.candidate for p in proposals]
         most_steps = self._most_steps
@@ -244,7 +244,7 @@ class Speculator:
         steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
         return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
 
-    def _let_draft(self, name: str, drafter: ComputedDrafter, wanted: list[tuple[Job, int]]) -> None:
+    def _let_draft(self, name: str, drafter: ComputedDrafter, wanted: list[tuple[RunningRequest, int]]) -> None:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
@@ -261,7 +261,7 @@ class Speculator:
     def _ends(self, draft: list[int]) -> bool:
         return bool(draft) and draft[-1] in self.backend.info.eog_tokens
 
-    def _proposal(self, job: Job, most: int) -> _Proposal:
+    def _proposal(self, job: RunningRequest, most: int) -> _Proposal:
         state = self._state(job)
         most = min(most, job.max_tokens - job.n_generated - 1, self.backend.info.n_ctx - len(job.tokens) - 1)
         if job.request.draft == "off" or most < 1:
@@ -284,7 +284,7 @@ class Speculator:
         return best
 
     def _or_drafter(
-        self, job: Job, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: ComputedDrafter
+        self, job: RunningRequest, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: ComputedDrafter
     ) -> _Proposal:
         """This drafter's turn instead, where it promises more than `best` does for this job alone."""
         if not drafter.token_s:
@@ -307,7 +307,7 @@ class Speculator:
         seconds = self.cost.seconds(1 + length) + candidate.token_s * length
         return (1.0 + sum(candidate.survival[:length])) / seconds
 
-    def _state(self, job: Job) -> _DraftState:
+    def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
             lookup = Lookup(job.tokens, HitRates(self._rates), self._recent, job.predicted)
@@ -317,7 +317,7 @@ class Speculator:
 
     # --- after a step --------------------------------------------------------------------------------------------
 
-    def emitted(self, job: Job, tokens: Seq[int], drafted: int, accepted: int) -> None:
+    def emitted(self, job: RunningRequest, tokens: Seq[int], drafted: int, accepted: int) -> None:
         """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were right."""
         state = self._states.get(job.id)
         if state is None:
@@ -350,7 +350,7 @@ class Speculator:
         else:
             self._since_plain = 0
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: RunningRequest) -> None:
         """The job left the context: it ended, or was parked."""
         if self._states.pop(job.id, None) is not None:
             self._recent.add(job.tokens[job.n_prompt :])

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from localllm.engine.embedding import Embeds
+from localllm.engine.worker.embedding import Embeds
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.http.accounts import caller
 from localllm.server.http.headers import ignored_header, request_id

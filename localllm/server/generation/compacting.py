@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.conversation.compaction import Compacted, Cost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
-from localllm.engine.api import EngineClient
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation import prompting
 from localllm.server.generation.prompting import Prompt

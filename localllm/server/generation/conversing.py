@@ -9,8 +9,8 @@ from typing import Any
 from localllm.conversation.images import shown
 from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
-from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Timings, TokenLogprob
+from localllm.engine.worker.api import EngineClient
 from localllm.server.generation import prompting
 from localllm.server.generation.compacting import Counts, Messages, fitted
 from localllm.server.generation.counting import WithImages

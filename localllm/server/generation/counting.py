@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.engine.api import EngineClient
+from localllm.engine.worker.api import EngineClient
 
 
 class WithImages:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyParser
-from localllm.engine.api import EngineClient
 from localllm.engine.messages import (
     Event,
     Failure,
@@ -21,6 +20,7 @@ from localllm.engine.messages import (
     ThinkingLimit,
     TokenLogprob,
 )
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
 from localllm.server.generation.counting import WithImages
 from localllm.server.generation.job import (

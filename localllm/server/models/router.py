@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
-from localllm.engine.api import Host
+from localllm.engine.worker.api import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.server.elsewhere.upstreams import Upstreams
 from localllm.server.models.admission import ModelAdmission

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.engine.api import EngineClient, Host
 from localllm.engine.messages import Sampling
+from localllm.engine.worker.api import EngineClient, Host
 from localllm.errors import BusyError, LocalLLMError
 from localllm.server.models.admission import ModelAdmission
 from localllm_backends.contract import ModelInfo

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

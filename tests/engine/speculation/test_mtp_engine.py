@@ -13,11 +13,11 @@ from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.cli.launch import prepare
 from localllm.cli.main import run as localllm
-from localllm.engine.client import WorkerClient
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.speculation.mtp import MtpDrafter
+from localllm.engine.worker.client import WorkerClient
 from localllm.errors import UnsupportedError
 from localllm.planner import memory
 from localllm.planner.types import RunSettings

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from localllm.engine.others import Others
+from localllm.engine.host.contention import CpuContention
 from localllm.engine.speculation.controller import StepCost
 from localllm.engine.speculation.probe import CostProbe
 from localllm_backends.contract import Chunk
@@ -34,7 +34,7 @@ class Machine(ScriptedBackend):
         return super().step(chunks)
 
     def probe(self, cost: StepCost) -> CostProbe:
-        return CostProbe(self, cost, Others(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now)
+        return CostProbe(self, cost, CpuContention(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now)
 
 
 def tick_all(probe: CostProbe, rested_s: float = 0.0) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, run, settle
-from localllm.engine.client import WorkerClient, WorkerOptions
-from localllm.engine.constraint import GrammarCompiler
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling, Text
+from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.errors import LocalLLMError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
 from localllm.conversation.images import in_text
-from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import Body, SamplingFields

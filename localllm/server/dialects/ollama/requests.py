@@ -11,8 +11,8 @@ from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
-from localllm.engine.api import EngineClient
 from localllm.engine.messages import Generation, Sampling
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
 from localllm.server.dialects.fields import (

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from localllm.conversation.fim import fim_prompt
-from localllm.engine.api import EngineClient
 from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.constraint import Constraint
 from localllm.server.dialects.fields import Limit, SamplingFields, first_limit

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
-from localllm.engine.embedding import Ranks
+from localllm.engine.worker.embedding import Ranks
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import Body, read
 from localllm.server.dialects.openapi import body_of

@@ -1,0 +1,305 @@
+"""A cached prefix on its way back into the context: what of it to take, and taking it piece by piece.
+
+Each piece is weighed by itself, since they cost and save apart from each other: one in memory costs next to nothing; one
+on disk is worth reading when that is quicker than computing the tokens wanted of it. What is not worth reading, was
+evicted or turns out to be lost is a gap: its tokens are computed, and what lies behind it is still taken.
+
+What is on disk is read by another thread, ahead of its turn. Who owns a restoration asks whether it `awaits` the disk, and
+does something else meanwhile. A disk that takes longer than computing would is waited for no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from localllm.engine.cache.block import Block
+from localllm.engine.cache.budget import Room
+from localllm.engine.cache.tree import CachedPart, Match, PrefixCache
+from localllm.engine.tokens import Tokens
+from localllm_backends.contract import Backend, BackendFailure, NoCellsError, StateBackend
+
+# Is reading this block quicker than computing so many of its tokens?
+Worth = Callable[[Block, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`: what
+    must follow the last part (None: nothing). `known`: how far the prompt followed any line."""
+
+    match: Match
+    parts: tuple[CachedPart, ...]
+    unread: int = 0
+    state: Match | None = None
+    known: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed."""
+        return sum(part.n_tokens for part in self.parts)
+
+
+def plan(cache: PrefixCache, prompt: Tokens, worth: Worth, states: PrefixCache | None = None) -> RestorePlan:
+    """What to take of all that `cache` holds of `prompt`, and `states` of its states."""
+    if states is not None:
+        return _plan_to_a_state(cache, states, prompt, worth)
+    match = cache.peek(prompt)
+    if cache.whole:
+        # Only one snapshot can be taken: the longest that is worth it.
+        held = match
+        match = _worthy(cache, match, prompt, worth)
+        return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
+    parts = tuple(part for part in match.parts if worth(part.block, part.n_tokens))
+    return RestorePlan(match, parts, match.saved - sum(part.n_tokens for part in parts), known=match.known)
+
+
+def point(states: PrefixCache, line: Tokens, worth: Worth) -> tuple[int, Block] | None:
+    """The longest beginning of `line` that `states` holds the state of, and is worth reading, with that state."""
+    match = _worthy(states, states.peek(line), line, worth)
+    return (match.saved, match.parts[0].block) if match.parts else None
+
+
+def _worthy(tree: PrefixCache, match: Match, line: Tokens, worth: Worth) -> Match:
+    while match.parts and not worth(match.parts[0].block, match.saved):
+        match = tree.peek(line[: match.saved - 1])
+    return match
+
+
+def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, worth: Worth) -> RestorePlan:
+    """The longest beginning that has its state and all of its KV: without a state, gaps can't be computed."""
+    match = cache.peek(prompt)
+    reached = 0
+    for part in match.parts:
+        if part.start > reached or not worth(part.block, part.n_tokens):
+            break
+        reached = part.stop
+    unread = states.peek(prompt[: match.length]).saved
+    state = _worthy(states, states.peek(prompt[:reached]), prompt[:reached], worth)
+    known = max(match.known, states.peek(prompt).known)
+    match = cache.peek(prompt[: state.saved])
+    return RestorePlan(match, match.parts if state.parts else (), unread - state.saved, state, known)
+
+
+class Keeper(Protocol):
+    """Who owns the cache, as far as a restoration needs it."""
+
+    cache: PrefixCache
+    states: PrefixCache | None
+
+    def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
+        """What to take of what the cache holds of `prompt`; `at_once`: without waiting for any file."""
+        ...
+
+    def worth(self, block: Block, n_tokens: int) -> bool:
+        """Is having this block quicker than computing so many tokens, as far as is known now?"""
+        ...
+
+    def want(self, block: Block, *, due: bool) -> bool:
+        """Have a block read soon or (`due`) next. False where enough is being read; else it must be released."""
+        ...
+
+    def ready(self, block: Block) -> bool:
+        """Does reading it wait for nothing?"""
+        ...
+
+    def release(self, block: Block) -> None:
+        """A block that was wanted is so no more."""
+        ...
+
+    def store(self, sequence: int, line: Tokens, start: int) -> Room:
+        """Put what `sequence` holds of `line` from `start` on into the cache: "now" if there is room."""
+        ...
+
+    def lost(self, block: Block) -> None:
+        """A block could not be read or imported."""
+        ...
+
+
+@dataclass
+class Restoring:
+    """A prompt's cached parts being imported into the empty `sequence`. Its blocks stay in the cache until it is `done` or
+    closed. `held` tokens are in the sequence, `imported` of them from the cache. Fails silently: what can't be had is
+    computed, and counted by reason in `missed`."""
+
+    keeper: Keeper
+    backend: Backend
+    sequence: int
+    prompt: Tokens
+    plan: RestorePlan
+    held: int = 0
+    imported: int = 0
+    done: bool = False
+    missed: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._parts = list(reversed(self.plan.parts))
+        self._gap_start = 0
+        # Tokens in the sequence; `held` are those that it could go on behind.
+        self._reached = 0
+        self._wanted: list[Block] = []
+        self._lock(self.plan)
+        self._miss("unread", self.plan.unread)
+        self._look_ahead()
+
+    @property
+    def computes_to(self) -> int | None:
+        """Where the gap ends that must be computed before the next part can be imported; None when none is due."""
+        return self._parts[-1].start if self._parts and self._parts[-1].start > self._reached else None
+
+    @property
+    def awaits(self) -> bool:
+        """Is the next part still being read? One that takes too long is given up here."""
+        while not self.done and self.computes_to is None:
+            late = [block for block in self._next_blocks() if not self.keeper.ready(block)]
+            if not late:
+                return False
+            left = sum(part.n_tokens for part in self._parts)
+            if self.plan.state is not None:
+                left = self.plan.saved
+            if all(self.keeper.worth(block, left) for block in late):
+                # What somebody else had read may be gone again.
+                self._look_ahead()
+                return True
+            self._give_up()
+        return False
+
+    def _next_blocks(self) -> list[Block]:
+        """What the next step reads."""
+        state = self.plan.state
+        last = len(self._parts) == 1 and state is not None
+        return [self._parts[-1].block, *([state.parts[0].block] if last and state is not None else [])]
+
+    def _look_ahead(self) -> None:
+        """Have what comes next read, as far ahead as may be; or end where nothing does."""
+        if not self._parts:
+            self.close()
+            return
+        coming = [part.block for part in reversed(self._parts)]
+        if self.plan.state is not None:
+            coming.append(self.plan.state.parts[0].block)
+        for block in [b for b in self._wanted if not any(b is c for c in coming)]:
+            self._release(block)
+        due = self._next_blocks()
+        for block in coming:
+            if any(block is w for w in self._wanted) or self.keeper.ready(block):
+                continue
+            if not self.keeper.want(block, due=any(block is d for d in due)):
+                break
+            self._wanted.append(block)
+
+    def _release(self, block: Block) -> None:
+        self._wanted = [b for b in self._wanted if b is not block]
+        self.keeper.release(block)
+
+    def _give_up(self) -> None:
+        """The disk is slower than computing would be: go on with what is at hand."""
+        if self.plan.state is None and not self.keeper.cache.whole:
+            left = [part for part in self._parts if self.keeper.ready(part.block)]
+            self._miss("unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left))
+            self._parts = left
+            self._look_ahead()
+        else:
+            self._replan("unread", at_once=True)
+
+    def step(self) -> None:
+        """Import the next part, which must follow what is held."""
+        part = self._parts.pop()
+        assert part.start == self._reached, "a gap must be computed first"
+        try:
+            data = self._read(self.keeper.cache, part.block)
+            if data is None:
+                self._lose(part.block, part.n_tokens)
+            else:
+                self.backend.import_range(self.sequence, data, part.start, part.stop)
+                self._reached = self._gap_start = part.stop
+                if self.plan.state is None:
+                    self._hold(part.n_tokens)
+                elif not self._parts:
+                    self._import_state(self.plan.state.parts[0].block)
+        except NoCellsError:
+            # Less room than was promised: what is restored so far is still right.
+            self._miss("no_cells", part.n_tokens + sum(p.n_tokens for p in self._parts))
+            self._parts.clear()
+            if self.plan.state is not None:
+                self.backend.truncate(self.sequence, 0)
+        except BackendFailure:
+            # A block this build can't read is a miss.
+            self.backend.truncate(self.sequence, self.held)
+            self._lose(part.block, part.n_tokens)
+        self._look_ahead()
+
+    def _import_state(self, block: Block) -> None:
+        """What makes the imported KV a line that can go on."""
+        states = self.keeper.states
+        assert states is not None
+        assert isinstance(self.backend, StateBackend)
+        data = self._read(states, block)
+        try:
+            if data is not None:
+                self.backend.import_state(self.sequence, data, self._reached)
+                self._hold(self._reached)
+                return
+        except BackendFailure:
+            pass
+        self._lose(block, self._reached)
+
+    def _hold(self, n_tokens: int) -> None:
+        self.held = self._reached
+        self.imported += n_tokens
+
+    def _read(self, tree: PrefixCache, block: Block) -> bytes | memoryview | None:
+        in_memory = block.held_bytes > 0
+        data = block.read()
+        if data is not None and not in_memory:
+            tree.promote(block, data)
+        return data
+
+    def computed(self, held: int) -> None:
+        """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block of its own."""
+        self.held = self._reached = held
+        if self.computes_to is None and self._parts:
+            self.keeper.store(self.sequence, self.prompt[:held], self._gap_start)
+
+    def close(self) -> None:
+        """Let go of the blocks; what is held stays."""
+        if not self.done:
+            self.done = True
+            for block in self._wanted:
+                self.keeper.release(block)
+            self._wanted = []
+            self._unlock(self.plan)
+
+    def _lock(self, plan: RestorePlan) -> None:
+        self.keeper.cache.lock(plan.match)
+        if plan.state is not None and self.keeper.states is not None:
+            self.keeper.states.lock(plan.state)
+
+    def _unlock(self, plan: RestorePlan) -> None:
+        self.keeper.cache.unlock(plan.match)
+        if plan.state is not None and self.keeper.states is not None:
+            self.keeper.states.unlock(plan.state)
+
+    def _lose(self, block: Block, n_tokens: int) -> None:
+        self.keeper.lost(block)
+        if self.plan.state is None and not self.keeper.cache.whole:
+            self._miss("lost", n_tokens)
+            return
+        self._replan("lost", at_once=False)
+
+    def _replan(self, reason: str, *, at_once: bool) -> None:
+        """The next best that can be gone on from, from the beginning."""
+        self.backend.truncate(self.sequence, 0)
+        self.held = self._reached = 0
+        self._gap_start = 0
+        held, self.plan = self.plan, self.keeper.plan(self.prompt, at_once=at_once)
+        self._lock(self.plan)
+        self._unlock(held)
+        self._parts = list(reversed(self.plan.parts))
+        self._miss(reason, held.saved - self.plan.saved)
+        self._look_ahead()
+
+    def _miss(self, reason: str, n_tokens: int) -> None:
+        if n_tokens > 0:
+            self.missed[reason] = self.missed.get(reason, 0) + n_tokens

@@ -1,0 +1,425 @@
+"""Prefix cache: a radix tree over token ids whose nodes hold opaque blocks of exported KV.
+
+Two shapes of memory, one tree. Where KV can be cut anywhere (`whole=False`), a node's block covers the node's own
+tokens and a prefix is restored from the blocks on its path. A node on the path may have none (it was evicted or lost):
+its tokens are computed, and what lies behind it is still of use. Where KV can't be cut (sliding windows, recurrent
+state; `whole=True`), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
+
+    root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
+                              └── "chat B"
+
+Laws, checked by `check_integrity` and by random histories in the tests:
+
+* `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
+* A line is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
+  and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
+* What is locked is neither demoted nor evicted. Who makes room for what: cache/budget.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from localllm.engine.cache.block import Block
+from localllm.engine.cache.budget import Age, Budget
+from localllm.engine.tokens import Tokens
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
+
+    tokens: Tokens
+    start: int
+    parent: Node | None
+    block: Block | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+    locks: int = 0
+    last_used: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Depth of the node's end, in tokens from the root."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPart:
+    """Tokens [start, stop) of a prompt, to be imported from `block`."""
+
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens it saves."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the cache holds of a prompt: `parts` in order, with gaps between them where nothing is held.
+
+    `length` tokens from the beginning are held without a gap. `known` is how far the prompt followed tokens the cache
+    knows of, with or without KV. `node` is the deepest node used; lock it before reading any block.
+    """
+
+    parts: tuple[CachedPart, ...]
+    known: int
+    node: Node | None
+
+    @property
+    def length(self) -> int:
+        """Leading tokens held without a gap."""
+        reached = 0
+        for part in self.parts:
+            if part.start > reached:
+                break
+            reached = part.stop
+        return reached
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed if every part is imported."""
+        return sum(part.n_tokens for part in self.parts)
+
+
+def as_tokens(tokens: Seq[int] | Tokens) -> Tokens:
+    """Token ids as the int32 array the tree compares."""
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens `a` and `b` share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
+class PrefixCache:
+    """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
+    unless it shares a `budget`."""
+
+    def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: Budget | None = None) -> None:
+        self.whole = whole
+        self.budget = budget if budget is not None else Budget(capacity_bytes)
+        # States are of use with the KV of their line only, which another tree has.
+        self._beside_kv = bool(self.budget.shelves)
+        self.budget.shelves.append(self)
+        self._root = Node(np.empty(0, dtype=np.int32), 0, None)
+        self._users: dict[int, tuple[Block, list[Node]]] = {}
+        self.held_bytes = 0
+        self.evicted_tokens = 0
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def peek(self, tokens: Seq[int] | Tokens) -> Match:
+        """What can be restored of `tokens`. Changes nothing."""
+        line = as_tokens(tokens)
+        parts: list[CachedPart] = []
+        deepest: Node | None = None
+        known = 0
+        for node, shared in self._along(line):
+            known = node.start + shared
+            if node.block is None or (self.whole and shared < len(node.tokens)):
+                continue
+            deepest = node
+            if self.whole:
+                parts = [CachedPart(node.block, 0, node.stop)]
+            elif parts and parts[-1].block is node.block and parts[-1].stop == node.start:
+                parts[-1] = CachedPart(node.block, parts[-1].start, known)
+            else:
+                parts.append(CachedPart(node.block, node.start, known))
+        return Match(tuple(parts), known, deepest)
+
+    def match(self, tokens: Seq[int] | Tokens) -> Match:
+        """What can be restored of `tokens`, which counts as a use of it."""
+        found = self.peek(tokens)
+        now = self.budget.use()
+        node = found.node
+        if node is not None and not _uses(node, found.known):
+            node = node.parent
+        self._use(node, now)
+        return found
+
+    def used(self, line: Tokens, at: int | None) -> None:
+        """What is held of `line` was used at that time, if not since (None: now)."""
+        self._use(self.peek(line).node, self.budget.uses if at is None else at)
+
+    def thin(self, line: Tokens, apart: int, newest: int) -> None:
+        """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `apart` to one
+        before them, not among the `newest`, and not where lines part. Those go before anything else."""
+        nodes = [n for n, shared in self._along(line) if n.block is not None and shared == len(n.tokens)]
+        before = 0
+        for i, node in enumerate(nodes):
+            if i >= len(nodes) - newest or node.stop - before >= apart or len(node.children) > 1:
+                self._use_node(node, self.budget.uses)
+                before = node.stop
+            else:
+                node.last_used = 0
+
+    def lock(self, match: Match) -> None:
+        """Keep the nodes of `match` until `unlock`."""
+        for node in self._path(match.node):
+            node.locks += 1
+
+    def unlock(self, match: Match) -> None:
+        """Let the nodes of `match` be demoted and evicted again."""
+        for node in self._path(match.node):
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+        if match.node is not None:
+            # Its block may have turned out to be lost while it was held.
+            self._prune(match.node)
+        self.budget.changes += 1
+
+    def covered(self, tokens: Seq[int] | Tokens) -> int:
+        """How many leading tokens could be restored without a gap."""
+        return self.peek(tokens).length
+
+    def gap(self, tokens: Seq[int] | Tokens) -> tuple[int, int] | None:
+        """The first [start, stop) of `tokens` that has no KV here; None where all of it has."""
+        reached = 0
+        for part in self.peek(tokens).parts:
+            if part.start > reached:
+                return reached, part.start
+            reached = part.stop
+        return (0 if self.whole else reached, len(tokens)) if reached < len(tokens) else None
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
+        """Store `block` for the end of the line `tokens` (its stop must be the line's length), which was last used at
+        `used`, in `uses` (None: now).
+
+        Returns False, storing nothing, when its tokens have their KV already, or there is no room for it now. A block
+        that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
+        line = as_tokens(tokens)
+        assert block.stop == len(line), "a block must end where its line ends"
+        if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "now":
+            return False
+        at = self.budget.use() if used is None else used
+        if not self.whole:
+            self._walk(line[: block.start])
+        end = self._walk(line)
+        for node in [end] if self.whole else self._path(end):
+            if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
+                self._set_block(node, block)
+        self._use(end, at)
+        self.budget.changes += 1
+        return True
+
+    def promote(self, block: Block, data: bytes | memoryview) -> None:
+        """Hold in memory what was read from disk, if there is room: it was used just now."""
+        if id(block) in self._users and not block.held_bytes and self.budget.make_room(len(data)) == "now":
+            block.promote(data)
+            self.held_bytes += block.held_bytes
+
+    def remove(self, node: Node) -> None:
+        """Forget an unlocked node's block, and the node itself if nothing hangs on it."""
+        assert node.locks == 0, "a held node can't be evicted"
+        self._set_block(node, None)
+        self._prune(node)
+
+    def forget(self, block: Block) -> None:
+        """A block turned out to be lost: no node has it any more. What hangs on it stays, behind a gap."""
+        _, nodes = self._users.get(id(block), (block, []))
+        for node in list(nodes):
+            self._set_block(node, None)
+            self._prune(node)
+        self.budget.changes += 1
+
+    def check_integrity(self) -> None:
+        """The laws in the module docstring; AssertionError where one is broken."""
+        users: dict[int, int] = {}
+        for node in self._nodes():
+            if node is self._root:
+                continue
+            assert len(node.tokens), "an empty edge"
+            assert node.parent is not None
+            assert node.start == node.parent.stop, "a gap between parent and child"
+            assert node.parent.children[int(node.tokens[0])] is node, "a child under the wrong first token"
+            assert node.children or node.block is not None or node.locks, "a dead leaf"
+            assert node.locks >= max((c.locks for c in node.children.values()), default=0), "a lock without its path"
+            newest = max((c.last_used for c in node.children.values()), default=0)
+            assert self.whole or node.last_used >= newest, "a beginning older than its end"
+            if node.block is not None:
+                users[id(node.block)] = users.get(id(node.block), 0) + 1
+                assert node.block.start <= (0 if self.whole else node.start), "a block that begins after its node"
+                assert node.block.stop >= node.stop, "a block that ends before its node"
+        assert users == {key: len(nodes) for key, (_, nodes) in self._users.items()}, "users disagree with the tree"
+        assert self.held_bytes == sum(b.held_bytes for b, _ in self._users.values()), "held_bytes is wrong"
+
+    # --- room (cache_budget.Shelf) -----------------------------------------------------------------------------------
+
+    def ages(self) -> Iterator[tuple[Age, int]]:
+        """Every block that holds memory and is not locked. Of those used together the ends go before the beginnings; of
+        snapshots that hold everything the shorter before the longer."""
+        for block, nodes in self._users.values():
+            if block.held_bytes and not any(n.locks for n in nodes):
+                depth = -block.start if not self.whole else -block.stop if self._beside_kv else block.stop
+                yield (_middle(block, nodes).last_used, depth), id(block)
+
+    def protected(self, line: Tokens) -> set[int]:
+        """The blocks that `line` goes through; of snapshots the longest."""
+        along = [(n, shared) for n, shared in self._along(line) if n.block is not None]
+        if self.whole:
+            return {id(n.block) for n, shared in [(n, k) for n, k in along if k == len(n.tokens)][-1:]}
+        return {id(n.block) for n, shared in along if _uses(n, n.start + shared)}
+
+    def demote(self, block: int) -> int:
+        """Let a block keep only its copy; returns the bytes freed, 0 where it has none."""
+        found, _ = self._users[block]
+        held = found.held_bytes
+        if not found.demote():
+            return 0
+        self.held_bytes -= held
+        return held
+
+    def demotable(self, block: int) -> int:
+        """The bytes that `demote` would free."""
+        found, _ = self._users[block]
+        return found.held_bytes if found.has_copy else 0
+
+    def losable(self, block: int, *, pending: bool) -> int:
+        """The bytes that evicting a block frees; 0 for one that is about to have a copy, unless told `pending`."""
+        found, _ = self._users[block]
+        return found.held_bytes if pending or not found.pending else 0
+
+    def evict(self, block: int) -> None:
+        """Forget a block."""
+        _, nodes = self._users[block]
+        self.evicted_tokens += sum(len(n.tokens) for n in nodes)
+        for node in list(nodes):
+            self.remove(node)
+
+    @property
+    def waits(self) -> bool:
+        """True while a block in memory is about to have a copy."""
+        return any(block.pending and block.held_bytes for block, _ in self._users.values())
+
+    # --- the tree ------------------------------------------------------------------------------------------------
+
+    def _along(self, line: Tokens) -> Iterator[tuple[Node, int]]:
+        """The nodes that `line` goes through, each with how many of its tokens it shares."""
+        node, depth = self._root, 0
+        while depth < len(line):
+            child = node.children.get(int(line[depth]))
+            if child is None:
+                return
+            shared = common_prefix(child.tokens, line[depth:])
+            yield child, shared
+            if shared < len(child.tokens):
+                return
+            node, depth = child, depth + shared
+
+    def _use(self, node: Node | None, used: int) -> None:
+        """A line up to `node` was used: all of it, or of whole blocks just that one."""
+        for step in self._path(node)[-1:] if self.whole else self._path(node):
+            self._use_node(step, used)
+
+    def _use_node(self, node: Node, used: int) -> None:
+        node.last_used = max(node.last_used, used)
+        if node.block is not None and _uses(node, node.stop):
+            node.block.used(used)
+
+    def _wanted(self, line: Tokens, block: Block) -> bool:
+        """Are there tokens that this block serves better than what they have?"""
+        at = 0
+        for node, shared in self._along(line):
+            at = node.start + shared
+            if self.whole:
+                continue
+            if at > block.start and _better(node.block, block):
+                return True
+        if not self.whole or at < len(line):
+            return at < len(line)
+        found = [node for node, shared in self._along(line) if node.start + shared == len(line)]
+        return not found or found[0].stop > len(line) or found[0].block is None
+
+    def _walk(self, line: Tokens) -> Node:
+        """The node that ends exactly at len(line), splitting and growing edges on the way."""
+        node, depth = self._root, 0
+        while depth < len(line):
+            child = node.children.get(int(line[depth]))
+            if child is None:
+                child = Node(line[depth:].copy(), depth, node, last_used=0)
+                node.children[int(line[depth])] = child
+                return child
+            shared = common_prefix(child.tokens, line[depth:])
+            if shared < len(child.tokens):
+                child = self._split(child, shared)
+            depth += shared
+            node = child
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:at].copy(), node.start, node.parent, locks=node.locks, last_used=node.last_used)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.start, node.parent = node.tokens[at:].copy(), node.start + at, upper
+        upper.children[int(node.tokens[0])] = node
+        if node.block is not None and not self.whole:
+            self._set_block(upper, node.block)
+        return upper
+
+    def _set_block(self, node: Node, block: Block | None) -> None:
+        old, node.block = node.block, block
+        if block is not None:
+            _, nodes = self._users.setdefault(id(block), (block, []))
+            if not nodes:
+                self.held_bytes += block.held_bytes
+            nodes.append(node)
+        if old is not None:
+            _, nodes = self._users[id(old)]
+            nodes.remove(node)
+            if not nodes:
+                del self._users[id(old)]
+                self.held_bytes -= old.held_bytes
+                old.discard()
+
+    def _prune(self, node: Node) -> None:
+        """Take out a node that holds nothing and on which nothing hangs, and those that are left so by it."""
+        while node.parent is not None and not node.children and node.block is None and node.locks == 0:
+            parent = node.parent
+            if parent.children.get(int(node.tokens[0])) is node:
+                del parent.children[int(node.tokens[0])]
+            node = parent
+
+    def _nodes(self) -> Iterator[Node]:
+        """Every node from the root down, each before its children."""
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _path(self, node: Node | None) -> list[Node]:
+        path: list[Node] = []
+        while node is not None and node is not self._root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+
+def _uses(node: Node, depth: int) -> bool:
+    """Is a line that follows `node` down to `depth` a use of its block, or just of its beginning?"""
+    return node.block is None or depth > (node.block.start + node.block.stop) // 2
+
+
+def _middle(block: Block, nodes: list[Node]) -> Node:
+    """Of the nodes that have `block`, the one with its middle token (the first, where that has another block now)."""
+    middle = (block.start + block.stop) // 2
+    return next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
+
+
+def _better(old: Block | None, new: Block) -> bool:
+    """Should tokens that have `old` have `new` instead? A wide block that is only on disk makes way for a narrow one."""
+    return old is None or (not old.held_bytes and new.stop - new.start < old.stop - old.start)

@@ -1,0 +1,168 @@
+"""What a step computed becomes tokens, text and events: sampling, verifying drafts, and the rules that end an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.engine.cache.tree import as_tokens
+from localllm.engine.image_steps import ImageSteps
+from localllm.engine.messages import FinishReason, Text, TokenLogprob
+from localllm.engine.request import RunningRequest
+from localllm.engine.request_table import RequestTable
+from localllm.engine.sampling.ranking import Row
+from localllm.engine.scheduler import Grant
+from localllm.engine.tokens import Placed
+from localllm_backends.contract import Backend, Chunk, Draw, DrawingResult, ImagePart, StepResult
+
+
+@dataclass
+class OutputProcessor:
+    """Turns grants into chunks, and what came out of them into the jobs' next tokens."""
+
+    backend: Backend
+    jobs: RequestTable
+    images: ImageSteps | None = None
+
+    def __post_init__(self) -> None:
+        self._eog = frozenset(self.backend.info.eog_tokens)
+
+    def chunk(self, grant: Grant) -> Chunk:
+        """What a grant puts into the step."""
+        job = self.jobs.running[grant.key]
+        assert job.sequence is not None
+        if grant.prefill:
+            tokens = job.tokens[job.n_kv : job.n_kv + grant.n_tokens]
+            last = job.n_kv + grant.n_tokens == len(job.tokens)
+            placed = job.image
+            if placed is not None:
+                return Chunk(job.sequence, tokens, int(last), image=self._image_part(job, placed))
+            return Chunk(job.sequence, tokens, int(last), self._draw(job) if last else None)
+        job.draft = job.draft[: grant.n_tokens - 1]
+        draw = None if job.draft else self._draw(job)
+        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, draw)
+
+    def _image_part(self, job: RunningRequest, placed: Placed) -> ImagePart:
+        assert self.images is not None
+        assert self.images.chosen is not None
+        return ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
+
+    def _draw(self, job: RunningRequest) -> Draw | None:
+        """How the backend may draw the job's next token, where it can and nobody wants to see its logits."""
+        if not self.backend.capabilities.draws or job.request.generation.logprobs is not None:
+            return None
+        return job.sampler.drawable(len(job.tokens))
+
+    def advance(self, grants: list[Grant], result: StepResult) -> int:
+        """Every granted job by one step; returns how many had their first token."""
+        first = 0
+        for i, grant in enumerate(grants):
+            job = self.jobs.running[grant.key]
+            assert job.sequence is not None
+            job.n_kv += grant.n_tokens
+            if grant.prefill and job.n_kv < len(job.tokens):
+                self._after_chunk(job)
+                continue
+            first += job.first_token_s is None
+            job.decode_steps += job.first_token_s is not None
+            self._accept(job, result, i)
+        return first
+
+    def _after_chunk(self, job: RunningRequest) -> None:
+        assert job.sequence is not None
+        if job.restoring is not None:
+            job.restoring.computed(job.n_kv)
+        if job.n_kv in job.checkpoints:
+            self.jobs.pool.checkpoint(job.sequence, as_tokens(job.tokens[: job.n_kv]))
+        self.jobs.progress(job, job.n_kv)
+
+    def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:
+        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
+        draft, drawn_from = job.draft, job.draft_from
+        job.draft, job.draft_from = [], None
+        greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
+        best = result.argmax(index) if greedy else []
+        greedy = greedy and job.sampler.open(best, len(job.tokens))
+        drawn = None if greedy or draft else self._drawn(job, result, index)
+        best = best if drawn is None else [drawn]
+        rows = None if greedy or drawn is not None else result.logits(index)
+        accepted = 0
+        before = len(job.tokens)
+        said: list[Text] = []
+        finish: FinishReason | None = None
+        for i in range(len(draft) + 1):
+            row = None if rows is None else rows[i]
+            if row is None:
+                token = best[i]
+            elif drawn_from is not None and i < len(draft):
+                token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
+            else:
+                token = job.sampler.choose(row, job.tokens)
+            right = i < len(draft) and token == draft[i]
+            accepted += right
+            finish = self._emit(job, token, row, said)
+            if finish is not None or not right:
+                break
+        self.jobs.events += said if len(said) < 2 else [_joined(said)]
+        # The KV of a drafted token that ended the answer is right too; what lies behind it is not.
+        rejected = len(draft) - accepted
+        job.accepted_drafts += accepted
+        job.rejected_drafts += rejected
+        self.jobs.speculator.emitted(job, job.tokens[before:], len(draft), accepted)
+        if rejected:
+            job.n_kv -= rejected
+            assert job.sequence is not None
+            self.backend.truncate(job.sequence, job.n_kv)
+        if finish is not None:
+            self.jobs.finish(job, finish)
+
+    def _drawn(self, job: RunningRequest, result: StepResult, index: int) -> int | None:
+        """The token that the backend drew for the job; None where it did not."""
+        if self._draw(job) is None or not isinstance(result, DrawingResult):
+            return None
+        token = result.drawn(index)
+        if token is not None:
+            job.sampler.uniform()  # which drew it
+        return token
+
+    def _emit(self, job: RunningRequest, token: int, row: Row | None, said: list[Text]) -> FinishReason | None:
+        """Append one chosen token, and its text to `said`; the reason if it ends the request."""
+        now = self.jobs.clock()
+        if job.first_token_s is None:
+            job.first_token_s = now
+            job.prefill_s = now - (job.admitted_s or now)
+        self.jobs.metrics.generated_tokens += 1
+        if job.ends_with(token, self._eog):
+            job.tokens.append(token)
+            return "stop"
+        text = job.text.push(token)
+        logprobs = (
+            self._logprobs(job, token, row) if job.request.generation.logprobs is not None and row is not None else ()
+        )
+        job.tokens.append(token)
+        said.append(Text(job.id, text, (token,), logprobs))
+        if job.text.stopped_by is not None:
+            return "stop"
+        if job.sampler.constraint is not None and job.sampler.constraint.finished:
+            return "stop"
+        if job.loop_guard is not None and job.loop_guard.loops(token):
+            return "repetition"
+        if job.n_generated >= job.max_tokens or len(job.tokens) >= self.backend.info.n_ctx:
+            return "length"
+        return None
+
+    def _logprobs(self, job: RunningRequest, token: int, row: Row) -> tuple[TokenLogprob, ...]:
+        def text(t: int) -> str:
+            return self.backend.token_bytes(t, special=True).decode("utf-8", "replace")
+
+        own, best = job.sampler.log_probabilities(row, token, job.request.generation.logprobs or 0)
+        return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
+
+
+def _joined(said: list[Text]) -> Text:
+    """One event for all a step said to one request: clients are woken once per step, not once per token."""
+    return Text(
+        said[0].id,
+        "".join(t.text for t in said),
+        tuple(token for t in said for token in t.tokens),
+        tuple(p for t in said for p in t.logprobs),
+    )

@@ -1,0 +1,242 @@
+"""How prompts are read beside running streams: in chunks within their steps, or in slices of time between them.
+
+A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's kernels want many rows
+(llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
+middle of a sweep (`Capabilities.sliced_prefill`) reads large pieces and still lets every stream have its next token in time:
+the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
+others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every other backend has the
+policy that does nothing: its chunks are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from localllm.engine.fairness import Shares
+from localllm.engine.host.metrics import Metrics
+from localllm.engine.request import RunningRequest
+from localllm_backends.contract import Backend, BackendFailure, PrefillSlices, SlicingBackend
+
+# Who has less to read than this part of what is left of the prompt in slices does not wait for its end: 600 tokens waited for
+# 30,000. So nobody waits for more than twice as many tokens as its own.
+_MUCH_LESS = 0.5
+# The first slices are half as long: memory is made beside them, and until the system has moved new threads to processors of
+# their own a step behind one took 20 ms instead of 6.
+_FIRST_SLICES, _FIRST_SHARE = 8, 0.5
+
+
+class PrefillPolicy(Protocol):
+    """What the loop asks of it. `busy`: a prompt is being read between the steps."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a prompt is read between the steps."""
+        ...
+
+    def advance(
+        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
+    ) -> tuple[RunningRequest, int] | None:
+        """Before a step: read for `slice_s`, or begin with a prompt if `spare_bytes` of memory are enough. Returns the job
+        that is read and how many tokens of it are done."""
+        ...
+
+    def keeps_out(self, job: RunningRequest) -> bool:
+        """True for what must not be in the next step."""
+        ...
+
+    def forget(self, job: RunningRequest, *, keep: bool) -> None:
+        """The job leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its sequence
+        then, and counted by its `n_kv`."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever is under way."""
+        ...
+
+
+class ChunkedPrefill:
+    """Prompts are read in the steps alone."""
+
+    busy = False
+
+    def advance(
+        self, _running: Iterable[RunningRequest], _slice_s: Callable[[], float], _spare_bytes: int | None
+    ) -> None:
+        """Nothing to do between the steps."""
+
+    def keeps_out(self, _job: RunningRequest) -> bool:
+        """Everybody may be in the step."""
+        return False
+
+    def forget(self, _job: RunningRequest, *, keep: bool) -> None:
+        """What a step computes is in the sequence at once."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def prefill_policy(
+    backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float], shares: Shares
+) -> PrefillPolicy:
+    """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
+    if least_tokens > 0 and backend.capabilities.sliced_prefill and isinstance(backend, SlicingBackend):
+        return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
+    return ChunkedPrefill()
+
+
+@dataclass
+class SlicedPrefill:
+    """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
+    not worth the context it takes. Tenants that have had less than that job's (`shares`) go first, in the steps."""
+
+    backend: SlicingBackend
+    least_tokens: int
+    metrics: Metrics
+    clock: Callable[[], float]
+    job: RunningRequest | None = None
+    shares: Shares = field(default_factory=Shares)
+    _slices: PrefillSlices | None = None
+    _start: int = 0
+    _stop: int = 0
+    _read: int = 0
+    _waited: bool = False
+    _runs: int = 0
+    _refused: set[str] = field(default_factory=set)
+
+    @property
+    def busy(self) -> bool:
+        """True while a prompt is read between the steps."""
+        return self.job is not None
+
+    def advance(
+        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
+    ) -> tuple[RunningRequest, int] | None:
+        """See `PrefillPolicy`."""
+        if self.job is None:
+            self._begin(running, spare_bytes)
+        job = self.job
+        if job is None:
+            return None
+        started = self.clock()
+        read = self._run(slice_s(), running)
+        self.metrics.sliced_prefill(read, self.clock() - started)
+        if job is self.job:
+            return job, self._start + self._read
+        # The next one must not get into the step.
+        self._begin(running, spare_bytes)
+        return None
+
+    def _begin(self, running: Iterable[RunningRequest], spare_bytes: int | None) -> None:
+        """Take the longest waiting of the long prompts in hand if somebody else is decoding and `spare_bytes` of memory
+        (None: unknown) are enough."""
+        if self.job is not None:
+            return
+        jobs = list(running)
+        fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
+        if not fit or all(j.prefilling for j in jobs):
+            return
+        job = min(fit, key=lambda j: (self.shares.had(j.tenant) or 0, j.submitted_s))
+        if spare_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > spare_bytes:
+            return
+        assert job.sequence is not None
+        try:
+            # The last token goes through a step like any other: its logits are wanted.
+            self._slices = self.backend.slice_prefill(job.sequence, job.tokens[job.n_kv : -1])
+        except BackendFailure:
+            self._refused.add(job.id)
+            return
+        self.job, self._start, self._stop = job, job.n_kv, len(job.tokens) - 1
+        self._read, self._waited, self._runs = 0, False, 0
+
+    def _long(self, job: RunningRequest) -> bool:
+        """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
+        new = job.prefilling and job.running and not job.images
+        return new and job.pending > self.least_tokens and job.n_kv <= job.pending
+
+    def keeps_out(self, job: RunningRequest) -> bool:
+        """True for what must not be in this step: the prompt that is read in slices, others as long (they are next), and
+        shorter ones too unless this step is theirs."""
+        if self.job is None:
+            return False
+        if job is self.job or not job.prefilling:
+            return job is self.job
+        return not self._ahead(job) and (not self._waited or self._next(job))
+
+    def _next(self, job: RunningRequest) -> bool:
+        """Does it wait until all of the prompt in slices is read? Long ones do that don't have much less to read."""
+        left = self._stop - self._start - self._read
+        return self._long(job) and job.pending >= _MUCH_LESS * left
+
+    def _ahead(self, job: RunningRequest) -> bool:
+        """Has its tenant had less than that of the prompt which is read in slices? Then it goes first."""
+        return self.job is not None and self.shares.behind(job.tenant, self.job.tenant)
+
+    def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
+        """Spend about `seconds` on it before a step; every second time not, if shorter prompts among the `running` want
+        the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
+        None again. Where it can't go on, what is computed is kept and the rest is read the ordinary way."""
+        if self._slices is None or self.job is None:
+            return 0
+        if any(j.steppable and j.prefilling and self._ahead(j) for j in running):
+            return 0
+        shorter = any(j.steppable and j.prefilling and j is not self.job and not self._next(j) for j in running)
+        self._waited = shorter and not self._waited
+        if self._waited:
+            return 0
+        before = self._read
+        try:
+            if before < self._stop - self._start:
+                self._runs += 1
+                self._read = self._slices.run(seconds * (_FIRST_SHARE if self._runs <= _FIRST_SLICES else 1.0))
+                return self._read - before
+            self._join(seconds)
+        except BackendFailure:
+            self._refused.add(self.job.id)
+            self._keep()
+            self._end()
+        return self._read - before
+
+    def _join(self, seconds: float) -> None:
+        """Append pieces of what is computed for about `seconds`, at least one."""
+        assert self._slices is not None
+        assert self.job is not None
+        begun, pieces = self.clock(), 0
+        while self._slices is not None:
+            self.job.n_kv = self._stop - (left := self._slices.join())
+            pieces += 1
+            if not left:
+                self._end()
+            elif (self.clock() - begun) * (pieces + 1) / pieces > seconds:
+                break
+
+    def _keep(self) -> None:
+        """Compute no more, and append what is computed to the job's sequence, as far as there are cells for it: nobody reads
+        that again. All at once, since whoever takes the sequence next wants it whole."""
+        if self._slices is None or self.job is None:
+            return
+        self._read = self._slices.stop()
+        with suppress(BackendFailure):
+            while self.job.n_kv < self._start + self._read:
+                self.job.n_kv = self._stop - self._slices.join()
+
+    def forget(self, job: RunningRequest, *, keep: bool) -> None:
+        """See `PrefillPolicy`."""
+        self._refused.discard(job.id)
+        if job is self.job:
+            if keep:
+                started, before = self.clock(), self._read
+                self._keep()
+                self.metrics.sliced_prefill(self._read - before, self.clock() - started)
+            self._end()
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        self._end()
+
+    def _end(self) -> None:
+        slices, self._slices, self.job = self._slices, None, None
+        if slices is not None:
+            slices.close()

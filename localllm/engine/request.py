@@ -1,0 +1,178 @@
+"""One request while the engine works on it: its tokens, its place in the KV cache, its text, its clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from localllm.engine.loop_guard import LoopGuard
+from localllm.engine.messages import Request, Timings, Usage
+from localllm.engine.sampling.compiling import Compilation
+from localllm.engine.sampling.rejection import Distribution
+from localllm.engine.sampling.sampler import Sampler
+from localllm.engine.scheduler import arrival
+from localllm.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from localllm.engine.cache.block import Block
+    from localllm.engine.cache.matching import Matching
+    from localllm.engine.cache.restore import Restoring
+    from localllm.engine.tokens import Placed
+
+# Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
+State = Literal["waiting", "restoring", "running"]
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
+
+    `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
+    are plain guesses). `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers what
+    its prompt was compared with, and while its grammar is compiled (`compilation`), or a state that it needs is being read
+    from disk (`reading`), it can't be admitted. While its `state`
+    is "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known`
+    is how far its prompt followed any known line. `admissions` counts how often it went on to running: a parked job does
+    so again, and `parked_tokens` of it were computed by then. `images` are those of its prompt, in order.
+    `number` is its own in this process."""
+
+    request: Request
+    tokens: list[int]
+    n_prompt: int
+    max_tokens: int
+    sampler: Sampler
+    text: TextStream
+    submitted_s: float
+    sequence: int | None = None
+    n_kv: int = 0
+    draft: list[int] = field(default_factory=list)
+    draft_from: list[Distribution] | None = None
+    predicted: list[int] = field(default_factory=list)
+    loop_guard: LoopGuard | None = None
+    compilation: Compilation | None = None
+    matching: Matching | None = None
+    reading: Block | None = None
+    state: State = "waiting"
+    restoring: Restoring | None = None
+    known: int = 0
+    checkpoints: list[int] = field(default_factory=list)
+    cached: int = 0
+    miss: str = ""
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
+    decode_steps: int = 0
+    admissions: int = 0
+    parked_tokens: int = 0
+    images: tuple[Placed, ...] = ()
+    number: int = field(default_factory=itertools.count(1).__next__)
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    @property
+    def arrived_s(self) -> float:
+        """When it came, as far as its place among others is concerned."""
+        return arrival(self.submitted_s, self.request.generation.priority)
+
+    @property
+    def tenant(self) -> str:
+        """Who asks."""
+        return self.request.generation.tenant
+
+    @property
+    def shares(self) -> bool:
+        """True if its KV may come from others and go to others: from the prefix cache, a neighbour, and back."""
+        return self.request.generation.cache_prompt
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.n_prompt
+
+    def ends_with(self, token: int, eog: frozenset[int]) -> bool:
+        """True if `token` ends the answer: the model's own end (`eog`), or one that its client named."""
+        generation = self.request.generation
+        if self.n_generated < generation.min_tokens:
+            return False
+        return (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
+
+    @property
+    def pending(self) -> int:
+        """Tokens known but without KV: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.n_kv
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens known but without KV that no cache is about to bring."""
+        return len(self.tokens) - max(self.n_kv, self.restoring.plan.saved if self.restoring is not None else 0)
+
+    @property
+    def prefilling(self) -> bool:
+        """True until every known token but the newest has KV."""
+        return self.pending > 1 or self.n_generated == 0
+
+    @property
+    def running(self) -> bool:
+        """True once all of its prefix that can be had is there."""
+        return self.state == "running"
+
+    @property
+    def gap(self) -> int | None:
+        """Where a gap in its cached prefix ends that must be computed before more of it can be imported."""
+        return self.restoring.computes_to if self.restoring is not None else None
+
+    @property
+    def steppable(self) -> bool:
+        """True where it may be in the next step: it runs, or has a gap to compute."""
+        return self.running or self.gap is not None
+
+    @property
+    def until_checkpoint(self) -> int:
+        """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached part be imported."""
+        borders = [i.start for i in self.images]
+        ahead = [c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv]
+        return min([self.pending, *ahead])
+
+    @property
+    def image(self) -> Placed | None:
+        """The image whose tokens come next in its prompt, or None where text does."""
+        return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
+
+    def leave(self) -> None:
+        """It is out of the context, for good or parked: an import that is under way ends."""
+        if self.restoring is not None:
+            self.restoring.close()
+        self.restoring, self.state = None, "waiting"
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=self.n_prompt,
+            completion_tokens=self.n_generated,
+            cached_tokens=self.cached,
+            accepted_draft_tokens=self.accepted_drafts,
+            rejected_draft_tokens=self.rejected_drafts,
+            cache_miss=self.miss,
+        )
+
+    def timings(self, now_s: float) -> Timings:
+        """Seconds by phase so far."""
+        first = self.first_token_s
+        return Timings(
+            queued_s=self.queued_s,
+            prefill_s=self.prefill_s,
+            decode_s=now_s - first if first is not None else 0.0,
+            ttft_s=first - self.submitted_s if first is not None else 0.0,
+            decode_steps=self.decode_steps,
+        )
+
+
+TokenBytes = Callable[[int], bytes]

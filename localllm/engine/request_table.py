@@ -1,0 +1,167 @@
+"""Every request in the engine's hands: who waits, who runs, what is to be said of them, and the one way out for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.engine.cache.pool import SequencePool
+from localllm.engine.cache.seen import SeenLines
+from localllm.engine.cache.tree import as_tokens
+from localllm.engine.fairness import Shares
+from localllm.engine.host.metrics import Metrics
+from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
+from localllm.engine.prefill_slices import PrefillPolicy
+from localllm.engine.request import RunningRequest
+from localllm.engine.speculation.speculator import Speculator
+from localllm.engine.tokens import Tokens, edge
+from localllm_backends.contract import CannotRewindError
+
+_PREFILL_EVENT_S = 0.25
+# Of a job's sampling; its seed and biases are its client's business.
+_TOLD = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
+         "frequency_penalty", "dry_multiplier", "xtc_probability", "xtc_threshold")  # fmt: skip
+
+
+@dataclass
+class RequestTable:
+    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet. `shares`: who of those
+    that ask has had how much."""
+
+    pool: SequencePool
+    speculator: Speculator
+    prefill: PrefillPolicy
+    metrics: Metrics
+    clock: Callable[[], float]
+    seen: SeenLines = field(default_factory=SeenLines)
+    shares: Shares = field(default_factory=Shares)
+    waiting: dict[str, RunningRequest] = field(default_factory=dict)
+    running: dict[str, RunningRequest] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    _progress_s: dict[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """True while there is any."""
+        return bool(self.waiting or self.running)
+
+    def find(self, request_id: str) -> RunningRequest | None:
+        """The job of that id, waiting or running."""
+        return self.waiting.get(request_id) or self.running.get(request_id)
+
+    @property
+    def decoding(self) -> bool:
+        """True while somebody's answer is being written."""
+        return any(not job.prefilling for job in self.running.values())
+
+    @property
+    def compiling_alone(self) -> bool:
+        """True while there is nothing to do but to wait for somebody's grammar."""
+        return not self.running and any(job.compilation is not None for job in self.waiting.values())
+
+    def had(self, job: RunningRequest) -> int | None:
+        """What its tenant has had (see Shares.had)."""
+        return self.shares.had(job.tenant)
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
+        that wait."""
+        return [
+            {
+                "number": job.number,
+                "state": "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode",
+                "prompt_tokens": job.n_prompt,
+                "processed_tokens": min(job.n_kv, job.n_prompt),
+                "cached_tokens": job.cached,
+                "generated_tokens": job.n_generated,
+                "max_tokens": job.max_tokens,
+                "sampling": {name: getattr(job.request.generation.sampling, name) for name in _TOLD},
+            }
+            for job in (*self.running.values(), *self.waiting.values())
+        ]
+
+    def drain(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def detach(self, job: RunningRequest, *, keep: bool) -> int | None:
+        """Take a job out of everybody's hands; returns its sequence, which is the caller's now, and whose tokens are counted
+        by `n_kv` from here on. `keep`: the caller has a use for them, so that all that are computed must be among them."""
+        self.waiting.pop(job.id, None)
+        self.running.pop(job.id, None)
+        self._progress_s.pop(job.id, None)
+        self.speculator.forget(job)
+        self.prefill.forget(job, keep=keep)
+        if job.reading is not None:
+            self.pool.kv.release(job.reading)
+            job.reading = None
+        job.leave()
+        sequence, job.sequence = job.sequence, None
+        return sequence
+
+    def finish(self, job: RunningRequest, reason: FinishReason) -> None:
+        """It ended well, or its client left: its KV stays for others if it shares."""
+        rest = job.text.flush() if reason != "cancelled" else ""
+        if rest:
+            self.events.append(Text(job.id, rest))
+        if job.text.stopped_by is not None:
+            reason = "stop"
+        self.release(job)
+        self.events.append(Finish(job.id, reason, job.usage(), job.timings(self.clock()), job.text.stopped_by))
+
+    def release(self, job: RunningRequest) -> None:
+        """Take it out; its sequence goes back to the pool."""
+        sequence = self.detach(job, keep=job.shares)
+        if sequence is None:
+            return
+        held = self._whole(job, sequence)
+        if job.shares:
+            self.seen.add(held)
+        self.pool.release(sequence, held, keep=job.shares)
+
+    def _whole(self, job: RunningRequest, sequence: int) -> Tokens:
+        """What `sequence`, which was the job's, holds, without half an image at its end."""
+        n = edge(job.tokens, job.n_kv)
+        if n < job.n_kv:
+            try:
+                self.pool.cut(sequence, n)
+            except CannotRewindError:
+                n = 0
+                self.pool.cut(sequence, n)
+        return as_tokens(job.tokens[:n])
+
+    def park(self, job: RunningRequest) -> None:
+        """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
+        sequence = self.detach(job, keep=job.shares)
+        assert sequence is not None
+        held = self._whole(job, sequence)
+        if job.shares:
+            self.pool.park(sequence, held)
+        else:
+            self.pool.release(sequence, held, keep=False)
+        job.parked_tokens = max(job.parked_tokens, job.n_kv)
+        job.n_kv, job.draft = 0, []
+        self.waiting[job.id] = job
+        self.metrics.parked += 1
+
+    def fail(self, job: RunningRequest, failure: Failure) -> int | None:
+        """It ended badly; returns its sequence, whose KV is nobody's any more."""
+        sequence = self.detach(job, keep=False)
+        self.events.append(failure)
+        return sequence
+
+    def expire(self) -> None:
+        """End those whose time is up."""
+        now = self.clock()
+        for job in [*self.running.values(), *self.waiting.values()]:
+            limit = job.request.generation.time_limit_s
+            if limit is not None and now - job.submitted_s > limit:
+                self.finish(job, "length")
+
+    def progress(self, job: RunningRequest, n_kv: int) -> None:
+        """Say now and then how much of its prompt is read."""
+        now = self.clock()
+        if now - self._progress_s.get(job.id, 0.0) >= _PREFILL_EVENT_S:
+            self._progress_s[job.id] = now
+            self.events.append(Prefill(job.id, min(n_kv, job.n_prompt), job.n_prompt, job.cached))

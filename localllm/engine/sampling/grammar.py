@@ -1,0 +1,250 @@
+"""Constrained output through llguidance: JSON schema, Lark, regex or GBNF, over any backend's vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.sampler import Constraint
+from localllm.errors import UnsupportedError
+from localllm_backends.contract import Backend
+
+# Words of JSON Schema that llguidance passes over without a word: those of draft 3, and those of later drafts in a
+# schema whose $schema names an earlier one. What it knows and can't keep (not, contains, uniqueItems…) it says itself.
+_PASSED_OVER = frozenset(
+    {
+        "divisibleBy", "disallow", "extends", "dependentRequired", "dependentSchemas", "dependencies",
+        "unevaluatedItems", "unevaluatedProperties", "minContains", "maxContains",
+    }
+)  # fmt: skip
+# Drafts in which a list of items is still written `items`.
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
+# llguidance reads bounds as 64-bit integers, and its process dies of two that are both beyond them.
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_LARGEST_BOUND = 2**62
+# Where schemas stand under names of the author's choosing, and where values stand that are no schemas.
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_INERT = frozenset({"const", "enum", "default", "examples", "example"})
+
+# llguidance marks special tokens by a byte that UTF-8 text never has.
+_SPECIAL = b"\xff"
+_NO_WORD = "\x02"
+# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
+# window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
+_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their names.
+_TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
+
+
+# For each byte of a mask, the most that its eight tokens' logits may be: inf where the bit is set, else -inf. (Four times as
+# quick as setting what is forbidden: a processor can't guess which of 262,144 bits are set. And `take` is nine times as quick as
+# the same by brackets.)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
+
+
+class _Vocabulary:
+    """What llguidance's TokenizerWrapper asks of a tokenizer."""
+
+    def __init__(self, backend: Backend) -> None:
+        info = backend.info
+        self._backend = backend
+        self.eos_token_id = info.eos_token if info.eos_token is not None else info.eog_tokens[0]
+        self.bos_token_id = info.bos_token
+        special = [t for t in range(info.n_vocab) if backend.is_control(t)]
+        self.special_token_ids = special
+        self.tokens = [backend.token_bytes(t, special=True) for t in range(info.n_vocab)]
+        for token in special:
+            self.tokens[token] = _SPECIAL + self.tokens[token]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no way to say."""
+        data = text if isinstance(text, bytes) else text.encode()
+        text = data.decode("utf-8", "replace")
+        # SentencePiece puts a space before what it takes for a beginning: behind a letter of no word it does not.
+        for lead in ("", _NO_WORD):
+            head = self._backend.tokenize(lead, special=False) if lead else []
+            tokens = self._backend.tokenize(lead + text, special=False)
+            rest = tokens[len(head) :]
+            if tokens[: len(head)] == head and b"".join(self.tokens[t] for t in rest) == data:
+                return rest
+        return []
+
+
+class GrammarCompiler:
+    """Makes a Constraint from (kind, source), in any thread. The vocabulary is prepared on first use, which takes about a
+    second."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._tokenizer: Any = None
+        self._vocabulary: _Vocabulary | None = None
+        self._named: dict[str, int] = {}
+        self._preparing = threading.Lock()
+
+    def __call__(self, grammar: tuple[str, str], begun: str = "") -> Constraint:
+        """The constraint behind `begun`, an answer's beginning: of the rest of the answer where the grammar allows that to
+        begin so, else of what follows. Raises UnsupportedError, saying what can't be enforced."""
+        from llguidance import LLMatcher
+
+        kind, source = grammar
+        try:
+            if kind == "json_schema":
+                schema = json.loads(source)
+                _check_bounds(schema)
+                if isinstance(schema, bool):  # llguidance takes its options inside an object only
+                    source = json.dumps({"allOf": [schema]})
+                compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": _SPACE})
+            elif kind == "regex":
+                compiled = LLMatcher.grammar_from_regex(source)
+            elif kind == "lark":
+                compiled = LLMatcher.grammar_from_lark(self._with_tokens(source))
+            elif kind == "gbnf":
+                compiled = LLMatcher.grammar_from_lark(_lark_of(source))
+            else:
+                raise UnsupportedError(f"unknown kind of grammar {kind!r}")
+        except ValueError as e:
+            raise UnsupportedError(f"the {kind} can't be read: {e}") from e
+        matcher = LLMatcher(self._prepared(), compiled, log_level=0)
+        if matcher.is_error():
+            raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
+        if kind == "json_schema":
+            _check_words(schema)
+        if begun:
+            self._begin(matcher, begun)
+        return MatcherConstraint(matcher, self._backend.info.n_vocab)
+
+    def _begin(self, matcher: Any, begun: str) -> None:
+        """Let `matcher` read the beginning of the answer, all of it or nothing."""
+        assert self._vocabulary is not None
+        tokens = self._vocabulary(begun)
+        if matcher.try_consume_tokens(tokens) < len(tokens):
+            matcher.reset()
+
+    def _prepared(self) -> Any:
+        """llguidance's tokenizer; fills `_vocabulary` and `_named` as well."""
+        with self._preparing:
+            if self._tokenizer is None:
+                self._prepare()
+            return self._tokenizer
+
+    def _prepare(self) -> None:
+        import llguidance
+
+        vocabulary = self._vocabulary = _Vocabulary(self._backend)
+        self._named = {
+            spelling.decode("utf-8", "replace"): token
+            for token, spelling in enumerate(vocabulary.tokens)
+            if spelling.startswith(b"<") and spelling.endswith(b">")
+        }
+        eog = list(self._backend.info.eog_tokens)
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eog)
+
+    def _with_tokens(self, lark: str) -> str:
+        """`lark` with names of tokens that are no control tokens here as their ids: llguidance knows only the others
+        by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>, <|message|>, <|start|> and <|constrain|>."""
+        if "<" not in lark:
+            return lark
+        self._prepared()
+
+        def by_id(found: re.Match[str]) -> str:
+            token = self._named.get(found[1]) if found[1] else None
+            return found[0] if token is None else f"<[{token}]>"
+
+        return _TOKEN_NAME.sub(by_id, lark)
+
+
+class MatcherConstraint:
+    """One request's place in its grammar."""
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._n_vocab = n_vocab
+        # What is allowed at this place, once that was asked.
+        self._bits: NDArray[np.uint8] | None = None
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """What the grammar allows next, a bit for each token."""
+        if self._bits is None:
+            self._bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return self._bits
+
+    def apply(self, logits: Row) -> None:
+        """Set what the grammar forbids next to -inf."""
+        logits[:] = self.masked(logits)
+
+    def masked(self, logits: Row) -> Row:
+        """A new row in which what the grammar forbids next is -inf."""
+        most = _MOST.take(self.allowed(), axis=0).reshape(-1)[: self._n_vocab]
+        if len(most) < len(logits):
+            most = np.concatenate([most, np.full(len(logits) - len(most), -np.inf, dtype=np.float32)])
+        return np.minimum(logits, most, out=most)
+
+    def accept(self, token: int) -> None:
+        """OutputProcessor by a chosen token."""
+        self._bits = None
+        self._matcher.consume_token(token)
+
+    def acceptable(self, tokens: Seq[int]) -> int:
+        """How many of `tokens` the grammar would accept in a row from here, without advancing."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def forced(self) -> list[int]:
+        """The tokens of the text that must come next."""
+        return list(self._matcher.compute_ff_tokens())
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+
+def _lark_of(gbnf: str) -> str:
+    """The same grammar in Lark's notation (one that is in it already comes back as it is)."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(gbnf)
+    except Exception as e:  # it raises a bare Exception, an IndexError or a RecursionError, as the mistake has it
+        raise ValueError(_first_line(str(e))) from e
+    return lark
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason given"
+
+
+def _check_bounds(schema: Any) -> None:
+    """Raise UnsupportedError for a bound that llguidance dies of. Data that only looks like one is refused too: a value
+    that large and of such a name, in an enumeration, is nothing anybody sends."""
+    for inner in schema if isinstance(schema, list) else schema.values() if isinstance(schema, dict) else ():
+        _check_bounds(inner)
+    for word in (w for w in schema if w in _BOUNDS) if isinstance(schema, dict) else ():
+        if type(schema[word]) in (int, float) and not abs(schema[word]) < _LARGEST_BOUND:
+            raise UnsupportedError(f"the json_schema can't be enforced: {word} is beyond 2^62")
+
+
+def _check_words(schema: Any, old: bool = False) -> None:
+    """Raise UnsupportedError for a word of JSON Schema that would be accepted and not kept."""
+    if isinstance(schema, list):
+        for inner in schema:
+            _check_words(inner, old)
+    if not isinstance(schema, dict):
+        return
+    named = schema.get("$schema")
+    old = any(draft in named for draft in _OLD_DRAFTS) if isinstance(named, str) else old
+    passed_over = sorted(w for w in schema if w in _PASSED_OVER or (old and w == "prefixItems"))
+    if passed_over:
+        raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(passed_over)} is not supported")
+    for word, value in schema.items():
+        if word in _NAMED and isinstance(value, dict):
+            _check_words(list(value.values()), old)
+        elif word not in _INERT:
+            _check_words(value, old)

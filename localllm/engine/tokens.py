@@ -1,0 +1,83 @@
+"""Images among tokens: each is a run of numbers outside the vocabulary, the same for the same pixels and projector.
+
+So a line with images is a line of tokens like any other, in the prefix cache, in memory and on disk. The numbers are below
+zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and whether the first. A
+line must never be cut within an image: `edge` says where it may be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm_backends.contract import ImageRun
+
+# A line of token ids, images among them.
+Tokens = NDArray[np.int32]
+_FIRST, _LAST = 1, 2
+
+
+def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
+    """`text` in parts, in order: (text, False), and (one of the `marks`, True)."""
+    if not marks:
+        return [(text, False)]
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """An image's run, and the number of its first token in a prompt."""
+
+    start: int
+    run: ImageRun
+
+    @property
+    def stop(self) -> int:
+        """The token behind it."""
+        return self.start + self.run.n_tokens
+
+
+def numbers(key: bytes, n_tokens: int) -> list[int]:
+    """What stands for the tokens of an image of that key."""
+    bits = np.frombuffer(hashlib.shake_128(key).digest(4 * n_tokens), dtype="<u4") >> 3 << 2
+    bits[0] |= _FIRST
+    bits[-1] |= _LAST
+    return [-1 - b for b in bits.tolist()]
+
+
+def laid_out(runs: Seq[list[int] | ImageRun]) -> tuple[list[int], tuple[Placed, ...]]:
+    """The tokens of a prompt, and where its images are."""
+    tokens: list[int] = []
+    placed: list[Placed] = []
+    for run in runs:
+        if isinstance(run, list):
+            tokens += run
+        else:
+            placed.append(Placed(len(tokens), run))
+            tokens += numbers(run.key, run.n_tokens)
+    return tokens, tuple(placed)
+
+
+def edge(line: Seq[int] | Tokens, n: int) -> int:
+    """The largest number of tokens, at most `n`, at which `line` may be cut."""
+    if n <= 0 or line[n - 1] >= 0 or (-1 - int(line[n - 1])) & _LAST:
+        return n
+    while n > 0 and line[n - 1] < 0:
+        n -= 1
+        if (-1 - int(line[n])) & _FIRST:
+            break
+    return n
+
+
+def next_edge(line: Seq[int] | Tokens, n: int) -> int:
+    """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where there is none."""
+    while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
+        n += 1
+    return n

@@ -1,0 +1,1 @@
+"""Images in prompts: files decoded, laid out as tokens, encoded into embeddings."""

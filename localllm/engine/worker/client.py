@@ -1,0 +1,163 @@
+"""The text worker as the rest of the house sees it: starts the process and hands its events to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localllm.engine.host.memory import Available, check_before_load
+from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
+from localllm.engine.worker.pipe import JsonProcess
+from localllm.engine.worker.process_engine import ProcessEngine, worker_environment
+from localllm.engine.worker.watchdog import HANG_S, Pulse
+from localllm_backends.contract import LoadSpec, MemoryReport
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON;
+    `draft_path` is a smaller model of the same vocabulary that drafts for it. `hang_s`: see watchdog.py (0: unwatched)."""
+
+    spec: LoadSpec
+    backend: str = "auto"
+    engine: dict[str, Any] = field(default_factory=dict)
+    draft_path: str | None = None
+    log_path: Path | None = None
+    hang_s: float = HANG_S
+
+    def check_memory(self, available: Available | None = None) -> None:
+        """See check_before_load."""
+        planned_bytes, headroom_bytes = self.engine.get("planned_bytes", 0), self.engine.get("headroom_bytes")
+        check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
+
+    async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
+        """See WorkerClient.start."""
+        return await WorkerClient.start(self, on_loading)
+
+
+class WorkerClient(ProcessEngine):
+    """One worker process with one loaded model (implements localllm.engine.worker.api.Engine)."""
+
+    def __init__(self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()) -> None:
+        super().__init__(process, ready)
+        self._workers = workers
+        self.memory = MemoryReport(**ready["memory"])
+        self._streams: dict[str, Callable[[Event], None]] = {}
+        self.died: asyncio.Event = asyncio.Event()
+        process.listen(self._deliver, self._after_end)
+
+    @classmethod
+    async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
+        """Start a worker and load its model; raises the LocalLLMError the worker names, or WorkerDiedError."""
+
+        def progress(message: dict[str, Any]) -> None:
+            if on_loading is not None and "loading" in message:
+                on_loading(message["loading"])
+
+        process, ready = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.worker.worker"),
+            {
+                "spec": asdict(options.spec),
+                "backend": options.backend,
+                "engine": options.engine,
+                "draft_path": options.draft_path,
+            },
+            loads=Path(options.spec.path).name,
+            environment=worker_environment(),
+            log_path=options.log_path,
+            on_progress=progress,
+        )
+        return cls(process, ready, options.spec.placement.workers)
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Yield the request's events up to its one Finish or Failure; closing the iterator cancels the request."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        with self._stream(request, queue.put_nowait):
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, Finish | Failure):
+                    return
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """Call `hear` with the request's events as they arrive; returns its one Finish or Failure. Cancelling this, or
+        an error of `hear` (raised here), cancels the request."""
+        ended: asyncio.Future[Finish | Failure] = asyncio.get_running_loop().create_future()
+
+        def take(event: Event) -> None:
+            if ended.done():
+                return
+            if isinstance(event, Finish | Failure):
+                ended.set_result(event)
+                return
+            try:
+                hear(event)
+            except Exception as e:
+                ended.set_exception(e)
+
+        with self._stream(request, take):
+            return await ended
+
+    @contextmanager
+    def _stream(self, request: Request, take: Callable[[Event], None]) -> Iterator[None]:
+        """Submit `request` and call `take` with its events, in this call already if it can't run. A block that is left
+        before the last of them cancels the request."""
+        if request.id in self._streams:
+            take(Failure(request.id, "invalid_request", "a request with this id is running already"))
+            yield
+            return
+        self._streams[request.id] = take
+        try:
+            if not self._process.send({"op": "submit", "request": request_to_json(request)}):
+                del self._streams[request.id]
+                take(self._death(request.id))
+            yield
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self._process.send({"op": "cancel", "id": request.id})
+
+    @property
+    def awaited(self) -> bool:
+        """True while a request runs or a question is unanswered."""
+        return bool(self._streams) or super().awaited
+
+    async def pulse(self) -> Pulse:
+        """What the worker's reader says of the thread that computes."""
+        return Pulse(**await self._process.ask({"op": "pulse"}))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's metrics and this worker's memory."""
+        values: dict[str, Any] = await self._process.ask({"op": "snapshot"})
+        return {**values, "memory_bytes": self.memory.total_bytes}
+
+    def _after_end(self) -> None:
+        self.died.set()
+        streams, self._streams = self._streams, {}
+        for request_id, take in streams.items():
+            take(self._death(request_id))
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        for data in message.get("ev", ()):
+            take = self._streams.get(data["id"])
+            if take is not None:
+                event = event_from_json(data)
+                if type(event) is Finish or type(event) is Failure:
+                    # The request has ended: its id is free, and there is nothing to cancel.
+                    del self._streams[event.id]
+                    self.finished += type(event) is Finish
+                take(event)
+
+    def _death(self, request_id: str) -> Failure:
+        death = self._process.death()
+        if not self._workers:
+            return Failure(request_id, death.code, death.message, death.hint)
+        # The process that loses a machine it computes on ends.
+        there = (
+            f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its worker still running?"
+        )
+        return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")

@@ -1,0 +1,221 @@
+"""Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores out. Both sides of its
+pipe: `pipe.py` and `child_pipe.py` say how they talk, the questions here are embed | rank | tokenize | detokenize.
+
+The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat these models as they
+treat all.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from localllm import errors
+from localllm.engine.host.memory import Available, check_before_load
+from localllm.engine.messages import Event, Failure, Request
+from localllm.engine.worker.child_pipe import ChildPipe, Message
+from localllm.engine.worker.pipe import JsonProcess
+from localllm.engine.worker.process_engine import ProcessEngine, worker_environment
+from localllm.engine.worker.watchdog import HANG_S
+from localllm_backends.contract import LoadError, ModelInfo
+
+# What the host keeps to itself.
+_NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")
+_NO_TEXT = "an embedding model generates no text"
+_NO_TEXT_HINT = "send it to /v1/embeddings (a reranker: /v1/rerank), or name a chat model"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOptions:
+    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the backend deems sane.
+    `planned_bytes` and `headroom_bytes` are for the memory guard, `hang_s` is for the watchdog (0: unwatched)."""
+
+    path: str
+    backend: str = "auto"
+    n_ctx: int = 0
+    n_threads: int = 0
+    n_gpu_layers: int = -1
+    log_path: Path | None = None
+    planned_bytes: int = 0
+    headroom_bytes: int | None = None
+    hang_s: float = HANG_S
+
+    def check_memory(self, available: Available | None = None) -> None:
+        """See check_before_load."""
+        check_before_load(Path(self.path).name, self.planned_bytes, self.headroom_bytes, available)
+
+    async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
+        """See EmbeddingEngine.start; an embedding model does not tell how far it is loaded."""
+        return await EmbeddingEngine.start(self)
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """The engines that make embeddings."""
+
+    info: ModelInfo
+    n_embd: int
+
+    async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
+        """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.
+
+        An input that is too long is a ContextLengthError, or cut with `truncate`."""
+        ...
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """The engines that score texts."""
+
+    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
+        """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
+
+        A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
+        ...
+
+
+class EmbeddingEngine(ProcessEngine):
+    """One embedding worker (implements localllm.engine.worker.api.Engine, Embeds and Ranks)."""
+
+    def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
+        super().__init__(process, ready)
+        self.n_embd: int = ready["n_embd"]
+        self._tokens = 0
+
+    @classmethod
+    async def start(cls, options: EmbeddingOptions) -> EmbeddingEngine:
+        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
+        process, ready = await JsonProcess.start(
+            (sys.executable, "-m", "localllm.engine.worker.embedding"),
+            {k: v for k, v in asdict(options).items() if k not in _NOT_SENT},
+            loads=Path(options.path).name,
+            environment=worker_environment(),
+            log_path=options.log_path,
+        )
+        return cls(process, ready)
+
+    async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
+        """See Embeds."""
+        value = await self._process.ask({"op": "embed", "inputs": list(inputs), "truncate": truncate})
+        self.finished += 1
+        self._tokens += value["tokens"]
+        return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
+
+    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
+        """See Ranks."""
+        order = {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
+        value = await self._process.ask(order)
+        self.finished += 1
+        self._tokens += value["tokens"]
+        return value["scores"], value["tokens"]
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Refuse: there is no text to be had."""
+        yield self._refusal(request)
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
+        """Refuse."""
+        return self._refusal(request)
+
+    @staticmethod
+    def _refusal(request: Request) -> Failure:
+        return Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """How much was embedded."""
+        return {"requests": self.finished, "prompt_tokens": self._tokens}
+
+
+# --- the worker's side -----------------------------------------------------------------------------------------------
+
+
+def serve(pipe: ChildPipe) -> None:
+    """Load what `pipe` names and answer questions until it ends."""
+    embedder = pipe.load(_load)
+    pipe.say({"ready": asdict(embedder.info), "n_embd": embedder.n_embd})
+    pipe.hear(lambda message: pipe.answer(message, _answer(embedder, message)))
+    embedder.close()
+
+
+def _load(options: Message) -> Any:
+    from localllm.engine.worker import backends
+
+    backend = backends.for_path(options["path"], options.pop("backend"))
+    try:
+        load = getattr(backend, "load_embedder", None)
+        if load is None:
+            raise LoadError(f"the {backend.name} backend makes no embeddings")
+        return load(**options)
+    except LoadError as e:
+        raise errors.ModelFileError(str(e), hint="serve an embedding model, such as nomic-embed") from e
+
+
+def _answer(embedder: Any, message: Message) -> Any:
+    match message["op"]:
+        case "tokenize":
+            return embedder.tokenize(message["text"])
+        case "detokenize":
+            _check_tokens(embedder, message["tokens"])
+            return embedder.detokenize(message["tokens"])
+        case "rank":
+            return _rank(embedder, message["query"], message["documents"], message["truncate"])
+        case _:
+            return _embed(embedder, message["inputs"], message["truncate"])
+
+
+def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict[str, Any]:
+    if embedder.pooling == "rank":
+        raise errors.UnsupportedError("this model ranks; it makes no embeddings", hint="name an embedding model")
+    limit = embedder.info.n_ctx
+    rows: list[list[int]] = []
+    for i, sent in enumerate(inputs):
+        tokens = embedder.tokenize(sent) if isinstance(sent, str) else sent
+        _check_tokens(embedder, tokens)
+        if not tokens:
+            raise errors.RequestError(f"input {i} is empty", param="input")
+        if len(tokens) > limit:
+            if not truncate:
+                raise errors.ContextLengthError(
+                    f"input {i} has {len(tokens)} tokens and the model takes {limit}", hint="split the text"
+                )
+            # The closing mark stays: models pool over it, or at it.
+            tokens = [*tokens[: limit - 1], tokens[-1]]
+        rows.append(tokens)
+    vectors = embedder.embed(rows)
+    return {
+        "vectors": [base64.b64encode(v.astype("<f4").tobytes()).decode() for v in vectors],
+        "tokens": sum(len(r) for r in rows),
+    }
+
+
+def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> dict[str, Any]:
+    if embedder.pooling != "rank":
+        raise errors.UnsupportedError("this model makes embeddings; it does not rank", hint="name a reranker")
+    limit = embedder.info.n_ctx
+    rows: list[list[int]] = []
+    for i, document in enumerate(documents):
+        tokens = embedder.tokenize_pair(query, document)
+        if len(tokens) > limit:
+            if not truncate:
+                raise errors.ContextLengthError(
+                    f"document {i} and the query have {len(tokens)} tokens and the model takes {limit}",
+                    hint="split the document",
+                )
+            tokens = [*tokens[: limit - 1], tokens[-1]]
+        rows.append(tokens)
+    scores = embedder.embed(rows)
+    return {"scores": [float(row[0]) for row in scores], "tokens": sum(len(r) for r in rows)}
+
+
+def _check_tokens(embedder: Any, tokens: list[int]) -> None:
+    bad = next((t for t in tokens if not 0 <= t < embedder.info.n_vocab), None)
+    if bad is not None:
+        raise errors.RequestError(f"token {bad} is outside the vocabulary", param="input")
+
+
+if __name__ == "__main__":
+    serve(ChildPipe.of_this_process())

@@ -1,0 +1,237 @@
+"""The worker process: one loaded model, one loop, JSON lines in and out.
+
+A native crash, an abort or an out-of-memory kill ends this process and nothing else. The main thread owns the engine;
+a reader thread takes messages (and tokenises, which needs no model state). It dies with its parent: stdin's end is
+the order to close.
+
+What is on the pipe, besides what child_pipe.py says:
+
+    in   submit | cancel, and the questions tokenize | detokenize | snapshot | pulse
+    out  {"ev": [...]} per step
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from localllm.engine.core import Engine, EngineSettings
+from localllm.engine.messages import Event, Failure, event_text, request_from_json
+from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.vision.encoder import ImageReader
+from localllm.engine.worker.child_pipe import ChildPipe, Message, reason
+from localllm.engine.worker.watchdog import Pulse
+from localllm.errors import UnsupportedError
+from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, SeeingBackend
+
+_PROGRESS_STEP = 0.02
+# An idle worker looks this often whether others need the memory of its prefix cache.
+_LOOK_S = 2.0
+# One that can go on exporting once something is written looks this often.
+_WRITING_S = 0.02
+
+
+class Worker:
+    """Loads what `pipe` names, and serves it until the pipe ends."""
+
+    def __init__(self, pipe: ChildPipe) -> None:
+        self._pipe = pipe
+        # None: the pipe has ended.
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        # Since when the engine's thread has been in one call; None while it waits for messages.
+        self._busy_since_s: float | None = None
+        # Requests with images, those among them whose files are being decoded, and whose client has left meanwhile.
+        self._to_prepare: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._preparing: set[str] = set()
+        self._left: set[str] = set()
+
+    def run(self) -> None:
+        """Serve."""
+        engine = self._pipe.load(self._load)
+        self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
+        threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
+        backend = engine.backend
+        if backend.capabilities.sees and isinstance(backend, SeeingBackend):
+            threading.Thread(target=self._prepare, args=[backend], name="pictures", daemon=True).start()
+        self._loop(engine)
+        # What was read and written so far is worth keeping also where the answer isn't wanted any more.
+        for request_id in [*engine.jobs.running]:
+            engine.cancel(request_id)
+        engine.close()
+
+    def _load(self, options: Message) -> Engine:
+        from localllm.engine.worker import backends
+
+        spec = LoadSpec.from_json(options["spec"])
+        backend_type = backends.for_path(spec.path, options.get("backend", "auto"))
+        said = -1.0
+
+        def progress(value: float) -> None:
+            nonlocal said
+            if value - said >= _PROGRESS_STEP or value >= 1.0:
+                said = value
+                self._pipe.say({"loading": value})
+
+        draft = self._load_draft(options.get("draft_path"), spec, backend_type)
+        backend = backend_type.load(spec, progress)
+        settings = EngineSettings(**options.get("engine", {}), make_constraint=GrammarCompiler(backend))
+        engine = Engine(backend, settings, draft_backend=draft)
+        # What is loaded stays: no collection looks through it in the middle of a stream.
+        gc.freeze()
+        return engine
+
+    def _load_draft(self, path: str | None, spec: LoadSpec, backend_type: BackendType) -> Backend | None:
+        """The draft model, once its vocabulary is known to be the model's; the weights of neither are read before."""
+        from localllm.engine.speculation.draft_model import vocabulary_difference
+        from localllm.engine.worker import backends
+
+        if path is None:
+            return None
+        draft_type = backends.for_path(path, "auto")
+        difference = vocabulary_difference(backend_type.vocabulary(spec.path), draft_type.vocabulary(path))
+        if difference is not None:
+            raise UnsupportedError(
+                f"the draft model can't draft for this model: {difference}",
+                hint="name a draft model of the same family, or use --draft ngram",
+            )
+        return draft_type.load(
+            LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, n_gpu_layers=spec.n_gpu_layers)
+        )
+
+    def _loop(self, engine: Engine) -> None:
+        housekeeping = True
+        while not self._pipe.gone:
+            try:
+                while True:
+                    # Who asks again does so at once: not behind a piece of housekeeping.
+                    look_s = engine.breath_s if housekeeping else _WRITING_S if engine.awaits_disk else _LOOK_S
+                    wait = not engine.has_work and look_s > 0
+                    self._busy_since_s = None
+                    message = self._inbox.get(block=wait, timeout=look_s if wait else None)
+                    if message is None:
+                        return
+                    self._busy_since_s = time.monotonic()
+                    self._send(self._handle(engine, message))
+                    housekeeping = True
+            except queue.Empty:
+                pass
+            self._busy_since_s = time.monotonic()
+            if engine.has_work:
+                self._send(engine.step(self._send))
+            else:
+                housekeeping = _tidy(engine)
+
+    def _handle(self, engine: Engine, message: Message) -> list[Event]:
+        op = message["op"]
+        if op == "submit":
+            return engine.submit(message["request"], message["tokens"], message.get("images", ()))
+        if op == "cancel":
+            return engine.cancel(message["id"])
+        if op == "snapshot":
+            self._pipe.answer(
+                message, {**engine.snapshot(), "jobs": engine.jobs.overview(), "pace": engine.pace.snapshot()}
+            )
+        return []
+
+    # --- the reader thread ---------------------------------------------------------------------------------------
+
+    def _read(self, engine: Engine) -> None:
+        self._pipe.hear(lambda message: self._receive(engine, message))
+        self._inbox.put(None)
+        self._pipe.leave_soon()
+
+    def _receive(self, engine: Engine, message: Message) -> None:
+        backend = engine.backend
+        match message["op"]:
+            case "submit":
+                if message["request"].get("images"):
+                    self._preparing.add(message["request"]["id"])
+                    self._to_prepare.put(message)
+                else:
+                    self._submit(backend, message["request"])
+            case "tokenize" if message.get("images"):
+                self._to_prepare.put(message)
+            case "tokenize":
+                tokens = backend.tokenize(message["text"], special=message["special"], add_bos=message["add_bos"])
+                self._pipe.answer(message, tokens)
+            case "detokenize":
+                self._pipe.answer(message, backend.detokenize(message["tokens"]))
+            case "pulse":
+                since_s, metrics = self._busy_since_s, engine.metrics
+                busy_s = 0.0 if since_s is None else time.monotonic() - since_s
+                pulse = Pulse(busy_s, metrics.steps, metrics.longest_step_s)
+                self._pipe.answer(message, asdict(pulse))
+            case "cancel":
+                # Of one whose images are being decoded: it comes, and goes at once.
+                if message["id"] in self._preparing:
+                    self._left.add(message["id"])
+                self._inbox.put(message)
+                engine.interrupt(message["id"])
+            case _:
+                self._inbox.put(message)
+
+    def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
+        """Hand the engine a request and its tokens. One that can't be understood is answered, never dropped."""
+        try:
+            request = request_from_json(sent)
+            prompt = request.prompt
+            tokens = backend.tokenize(prompt, add_bos=request.add_bos) if isinstance(prompt, str) else prompt
+            bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
+            if bad is not None:
+                raise BackendFailure(f"token {bad} is outside the vocabulary")
+        except Exception as e:
+            self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
+        else:
+            self._inbox.put({"op": "submit", "request": request, "tokens": tokens})
+
+    def _prepare(self, backend: SeeingBackend) -> None:
+        """The images' own thread: decoding one takes as long as many steps, and nobody else's request waits for it."""
+        reader = ImageReader(backend)
+        while True:
+            message = self._to_prepare.get()
+            if message["op"] == "tokenize":
+                self._pipe.reply(message, partial(self._count, reader, message))
+                continue
+            sent = message["request"]
+            identity = str(sent.get("id", ""))
+            try:
+                request = request_from_json(sent)
+                if not isinstance(request.prompt, str):
+                    raise BackendFailure("images stand in a prompt of text, not of tokens")
+                tokens, images = reader.read(request.prompt, request.images, add_bos=request.add_bos)
+                # What it is made of is not needed any more.
+                request = replace(request, images={})
+            except Exception as e:
+                self._send([Failure(identity, "invalid_request", reason(e))])
+            else:
+                self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
+            self._preparing.discard(identity)
+            if identity in self._left:
+                self._left.discard(identity)
+                self._inbox.put({"op": "cancel", "id": identity})
+
+    def _count(self, reader: ImageReader, message: Message) -> list[int]:
+        return reader.read(message["text"], message["images"], add_bos=message["add_bos"])[0]
+
+    def _send(self, events: list[Event]) -> None:
+        if events:
+            self._pipe.say_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
+
+
+def _tidy(engine: Engine) -> bool:
+    """One piece of housekeeping; True while there is more. Nobody waits for it: what fails there fails nobody."""
+    try:
+        return engine.idle()
+    except BackendFailure as e:
+        print(f"housekeeping failed: {reason(e)}", file=sys.stderr, flush=True)
+        return False
+
+
+if __name__ == "__main__":
+    Worker(ChildPipe.of_this_process()).run()
