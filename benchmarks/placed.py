@@ -88,11 +88,10 @@ def run(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> tupl
     from localllm_backends.contract import Chunk, LoadSpec, Placement
     from localllm_backends.llamacpp import backend_type
 
-    rest = {k: v for k, v in placed.items() if k != "gpu_layers"}
     backend = backend_type.load(
         LoadSpec(
             str(path), n_ctx=options.context, n_seq_max=2, n_batch=options.batch, n_outputs=4,
-            n_gpu_layers=placed.get("gpu_layers", -1), placement=Placement(**rest),
+            placement=Placement(**placed),
         )
     )  # fmt: skip
     try:
@@ -110,7 +109,8 @@ def run(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> tupl
 def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> list[int]:
     """Bytes of each device as the planner counts them, without the reserve it keeps for other engines' schedulers."""
     from localllm.planner import memory, places
-    from localllm.planner.types import Placement, RunSettings
+    from localllm.planner.types import RunSettings
+    from localllm_backends.placement import Placement
     from localllm_catalog import from_gguf, gguf
 
     model = from_gguf.model_from_gguf(gguf.read(path))

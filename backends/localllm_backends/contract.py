@@ -34,6 +34,7 @@ from localllm_backends.kv_comparison import KvFidelity as KvFidelity
 from localllm_backends.pictures import ImagePart as ImagePart
 from localllm_backends.pictures import ImageRun as ImageRun
 from localllm_backends.pictures import Picture as Picture
+from localllm_backends.placement import Placement as Placement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,40 +47,15 @@ KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where weights and KV lie, beside how many layers the accelerators have (`LoadSpec.n_gpu_layers`).
-
-    `experts_on_host`: the routed experts of the first so many layers stay in system memory (-1 = of all). `workers`: other
-    machines (host:port), whose accelerators come before this one's. `tensor_split`: each accelerator's share of the layers,
-    in that order (empty: by free memory). `split_mode`: "layer" = whole layers to each, "row" = every matrix over all, "none"
-    = all on the one numbered `main_gpu`. `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
-    file, "read" into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or "auto".
-    `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that the engine would lay out
-    anew for it ("auto").
-    """
-
-    experts_on_host: int = 0
-    tensor_split: tuple[float, ...] = ()
-    split_mode: Literal["layer", "row", "none"] = "layer"
-    main_gpu: int = 0
-    kv_on_host: bool = False
-    weights: Literal["auto", "mapped", "read", "locked"] = "auto"
-    tables: Literal["auto", "disk", "memory"] = "auto"
-    layout: Literal["auto", "stored"] = "auto"
-    workers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
 
     `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
     `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
     asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
-    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `n_gpu_layers`: the
-    last so many layers, of which the output is one, are the accelerators' (-1 = all; 0 = no accelerator is used at all);
-    `placement` says what lies elsewhere (LoadError where the engine can't place it so). `projector` is the file of the
-    image projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
+    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `placement` says where
+    layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
+    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
     """
 
     path: str
@@ -91,12 +67,16 @@ class LoadSpec:
     kv_type_k: KvType = "f16"
     kv_type_v: KvType = "f16"
     flash_attention: bool = True
-    n_gpu_layers: int = -1
     n_outputs: int = 0
     n_rewind: int = 0
     mtp: bool = False
-    placement: Placement = Placement()
+    placement: Placement = field(default_factory=Placement)
     projector: str = ""
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """Layers that the accelerators compute (-1 = all)."""
+        return self.placement.gpu_layers
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:

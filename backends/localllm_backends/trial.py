@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadSpec
+from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadSpec, Placement
 
 # The next words are as good as certain for the smallest model: near ties say nothing about a device.
 PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
@@ -89,7 +89,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         backend_type = importlib.import_module(f"localllm_backends.{engine}").backend_type
         backend = backend_type.load(
-            LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, n_gpu_layers=wanted.get("layers", -1))
+            LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=wanted.get("layers", -1)))
         )
     except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)

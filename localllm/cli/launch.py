@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from localllm.cli.seeing import Eyes, blind, eyes_of
@@ -223,9 +223,12 @@ def _with_workers(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
     layers = -1 if asked.gpu_layers is None else asked.gpu_layers + (heads if asked.gpu_layers > 0 else 0)
     # A split that was planned is of this machine's GPUs alone.
     placement = replace(
-        spec.placement, workers=tuple(settings.value("workers")), tensor_split=tuple(asked.tensor_split or ())
+        spec.placement,
+        gpu_layers=layers,
+        workers=tuple(settings.value("workers")),
+        tensor_split=tuple(asked.tensor_split or ()),
     )
-    return replace(spec, placement=placement, n_gpu_layers=layers, n_ctx=spec.n_ctx or 2 * _LEAST_SHARED_CONTEXT)
+    return replace(spec, placement=placement, n_ctx=spec.n_ctx or 2 * _LEAST_SHARED_CONTEXT)
 
 
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
@@ -250,10 +253,10 @@ def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: 
     """What a backend is told to load, from how the model is to be run: the one place that makes one from the other.
     `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's own."""
     from localllm_backends.contract import LoadSpec
-    from localllm_backends.contract import Placement as Placed
 
-    said = asdict(run.placement)
-    n_gpu_layers = said.pop("gpu_layers")
+    placement, layers = run.placement, run.placement.gpu_layers
+    if layers > 0:
+        placement = replace(placement, gpu_layers=layers + n_mtp_layers)
     return LoadSpec(
         path=path,
         n_ctx=run.n_ctx,
@@ -263,11 +266,10 @@ def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: 
         kv_type_k=cast("KvType", run.kv_type_k),
         kv_type_v=cast("KvType", run.kv_type_v),
         flash_attention=run.flash_attention,
-        n_gpu_layers=n_gpu_layers + n_mtp_layers if n_gpu_layers > 0 else n_gpu_layers,
         n_outputs=run.n_outputs,
         n_rewind=run.n_rewind,
         mtp=run.drafter.is_mtp,
-        placement=Placed(**said),
+        placement=placement,
     )
 
 

@@ -96,7 +96,8 @@ def for_planner(
 ) -> tuple[Measured, ...]:
     """The records of this machine whose model is known, in the planner's terms; `where` they were measured."""
     from localllm.planner.speed import Measured
-    from localllm.planner.types import DEFAULT_BATCH, Placement
+    from localllm.planner.types import DEFAULT_BATCH
+    from localllm_backends.placement import Placement
     from localllm_catalog.types import Variant
 
     found = []

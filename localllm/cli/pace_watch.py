@@ -79,7 +79,9 @@ def _key(worker: ModelWorker) -> str:
     info = worker.info
     assert info is not None
     spec = getattr(getattr(worker.host, "options", None), "spec", None)
-    placed = f"{spec.n_gpu_layers} {spec.placement}" if spec is not None else ""
+    # As earlier versions wrote it, whose starts are compared with.
+    layers = spec.n_gpu_layers if spec is not None else 0
+    placed = f"{layers} {spec.placement}".replace(f"gpu_layers={layers}, ", "") if spec is not None else ""
     where = hashlib.blake2b(placed.encode(), digest_size=4).hexdigest()
     return f"{worker.name} {info.fingerprint[:12]} {info.kv_type_k}/{info.kv_type_v} {where}"
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from localllm.planner.facts import facts
 from localllm.planner.streams import streamed
-from localllm.planner.types import Placement
+from localllm_backends.placement import Placement
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identities
 from localllm_catalog.types import Model, Variant

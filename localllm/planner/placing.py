@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import memory, places, speed
-from localllm.planner.types import MemoryNeed, Placement, RunSettings
+from localllm.planner.types import MemoryNeed, RunSettings
+from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
 # Below this share of what a card must hold, moving the cache off it is not tried.

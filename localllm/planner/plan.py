@@ -36,13 +36,13 @@ from localllm.planner.types import (
     Drafter,
     Fits,
     MemoryNeed,
-    Placement,
     Plan,
     Range,
     RunSettings,
     Workload,
     backend_for,
 )
+from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
 # Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.

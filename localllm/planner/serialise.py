@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.planner.types import MemoryNeed, Placement, Plan, Range, Recommendation, Workload
+from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
+from localllm_backends.placement import Placement
 
 SCHEMA_VERSION = 1
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from localllm.device.types import Device
 from localllm.planner import efficiency, families, laws, learned, places, prefill_law, sustained, tables
 from localllm.planner.streams import streamed
-from localllm.planner.types import USUAL, Placement, Range, RunSettings, backend_for
+from localllm.planner.types import USUAL, Range, RunSettings, backend_for
+from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9

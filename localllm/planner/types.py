@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Purpose, Variant
 
 Fits = Literal["yes", "tight", "split", "no"]
@@ -48,41 +49,6 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where each part of a model lies. A backend's LoadSpec is told the same (localllm_backends.contract.Placement).
-
-    `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 = all). Of them the
-    routed experts of the model's first `experts_on_host` layers stay in system memory all the same (-1 = of all).
-    `tensor_split`: layers of each of several cards. `kv_on_host`: KV cache and attention stay in system memory.
-    `split_mode`, `main_gpu`, `weights`, `tables` and `layout` as the contract has them.
-    """
-
-    gpu_layers: int = -1
-    experts_on_host: int = 0
-    tensor_split: tuple[float, ...] = ()
-    split_mode: Literal["layer", "row", "none"] = "layer"
-    main_gpu: int = 0
-    kv_on_host: bool = False
-    weights: Literal["auto", "mapped", "read", "locked"] = "auto"
-    tables: Literal["auto", "disk", "memory"] = "auto"
-    layout: Literal["auto", "stored"] = "auto"
-
-    @property
-    def is_split(self) -> bool:
-        """True where part of what a token needs is in system memory, as far as the placement alone tells."""
-        return self.gpu_layers >= 0 or self.experts_on_host != 0 or self.kv_on_host
-
-    def first_gpu_layer(self, n_layers: int) -> int:
-        """The index of the first of `n_layers` that the accelerators compute; `n_layers` = only the output, and
-        `n_layers` + 1 = nothing."""
-        return 0 if self.gpu_layers < 0 else max(0, n_layers + 1 - self.gpu_layers)
-
-    def host_expert_layers(self, n_layers: int) -> int:
-        """Of the first how many of `n_layers` the routed experts are kept in system memory."""
-        return n_layers if self.experts_on_host < 0 else min(n_layers, self.experts_on_host)
-
-
-@dataclass(frozen=True, slots=True)
 class RunSettings:
     """How a Variant is run: what its memory and its speed follow from, and what a LoadSpec is made from.
 
@@ -100,7 +66,7 @@ class RunSettings:
     spare: int = 0
     n_batch: int = DEFAULT_BATCH
     n_outputs: int = 64
-    placement: Placement = Placement()
+    placement: Placement = field(default_factory=Placement)
     n_rewind: int = 0
     flash_attention: bool = True
     drafter: Drafter = Drafter()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from localllm.engine.core import Engine, EngineSettings
-from localllm_backends.contract import Chunk, LoadSpec
+from localllm_backends.contract import Chunk, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
 from localllm_backends.llamacpp.huge_weights import HugeWeights, huge_page_bytes
 from localllm_backends.llamacpp.placing import mapped_at
@@ -142,7 +142,7 @@ def test_who_reads_meanwhile_notices_nothing(tmp_path: Path) -> None:
 def test_a_model_whose_weights_moved_while_its_engine_idled_says_the_same(smollm2: Path) -> None:
     """SmolLM2 in Q4_1, which no processor's kernels want laid out anew: nearly all of the file moves. (What a device
     computes with lies there.)"""
-    backend = backend_type.load(LoadSpec(str(smollm2), n_ctx=512, n_gpu_layers=0))
+    backend = backend_type.load(LoadSpec(str(smollm2), n_ctx=512, placement=Placement(gpu_layers=0)))
 
     def logits() -> np.ndarray:
         sequence = backend.new_sequence()

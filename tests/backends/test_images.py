@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm_backends.contract import CannotRewindError, Chunk, ImagePart, ImageRun, LoadError, LoadSpec, Picture
+from localllm_backends.contract import (
+    CannotRewindError,
+    Chunk,
+    ImagePart,
+    ImageRun,
+    LoadError,
+    LoadSpec,
+    Picture,
+    Placement,
+)
 from localllm_backends.llamacpp import backend_type, openmp
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, pixels
@@ -49,7 +58,7 @@ def spec_of(model: VisionModel) -> LoadSpec:
         n_seq_max=4,
         n_batch=256,
         n_threads=1,
-        n_gpu_layers=0,
+        placement=Placement(gpu_layers=0),
         projector=str(model.projector),
     )
 

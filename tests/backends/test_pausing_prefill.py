@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from backends.test_conformance import LOGIT_NOISE, assert_same, feed, line
-from localllm_backends.contract import Backend, BackendFailure, LoadSpec, NoCellsError, PrefillSlices, SlicingBackend
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    LoadSpec,
+    NoCellsError,
+    Placement,
+    PrefillSlices,
+    SlicingBackend,
+)
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.native import start_native
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, _Pace
@@ -27,7 +35,9 @@ SHAPES: dict[str, tuple[Callable[[Path], Path], str]] = {
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     write, kv = SHAPES[request.param]
     path = write(tmp_path / "model.gguf")
-    spec = LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, kv_type_k=kv, kv_type_v=kv, n_gpu_layers=0)  # type: ignore[arg-type]
+    spec = LoadSpec(
+        str(path), n_ctx=4096, n_seq_max=4, n_batch=64, kv_type_k=kv, kv_type_v=kv, placement=Placement(gpu_layers=0)
+    )  # type: ignore[arg-type]
     return llamacpp.load(spec)
 
 
@@ -198,7 +208,7 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
 def test_whatever_ends_its_thread_reaches_whoever_waits(
     where: str, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_gpu_layers=0))
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, placement=Placement(gpu_layers=0)))
 
     def broken(*_a: object, **_k: object) -> None:
         raise ValueError("nobody foresaw this")
@@ -215,7 +225,7 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
 
 
 def test_what_it_takes_is_told_before(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, n_gpu_layers=0))
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=4096, placement=Placement(gpu_layers=0)))
     per_token = backend.memory().kv_bytes / 4096
     sizes = [backend.sliced_prefill_bytes(n) for n in (1, 256, 257, 3000)]
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]

@@ -25,10 +25,9 @@ N_TOKENS = 24
 
 
 @contextmanager
-def loaded(path: Path, n_gpu_layers: int = -1, **placed: object) -> Iterator[Backend]:
-    spec = LoadSpec(
-        str(path), n_ctx=512, n_seq_max=2, n_batch=64, n_threads=1, n_gpu_layers=n_gpu_layers, placement=Placement(**placed)  # type: ignore[arg-type]
-    )  # fmt: skip
+def loaded(path: Path, gpu_layers: int = -1, **placed: object) -> Iterator[Backend]:
+    placement = Placement(gpu_layers, **placed)  # type: ignore[arg-type]
+    spec = LoadSpec(str(path), n_ctx=512, n_seq_max=2, n_batch=64, n_threads=1, placement=placement)
     backend = backend_type.load(spec)
     try:
         yield backend
@@ -51,8 +50,8 @@ def greedy(backend: Backend, n_tokens: int = N_TOKENS) -> list[int]:
 PLACEMENTS = [
     {"experts_on_host": 1},
     {"experts_on_host": -1},
-    {"n_gpu_layers": 1},
-    {"n_gpu_layers": 2, "experts_on_host": -1},
+    {"gpu_layers": 1},
+    {"gpu_layers": 2, "experts_on_host": -1},
     {"kv_on_host": True},
     {"weights": "read"},
     {"weights": "mapped"},
@@ -78,7 +77,7 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
 def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(smollm2: Path) -> None:
     with loaded(smollm2, 0) as plain:
         expected = greedy(plain, 40)
-    for placed in ({"n_gpu_layers": 15}, {"kv_on_host": True}):
+    for placed in ({"gpu_layers": 15}, {"kv_on_host": True}):
         with loaded(smollm2, **placed) as backend:  # type: ignore[arg-type]
             assert greedy(backend, 40) == expected, placed
 
@@ -100,7 +99,7 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
 
 def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    with placing.model_params(start_native(), LoadSpec(str(path), n_gpu_layers=0)) as params:
+    with placing.model_params(start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))) as params:
         assert params.devices  # an empty list, where no list means every device
     with loaded(path, 0) as backend:
         assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
@@ -124,7 +123,7 @@ def test_a_split_over_more_devices_than_there_can_be_is_refused(tmp_path: Path) 
 
 
 def test_a_spec_survives_the_way_to_the_worker() -> None:
-    spec = LoadSpec("x.gguf", n_gpu_layers=7, placement=Placement(experts_on_host=3, tensor_split=(0.6, 0.4)))
+    spec = LoadSpec("x.gguf", placement=Placement(7, experts_on_host=3, tensor_split=(0.6, 0.4)))
     assert LoadSpec.from_json(json.loads(json.dumps(asdict(spec)))) == spec
     assert LoadSpec.from_json({"path": "x.gguf"}) == LoadSpec("x.gguf")
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.test_interrupts import an_interrupted_step_changes_nothing
 from localllm.library import starter
-from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError
+from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError, Placement
 from localllm_backends.llamacpp import accelerators, native
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.native_log import log
@@ -67,7 +67,9 @@ def greedy(backend: Backend, prompts: list[list[int]], n: int) -> list[list[np.n
 
 
 def load(layers: int, path: Path) -> Backend:
-    return llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=256, n_gpu_layers=layers))
+    return llamacpp.load(
+        LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=256, placement=Placement(gpu_layers=layers))
+    )
 
 
 def answers_on(layers: int, path: Path, prompts: list[list[int]] | None, n: int) -> list[list[np.ndarray]]:
@@ -172,7 +174,7 @@ def test_an_interrupted_step_on_a_device_changes_nothing(shape: str, layers: int
 
 
 def test_zero_layers_use_no_device(smollm2: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=512, n_gpu_layers=0))
+    backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=512, placement=Placement(gpu_layers=0)))
     greedy(backend, [backend.tokenize(PROMPTS[0])], 2)
     backend.close()
     said = [line for _, line in log.lines]

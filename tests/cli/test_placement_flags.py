@@ -15,8 +15,8 @@ from localllm.cli.planning import check_wish, wish
 from localllm.device.named import resolve
 from localllm.errors import UsageError
 from localllm.planner.placing import Wish
-from localllm.planner.types import Placement
 from localllm.settings import Settings
+from localllm_backends.placement import Placement
 from models import tiny_gguf
 
 

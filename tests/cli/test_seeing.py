@@ -12,7 +12,7 @@ from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.library.catalog import read_header
 from localllm.planner.projector import projector_bytes
 from localllm.settings import Settings
-from localllm_backends.contract import LoadError, LoadSpec
+from localllm_backends.contract import LoadError, LoadSpec, Placement
 from localllm_backends.llamacpp import LlamaCppType, backend_type
 from models.tiny_mtp import write_mtp
 from models.tiny_vision import VisionModel, write_vision
@@ -88,7 +88,9 @@ def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:
 
 @needs_mtmd()
 def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
-    spec = LoadSpec(str(model.text), n_ctx=256, n_seq_max=1, n_gpu_layers=0, projector=str(model.projector))
+    spec = LoadSpec(
+        str(model.text), n_ctx=256, n_seq_max=1, placement=Placement(gpu_layers=0), projector=str(model.projector)
+    )
     backend = backend_type.load(spec)
     taken = backend.memory().projector_bytes
     backend.close()

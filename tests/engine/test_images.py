@@ -13,7 +13,7 @@ from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request
 from localllm.engine.vision.encoder import ImageReader
-from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec
+from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, needs_pillow, png
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any) -> Engine:
-    shape = {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 64, "n_threads": 1, "n_gpu_layers": 0, **spec}
+    shape = {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 64, "n_threads": 1, "placement": Placement(gpu_layers=0), **spec}
     backend = backend_type.load(LoadSpec(str(model.text), projector=str(model.projector), **shape))
     return Engine(backend, settings or EngineSettings())
 

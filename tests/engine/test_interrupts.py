@@ -17,7 +17,7 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Prefill, Queued
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
-from localllm_backends.contract import Chunk, InterruptedStepError, InterruptibleBackend, LoadSpec
+from localllm_backends.contract import Chunk, InterruptedStepError, InterruptibleBackend, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 from support.requests import request_for
@@ -103,7 +103,7 @@ def test_a_step_that_others_share_goes_on() -> None:
 
 def an_interrupted_step_changes_nothing(path: Path, layers: int) -> None:
     """Of the model in `path`, with so many layers on a device."""
-    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, n_gpu_layers=layers))
+    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers)))
     assert isinstance(backend, InterruptibleBackend)
     assert backend.capabilities.interruptible
     line, other = backend.new_sequence(), backend.new_sequence()
@@ -150,14 +150,18 @@ def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path]
 
 
 def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")), n_ctx=256, n_gpu_layers=0))
+    backend = llamacpp.load(
+        LoadSpec(str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")), n_ctx=256, placement=Placement(gpu_layers=0))
+    )
     assert not backend.capabilities.interruptible
     backend.close()
 
 
 def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
     async def main() -> None:
-        supervisor = Supervisor(WorkerOptions(LoadSpec(str(smollm2), n_ctx=2048, n_batch=2048, n_gpu_layers=0)))
+        supervisor = Supervisor(
+            WorkerOptions(LoadSpec(str(smollm2), n_ctx=2048, n_batch=2048, placement=Placement(gpu_layers=0)))
+        )
         try:
             engine = await supervisor.engine()
             first = engine.submit(request_for("a", words(128, 1), 1, GREEDY))

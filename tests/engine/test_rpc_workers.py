@@ -99,8 +99,8 @@ def wait_for(port: int) -> None:
 
 
 def options(path: Path, at: list[str], split: tuple[float, ...] = ()) -> WorkerOptions:
-    placement = Placement(workers=tuple(at), tensor_split=split)
-    spec = LoadSpec(str(path), n_ctx=4096, n_seq_max=2, n_gpu_layers=-1 if at else 0, placement=placement)
+    placement = Placement(gpu_layers=-1 if at else 0, workers=tuple(at), tensor_split=split)
+    spec = LoadSpec(str(path), n_ctx=4096, n_seq_max=2, placement=placement)
     return WorkerOptions(spec, "llamacpp", {"draft": "off"})
 
 

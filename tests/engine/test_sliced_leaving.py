@@ -10,7 +10,7 @@ from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run
 from engine.slices import SlicedBackend, ask, engine_of, expected, finish, start, words
 from localllm.engine.core import Engine, EngineSettings
-from localllm_backends.contract import Backend, LoadSpec
+from localllm_backends.contract import Backend, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
 
@@ -152,7 +152,7 @@ def counting(backend: Backend, what: str, stop: int) -> list[int]:
 
 def test_a_real_model_goes_on_from_what_was_read_of_a_cancelled_prompt(smollm2: Path) -> None:
     """Cancelled in the middle of a micro-batch: what came before it is found, and the answer is the undisturbed one."""
-    spec = LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=4, n_threads=1, n_gpu_layers=0)
+    spec = LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=4, n_threads=1, placement=Placement(gpu_layers=0))
     alone = llamacpp.load(spec)
     stream, prompt = counting(alone, "Numbers", 8), counting(alone, "Count on", 55)
     undisturbed, gaps = isolated(alone, prompt, 8)

@@ -14,7 +14,7 @@ from engine.drive import Outcome, run, settle
 from engine.slices import MB, SlicedBackend, ask, engine_of, expected, finish, start, words
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Prefill, Text
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 
@@ -224,7 +224,9 @@ def test_parking_the_one_that_is_read_in_slices_only_delays_it() -> None:
 def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    spec = LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=4096, n_seq_max=4, n_batch=64, n_gpu_layers=0)
+    spec = LoadSpec(
+        str(write(tmp_path / "m.gguf")), n_ctx=4096, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=0)
+    )
     alone = llamacpp.load(spec)
     engine = Engine(llamacpp.load(spec), EngineSettings(sliced_prefill_tokens=50))
     outcome = start(engine, ask("stream", words(30, 1), 400))

@@ -10,7 +10,7 @@ import pytest
 
 from localllm.planner import memory
 from localllm.planner.types import MemoryNeed, RunSettings
-from localllm_backends.contract import LoadError, LoadSpec
+from localllm_backends.contract import LoadError, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type, plan_probe
 from localllm_backends.llamacpp.plan_probe import Planned, ProbeSettings
 from localllm_catalog import from_gguf, gguf
@@ -104,7 +104,9 @@ def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_b
     model = from_gguf.model_from_gguf(gguf.read(smollm2))
     kv_types: Any = {"kv_type_k": kv, "kv_type_v": kv}
     # One pool, as a plan without a device has: a card's host keeps a copy of the mask (tests/backends/test_placement.py).
-    spec = LoadSpec(str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, n_gpu_layers=0, **kv_types)
+    spec = LoadSpec(
+        str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, placement=Placement(gpu_layers=0), **kv_types
+    )
     backend = backend_type.load(spec)
     try:
         ran = RunSettings(

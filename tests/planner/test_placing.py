@@ -19,7 +19,8 @@ from localllm.planner.placing import Wish
 from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.serialise import plan_to_json
 from localllm.planner.speed import Measured
-from localllm.planner.types import Placement, RunSettings, Workload
+from localllm.planner.types import RunSettings, Workload
+from localllm_backends.placement import Placement
 from localllm_catalog import catalog, from_gguf, gguf
 from localllm_catalog.types import Model, Variant
 from models import tiny_gguf

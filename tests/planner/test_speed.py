@@ -16,7 +16,8 @@ from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import families, laws, memory, recommend, speed, sustained
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
-from localllm.planner.types import Placement, RunSettings, Workload
+from localllm.planner.types import RunSettings, Workload
+from localllm_backends.placement import Placement
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Model, Variant
 

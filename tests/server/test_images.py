@@ -14,7 +14,7 @@ import pytest
 
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import LoadSpec, Placement
 from models.tiny_vision import write_vision
 from support.http_server import Running, running_server
 from support.pictures import needs_mtmd, needs_pillow, png
@@ -37,7 +37,9 @@ def url(file: str, kind: str = "png") -> str:
 @pytest.fixture(scope="module")
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Supervisor:
     model = write_vision(tmp_path_factory.mktemp("vision"), "qwen2vl")
-    spec = LoadSpec(str(model.text), n_ctx=2048, n_seq_max=4, n_gpu_layers=0, projector=str(model.projector))
+    spec = LoadSpec(
+        str(model.text), n_ctx=2048, n_seq_max=4, placement=Placement(gpu_layers=0), projector=str(model.projector)
+    )
     return Supervisor(WorkerOptions(spec))
 
 

@@ -15,7 +15,7 @@ from localllm.conversation.history import History
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import LoadSpec, Placement
 from localllm_tui.app import ChatApp
 from localllm_tui.control.attach import check_room, read_text
 from localllm_tui.control.client import ChatClient
@@ -69,7 +69,9 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
     model = write_vision(tmp_path / "m", "llava")
     shot = tmp_path / "shot.png"
     shot.write_bytes(png(80, 60, 1))
-    spec = LoadSpec(str(model.text), n_ctx=512, n_seq_max=2, n_gpu_layers=0, projector=str(model.projector))
+    spec = LoadSpec(
+        str(model.text), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0), projector=str(model.projector)
+    )
     with running_server({"tiny": Supervisor(WorkerOptions(spec))}) as running:
         command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]
         done = subprocess.run(
@@ -94,7 +96,9 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, s
     """In the list of `@`, in one answer, and in the chat, where the next question goes on without the image."""
     shot = tmp_path / "shot.png"
     shot.write_bytes(PIXEL)
-    engine = Supervisor(WorkerOptions(LoadSpec(str(smollm2), n_ctx=512, n_seq_max=2, n_gpu_layers=0)))
+    engine = Supervisor(
+        WorkerOptions(LoadSpec(str(smollm2), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0)))
+    )
     said = "this model reads text only, not images"
     with running_server({"tiny": engine}) as running:
         command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]

@@ -39,7 +39,7 @@ def check_spec(spec: LoadSpec) -> None:
         raise LoadError("MLX has one attention kernel and no setting to turn it off")
     if spec.kv_type_k != spec.kv_type_v:
         raise LoadError(f"MLX stores keys and values in one type: {spec.kv_type_k} and {spec.kv_type_v} were asked for")
-    if replace(spec.placement, workers=()) != Placement() or spec.n_gpu_layers > 0:
+    if spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement():
         raise LoadError("MLX keeps a model in one memory: its layers and experts can't be placed one by one")
 
 

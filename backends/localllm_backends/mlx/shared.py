@@ -172,7 +172,7 @@ def _meet(spec: LoadSpec, ring: Ring, followers: Seq[Follower], ours: Mapping[st
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
     order: Frame = {
-        "spec": asdict(replace(spec, placement=Placement(), path=_portable(spec.path))),
+        "spec": asdict(replace(spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=_portable(spec.path))),
         "files": ring.files(ports), "variables": ring.variables(ports), "backend": ring.backend,
     }  # fmt: skip
     for rank, follower in enumerate(followers, 1):

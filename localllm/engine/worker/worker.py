@@ -28,7 +28,7 @@ from localllm.engine.vision.encoder import ImageReader
 from localllm.engine.worker.child_pipe import ChildPipe, Message, reason
 from localllm.engine.worker.watchdog import Pulse
 from localllm.errors import UnsupportedError
-from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, SeeingBackend
+from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement, SeeingBackend
 
 _PROGRESS_STEP = 0.02
 # An idle worker looks this often whether others need the memory of its prefix cache.
@@ -100,8 +100,9 @@ class Worker:
                 f"the draft model can't draft for this model: {difference}",
                 hint="name a draft model of the same family, or use --draft ngram",
             )
+        placement = Placement(gpu_layers=spec.n_gpu_layers)
         return draft_type.load(
-            LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, n_gpu_layers=spec.n_gpu_layers)
+            LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, placement=placement)
         )
 
     def _loop(self, engine: Engine) -> None:
