@@ -30,8 +30,8 @@ from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Wishes
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Wishes
 
 # The catalog's family of a template's file name, by how that begins; templates of no family of ours are not named.
 FAMILIES = {

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from localllm.server.elsewhere.boxes import Box, Chain, Pool
+from localllm.server.proxy.affinity import Box, Chain, Pool
 
 # Of a box's time, what a prompt gets while answers are written beside it.
 _PREFILL_SHARE = 0.7

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from localllm.cli.presets import Preset
     from localllm.library.types import LocalModel
     from localllm.planner.types import Plan
-    from localllm.server.models.admission import ModelAdmission
     from localllm.server.models.served import ServedModel
-    from localllm.server.models.worker import Facts, ModelWorker, Planned
+    from localllm.server.models.worker import Facts, ModelAdmission, ModelWorker, Planned
     from localllm.settings import Settings, Value
 
 log = logging.getLogger("localllm.server")
@@ -187,7 +186,7 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
 
 
 class Installed:
-    """The models on this disk (implements localllm.server.models.shelf.Shelf). Their names are known from the start; what
+    """The models on this disk (implements localllm.server.models.installed.Shelf). Their names are known from the start; what
     each would be is found out in a thread, or when it is asked for. `named` were named at the start, with
     their files; with `only` no others are offered, and those answer to all their names."""
 

@@ -26,8 +26,8 @@ from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 
 if TYPE_CHECKING:
-    from localllm.server.elsewhere.upstreams import Upstream, Upstreams
     from localllm.server.http.accounts import NamedKey
+    from localllm.server.proxy.upstreams import Upstream, Upstreams
 
 _UPSTREAM = ("name", "url", "models", "key_env", "spill", "speaks", "silence_s")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "parallel")
@@ -44,7 +44,7 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
         raise UsageError(f"{config_path()}: upstreams are written as tables of [[upstream]]")
     if not tables:
         return None
-    from localllm.server.elsewhere.upstreams import Upstreams
+    from localllm.server.proxy.upstreams import Upstreams
 
     found = [_upstream(table, allowed) for table in tables]
     names = [u.name for u in found]
@@ -55,7 +55,7 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
 
 
 def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
-    from localllm.server.elsewhere.upstreams import Dialect, Upstream
+    from localllm.server.proxy.upstreams import Dialect, Upstream
 
     where = f"[[upstream]] {table.get('name', '')!r} of config.toml"
     _known(table, _UPSTREAM, where)

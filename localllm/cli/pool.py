@@ -10,8 +10,8 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     import socket
 
-    from localllm.server.elsewhere.boxes import Box
     from localllm.server.http.settings import ServerSettings
+    from localllm.server.proxy.affinity import Box
     from localllm.settings import Settings
 
 
@@ -29,7 +29,7 @@ def boxes(settings: Settings) -> list[Box]:
     from urllib.parse import urlsplit
 
     from localllm.cli.others import checked_url
-    from localllm.server.elsewhere.boxes import Box
+    from localllm.server.proxy.affinity import Box
 
     found: dict[str, Box] = {}
     for text in settings.value("pool"):
@@ -51,9 +51,9 @@ async def serve_pool(
     import sys
 
     from localllm.cli.serve_run import stop_when_terminated
-    from localllm.server.elsewhere.boxes import Pool
-    from localllm.server.elsewhere.pool_app import create_pool_app
     from localllm.server.http.run import serve_on
+    from localllm.server.proxy.affinity import Pool
+    from localllm.server.proxy.pool_app import create_pool_app
 
     stop_when_terminated()
     pool = Pool(boxes(settings))

@@ -49,7 +49,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         image_hosts=image_hosts,
     ).secured()
     if tls is not None:
-        from localllm.server.http.tls import check_tls
+        from localllm.server.http.sockets import check_tls
 
         check_tls(tls)
     if not secured.generated_key:

@@ -45,8 +45,8 @@ def router_for(
     UsageError."""
     from localllm.cli.launch import memory_for_models
     from localllm.cli.offers import Installed, Offers, check_names, further_presets, with_aliases
-    from localllm.server.models.admission import ModelAdmission
     from localllm.server.models.router import ModelRouter
+    from localllm.server.models.worker import ModelAdmission
     from localllm.settings import Settings
 
     offers = offers or Offers(Settings())

@@ -37,7 +37,7 @@ async def serve_until_stopped(
 
     from localllm.cli.pace_watch import PaceWatch
     from localllm.cli.server_key import key_path
-    from localllm.server.models.idle import memory_is_short, unload_idle
+    from localllm.server.models.unloading import memory_is_short, unload_idle
 
     def say(text: str) -> None:
         if not quiet:

@@ -12,23 +12,21 @@ from starlette.routing import Match
 import localllm
 from localllm.errors import BusyError, LocalLLMError
 from localllm.server import metrics
-from localllm.server.dialects import openapi
-from localllm.server.dialects.anthropic import routes as anthropic_routes
-from localllm.server.dialects.llamacpp import routes as llamacpp_routes
-from localllm.server.dialects.lmstudio import routes as lmstudio_routes
-from localllm.server.dialects.ollama import routes as ollama_routes
-from localllm.server.dialects.openai import routes as openai_routes
-from localllm.server.dialects.rerank import routes as rerank_routes
-from localllm.server.dialects.responses import routes as responses_routes
-from localllm.server.elsewhere.handing_on import HandingOn
+from localllm.server.dialects import lmstudio, openapi, rerank
+from localllm.server.dialects.anthropic import routes as anthropic
+from localllm.server.dialects.llamacpp import routes as llamacpp
+from localllm.server.dialects.ollama import routes as ollama
+from localllm.server.dialects.openai import routes as openai
+from localllm.server.dialects.responses import routes as responses
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import MethodError, RouteNotFoundError, headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
+from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter
-from localllm.server.models.store import ModelStore
+from localllm.server.proxy.middleware import HandingOn
 from localllm.server.serving import Server
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -99,9 +97,8 @@ def create_app(
     app.add_middleware(_Edge)
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
     _errors(app)
-    openai_like = (openai_routes, responses_routes, rerank_routes)
-    for face in (*openai_like, anthropic_routes, ollama_routes, llamacpp_routes, lmstudio_routes):
-        app.include_router(face.routes(server))
+    for dialect in (openai, responses, rerank, anthropic, ollama, llamacpp, lmstudio):
+        app.include_router(dialect.routes(server))
 
     @app.get("/health", tags=["server"], responses={503: {"description": "the models are loading, or none could be"}})
     @app.get("/v1/health", include_in_schema=False)

@@ -13,22 +13,21 @@ from fastapi.responses import JSONResponse, Response
 from localllm.conversation.recall import Recall
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import LocalLLMError
-from localllm.server.generation.attachments import PdfReader
-from localllm.server.generation.compacting import Counts
-from localllm.server.generation.conversing import Ask, Remembering, job_for
-from localllm.server.generation.counting import WithImages
-from localllm.server.generation.fetching import ImageFetcher
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.chat import Ask, Remembering, WithImages, job_for
+from localllm.server.generation.collector import Fold
+from localllm.server.generation.compaction import Counts
 from localllm.server.generation.generate import run
+from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import PrefillProgress, Prepared, ReplyWriter, Spent
+from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, caller
-from localllm.server.http.headers import IGNORED, ignored_header, request_id
+from localllm.server.http.asgi import IGNORED, ignored_header, request_id
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
-from localllm.server.models.keeping import Keeper
+from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import Defaults
-from localllm.server.models.store import ModelStore
+from localllm.server.models.unloading import Keeper
 
 log = logging.getLogger("localllm.server")
 MakeJob: TypeAlias = Callable[[EngineClient], Awaitable[Prepared]]

@@ -20,7 +20,7 @@ from localllm.engine.messages import Generation
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library import store
-from localllm.server.generation.conversing import Ask
+from localllm.server.generation.chat import Ask
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import with_defaults
 from localllm.settings import Settings

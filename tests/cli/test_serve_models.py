@@ -18,8 +18,8 @@ from localllm.cli.serve_models import router_for
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.planner.types import Plan
-from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.router import ModelRouter
+from localllm.server.models.worker import ModelAdmission
 from localllm.settings import Settings
 from support.requests import request_for
 

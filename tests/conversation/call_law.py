@@ -19,8 +19,8 @@ from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import Start
 from localllm.conversation.tools.prompt import Choice
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Prompt, Wishes
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Prompt, Wishes
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 

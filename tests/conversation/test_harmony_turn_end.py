@@ -12,9 +12,9 @@ from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import harmony
 from localllm.conversation.tools.lazy import either, starts_of
-from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Wishes
+from localllm.engine.constraint import GrammarCompiler
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Wishes
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 

@@ -12,8 +12,8 @@ from conversation.test_lazy_calls import TOOLS, matcher
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.holdable import holdable
 from localllm.conversation.tools.prompt import Choice
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Prompt, Wishes
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Prompt, Wishes
 
 HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 QWEN = HERMES + "{# <function= #}"

@@ -13,8 +13,8 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import unread
 from localllm.conversation.tools.prompt import Choice
 from localllm.errors import UnsupportedError
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Prompt, Wishes
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Prompt, Wishes
 
 ASKED = [{"role": "user", "content": "Hello"}]
 SAY = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import BackendError, BusyError, DoesNotFitError, UsageError
-from localllm.server.models.admission import ModelAdmission
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.worker import ModelAdmission
 from support.scripted_engine import Gate, ScriptedEngine
 
 GB = 10**9

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.server.http.errors import BodyTooLargeError
-from localllm.server.http.json_body import BadJsonError, parse, read_json
-from localllm.server.http.json_depth import containers, nests_deeper
+from localllm.server.http.json_body import BadJsonError, containers, nests_deeper, parse, read_json, unpack
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.unpacking import unpack
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 

@@ -16,10 +16,10 @@ import openai
 import pydantic
 import pytest
 
-from localllm.engine.worker.client import WorkerOptions
-from localllm.engine.worker.supervisor import Supervisor
-from localllm.server.elsewhere.upstreams import Upstream, Upstreams
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter
+from localllm.server.proxy.upstreams import Upstream, Upstreams
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 

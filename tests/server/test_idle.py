@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from localllm.engine.messages import Event, Request
-from localllm.server.models.idle import unload_idle
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.unloading import unload_idle
 from localllm.server.models.worker import Facts, ModelWorker
 from support.scripted_backend import ScriptedBackend
 

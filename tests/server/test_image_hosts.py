@@ -18,7 +18,7 @@ import pytest
 
 from localllm.cli.serve_doors import server_settings
 from localllm.errors import UsageError
-from localllm.server.generation import fetching
+from localllm.server.generation import image_fetching as fetching
 from localllm.server.http.names import image_host
 from localllm.settings import Settings
 from support.http_server import running_server

@@ -16,9 +16,9 @@ from localllm.cli.serve_models import router_for
 from localllm.engine.host import memory as memory_guard
 from localllm.errors import BusyError, DoesNotFitError
 from localllm.server.app import create_app
-from localllm.server.models.admission import ModelAdmission
-from localllm.server.models.idle import memory_is_short
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.unloading import memory_is_short
+from localllm.server.models.worker import ModelAdmission
 from localllm.settings import Settings
 from support.scripted_engine import Gate, ScriptedEngine
 

@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from localllm.errors import BusyError
-from localllm.server.elsewhere.metering import Meter
-from localllm.server.elsewhere.upstreams import Upstream, Upstreams
 from localllm.server.http.accounts import Account, NamedKey, Used, digest_of
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.proxy.upstreams import Upstream, Upstreams
+from localllm.server.proxy.usage_meter import Meter
 from server.test_pool import begun, pooled, until
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine

@@ -18,10 +18,9 @@ import pytest
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import RequestError
-from localllm.server.dialects.ollama.keep_alive import keep_alive_s
-from localllm.server.models.idle import unload_idle
-from localllm.server.models.keeping import Keeper
+from localllm.server.dialects.ollama.requests import keep_alive_s
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.unloading import Keeper, unload_idle
 from localllm.server.models.worker import Facts, ModelWorker
 from localllm_backends.contract import LoadSpec
 from server.test_idle import Host

@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.worker.client import WorkerOptions
-from localllm.engine.worker.supervisor import Supervisor
-from localllm.server.elsewhere.boxes import Box, Chain, Pool, Ring, chain_of
-from localllm.server.elsewhere.openings import kind_of
-from localllm.server.elsewhere.pool_app import PoolFront, create_pool_app
+from localllm.engine.client import WorkerOptions
+from localllm.engine.supervisor import Supervisor
 from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
 from localllm.server.models.router import ServedModel
+from localllm.server.proxy.affinity import Box, Chain, Pool, Ring, chain_of
+from localllm.server.proxy.pool_app import PoolFront, create_pool_app
+from localllm.server.proxy.relay import kind_of
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.server.elsewhere.upstreams import PATHS, Upstream, Upstreams
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.proxy.upstreams import PATHS, Upstream, Upstreams
 from server.rows import Row, check
 from server.rows_openai import OPENAI
 from server.rows_others import OTHERS

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.fields import HINTS, Fields, read
 from localllm.server.dialects.openapi import body_of
+from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.errors import headers_of
-from localllm.server.http.headers import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Order, Server

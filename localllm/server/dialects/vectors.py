@@ -16,7 +16,7 @@ from pydantic import Field
 from localllm.engine.worker.embedding import Embeds
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.http.accounts import caller
-from localllm.server.http.headers import ignored_header, request_id
+from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.streaming import unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server

@@ -22,7 +22,7 @@ from localllm.engine.messages import (
 )
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.counting import WithImages
+from localllm.server.generation.chat import WithImages
 from localllm.server.generation.job import (
     CUT,
     AnswerPlan,
@@ -33,7 +33,7 @@ from localllm.server.generation.job import (
     ReplyWriter,
     Spent,
 )
-from localllm.server.generation.shown_tokens import ShownTokens
+from localllm.server.generation.visible_tokens import ShownTokens
 
 # What models write between their reasoning and their answer.
 _BEHIND_THOUGHT = "\n\n"

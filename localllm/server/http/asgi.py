@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -10,3 +11,23 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+IGNORED = "x-localllm-ignored"
+# Which server an answer is from, where that is another one.
+RAN_ON = "x-localllm-ran-on"
+_MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
+
+
+def request_id() -> dict[str, str]:
+    """A fresh `x-request-id`."""
+    return {"x-request-id": "req_" + secrets.token_hex(8)}
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """`x-localllm-ignored`, when there is something to name. A client chose the names: what could break a header is
+    replaced."""
+    if not names:
+        return {}
+    plain = ("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in n) for n in names)
+    return {IGNORED: ",".join(n[:_MAX_NAME_CHARS] for n in plain)[:_MAX_CHARS]}

@@ -5,18 +5,104 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
 from localllm.errors import RequestError
 from localllm.server.http.asgi import Scope, Send
-from localllm.server.http.errors import BodyTooLargeError, SlowBodyError
-from localllm.server.http.json_depth import containers, nests_deeper
+from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.unpacking import unpack
+
+_GZIP, _ZLIB, _RAW = 31, 15, -15
+_PIECE_BYTES = 2**18
+
+
+def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """`body` as it was before it was packed; at most `limit_bytes` of it are ever held.
+
+    Raises EncodingError for a way of packing that is not taken, BodyTooLargeError and RequestError."""
+    match encoding.strip().lower():
+        case "" | "identity":
+            return body
+        case "gzip" | "x-gzip":
+            wbits = _GZIP
+        case "deflate":
+            # The standard means zlib's format; some programs send what is inside it (RFC 9110, 8.4.1.2).
+            wbits = _ZLIB if _is_zlib(body) else _RAW
+        case _:
+            raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
+    pieces: list[bytes] = []
+    size = 0
+    rest = body
+    while True:
+        unpacker = zlib.decompressobj(wbits)
+        try:
+            while not unpacker.eof and (rest or size == 0):
+                piece = unpacker.decompress(rest, min(_PIECE_BYTES, limit_bytes - size + 1))
+                size += len(piece)
+                if size > limit_bytes:
+                    raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
+                pieces.append(piece)
+                if not piece and not unpacker.unconsumed_tail:
+                    break
+                rest = unpacker.unconsumed_tail
+        except zlib.error:
+            raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
+        if not unpacker.eof:
+            raise RequestError(f"the body ends before what is packed in it does ({encoding})")
+        rest = unpacker.unused_data
+        if not rest:
+            return b"".join(pieces)
+        if wbits != _GZIP:
+            raise RequestError(f"something stands behind the packed body ({encoding})")
+
+
+def _is_zlib(body: bytes) -> bool:
+    return len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
+
+
+# Looked at in one go: a few milliseconds at most, after which another thread may run.
+_SLICE_BYTES = 2**16
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:
+    """True when the JSON text `body` nests deeper than `levels`. Of text that is no JSON: at least when the part before
+    its fault does."""
+    depth = 0
+    for brackets in _brackets(body, slice_bytes):
+        depths = array("i", accumulate(array("b", brackets), initial=depth))
+        if max(depths) > levels:
+            return True
+        depth = depths[-1]
+    return False
+
+
+def containers(body: bytes, slice_bytes: int = _SLICE_BYTES) -> int:
+    """How many lists and objects are in the JSON text `body`."""
+    return sum(brackets.count(b"\x01") for brackets in _brackets(body, slice_bytes))
+
+
+def _brackets(body: bytes, slice_bytes: int) -> Iterator[bytes]:
+    """The brackets outside strings, slice by slice: 1 for one that opens, 255 (-1) for one that closes."""
+    if b"\\" in body:
+        # What is escaped is no quote. A run of backslashes is taken from its left, in pairs, as JSON does.
+        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    in_string = 0
+    for start in range(0, len(body), slice_bytes):
+        parts = body[start : start + slice_bytes].split(b'"')
+        brackets = b"".join(parts[in_string::2]).translate(_STEPS, _NO_BRACKETS)
+        in_string = (in_string + len(parts) - 1) % 2
+        if brackets:
+            yield brackets
+
 
 # A larger body is read in a thread: looking at its depth takes longer than the loop should stand still.
 _SMALL_BYTES = 2**17

@@ -12,11 +12,10 @@ from typing import Literal, TypeAlias
 
 from localllm.engine.worker.api import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-from localllm.server.elsewhere.upstreams import Upstreams
-from localllm.server.models.admission import ModelAdmission
+from localllm.server.models.installed import Shelf
 from localllm.server.models.served import ServedModel as ServedModel
-from localllm.server.models.shelf import Shelf
-from localllm.server.models.worker import ModelWorker
+from localllm.server.models.worker import ModelAdmission, ModelWorker
+from localllm.server.proxy.upstreams import Upstreams
 
 log = logging.getLogger("localllm.server")
 # Suffixes clients add to a name without meaning another model.

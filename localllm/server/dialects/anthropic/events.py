@@ -9,7 +9,7 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object, quote
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -11,7 +11,7 @@ from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENT_STREAM
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -15,8 +15,8 @@ from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import Body, SamplingFields
 from localllm.server.dialects.wire import RawText, quote, timings_body
-from localllm.server.generation import prompting
-from localllm.server.generation.folding import Fold
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field
 
 from localllm.errors import BusyError, RequestError
-from localllm.server.dialects.fields import read
+from localllm.server.dialects.fields import Body, read
 from localllm.server.dialects.llamacpp import completion, model_list
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
-from localllm.server.dialects.llamacpp.managing import ModelFields
-from localllm.server.dialects.llamacpp.slots import slots
-from localllm.server.dialects.llamacpp.vocabulary import DetokenizeFields, TokenizeFields
+from localllm.server.dialects.llamacpp.model_list import slots
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.http.headers import ignored_header
+from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
+
+
+class TokenizeFields(Body):
+    """POST /tokenize."""
+
+    content: str = ""
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeFields(Body):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=list)
+
+
+class ModelFields(Body):
+    """POST /models/load and /models/unload."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+
 
 COMPLETION = Route("/completion", LlamaCppFields, completion.order, EVENTS, "Continue raw text", hints=completion.HINTS)
 INFILL = Route(

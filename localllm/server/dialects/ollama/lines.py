@@ -11,7 +11,7 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object
-from localllm.server.generation.folding import Fold, new_call_id
+from localllm.server.generation.collector import Fold, new_call_id
 from localllm.server.generation.job import Outcome, Spent
 from localllm.server.http.streaming import Outbox
 

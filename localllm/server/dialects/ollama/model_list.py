@@ -8,8 +8,8 @@ import math
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from localllm.server.elsewhere.upstreams import RemoteModel
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.proxy.upstreams import RemoteModel
 
 
 def tags(models: ModelRouter) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from localllm.errors import UnsupportedError
-from localllm.server.models.store import ModelStore, Progress
+from localllm.server.models.installed import ModelStore, Progress
 
 # Bytes come in pieces of a few milliseconds.
 _EVERY_S = 0.2

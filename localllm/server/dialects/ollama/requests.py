@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,24 +17,45 @@ from localllm.conversation.tools.prompt import Choice, checked, choice_of, narro
 from localllm.engine.messages import Generation, Sampling
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.constraint import Constraint, of_response_format, of_schema
 from localllm.server.dialects.fields import (
     MAX_TOKENS,
     Body,
     Budget,
+    Constraint,
     Count,
     LoopFields,
     StopText,
     limit_of,
+    of_response_format,
+    of_schema,
     sampling_over,
     stop_texts,
 )
-from localllm.server.dialects.ollama.keep_alive import keep_alive_s
-from localllm.server.generation import prompting
-from localllm.server.generation.conversing import Ask
+from localllm.server.dialects.vectors import Texts, VectorOrder, cut, numbers
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.chat import Ask
 from localllm.server.generation.job import AnswerPlan, Prepared
-from localllm.server.generation.prompting import Wishes
+from localllm.server.generation.prompt import Wishes
 from localllm.server.models.router import ServedModel
+
+# As Go writes durations: 1h30m, 300ms, -1m; and a bare number of seconds.
+_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?", re.ASCII)
+_PIECE = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h|$)")
+_FOR_EVER_S = 1e9
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def keep_alive_s(sent: str | float | None) -> float | None:
+    """`keep_alive` in seconds; infinity for a negative one, None where nothing was said. Raises RequestError."""
+    if sent is None:
+        return None
+    if isinstance(sent, str):
+        if _DURATION.fullmatch(sent) is None:
+            raise RequestError("keep_alive must be seconds or a duration such as 5m", param="keep_alive")
+        length = sum(float(n) * _UNIT_S[unit] for n, unit in _PIECE.findall(sent))
+        sent = -length if sent.startswith("-") else length
+    return math.inf if sent < 0 or sent > _FOR_EVER_S else float(sent)
+
 
 HINTS = frozenset({"model", "name", "stream"})
 _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
@@ -231,3 +255,45 @@ async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClie
         generation=fields.generation(model.sampling),
         answer=AnswerPlan(grammar=fields.constraint()),
     )
+
+
+class OllamaEmbed(Body):
+    """POST /api/embed."""
+
+    input: str | Texts
+    truncate: bool | None = Field(None, description="cut what is too long (the default), or refuse it")
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbeddings(Body):
+    """POST /api/embeddings, the older form."""
+
+    prompt: str
+    keep_alive: str | float | None = None
+
+
+def embed_order(fields: OllamaEmbed, model: ServedModel) -> VectorOrder:
+    """The vectors as Ollama writes them down; durations in nanoseconds."""
+    started = time.monotonic()
+
+    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
+        return {
+            "model": model.name,
+            "embeddings": [numbers(cut(row, fields.dimensions)) for row in rows],
+            "total_duration": int((time.monotonic() - started) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": tokens,
+        }
+
+    inputs = [fields.input] if isinstance(fields.input, str) else list(fields.input)
+    return VectorOrder(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
+
+
+def older_embed_order(fields: OllamaEmbeddings, model: ServedModel) -> VectorOrder:
+    """The one vector of Ollama's older form."""
+
+    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
+        return {"embedding": numbers(rows[0])}
+
+    return VectorOrder([fields.prompt], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive))

@@ -14,17 +14,24 @@ from localllm.engine.worker.api import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
-from localllm.server.dialects.ollama import embed, lines, model_list, requests
-from localllm.server.dialects.ollama.embed import OllamaEmbed, OllamaEmbeddings
+from localllm.server.dialects.ollama import lines, model_list, requests
 from localllm.server.dialects.ollama.lines import Shape
 from localllm.server.dialects.ollama.pulling import Puller, allowed
-from localllm.server.dialects.ollama.requests import OllamaBody, OllamaChat, OllamaGenerate, OllamaManaged, OllamaPull
+from localllm.server.dialects.ollama.requests import (
+    OllamaBody,
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaGenerate,
+    OllamaManaged,
+    OllamaPull,
+)
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Preload, Route, mount, post, refusing
-from localllm.server.generation.conversing import Ask
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.chat import Ask
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
-from localllm.server.http.headers import ignored_header, request_id
+from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
@@ -206,12 +213,12 @@ def _embeddings(router: APIRouter, server: Server) -> None:
     async def answer(request: Request) -> Response:
         fields, ignored = read(OllamaEmbed, await read_json(request, server.settings), _EMBED_HINTS)
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, embed.order(fields, model), ignored)
+        return await vectors.answer(server, request, model, requests.embed_order(fields, model), ignored)
 
     async def answer_older(request: Request) -> Response:
         fields, ignored = read(OllamaEmbeddings, await read_json(request, server.settings), _EMBED_HINTS)
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, embed.older_order(fields, model), ignored)
+        return await vectors.answer(server, request, model, requests.older_embed_order(fields, model), ignored)
 
     post(router, "/api/embed", refusing(_OLLAMA, answer), "Turn texts into vectors", body_of(OllamaEmbed))
     older = "Turn one text into a vector: the older form"

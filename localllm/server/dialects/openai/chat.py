@@ -13,10 +13,10 @@ from localllm.engine.messages import Sampling
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.openai import chat_reply
-from localllm.server.generation.conversing import Ask
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.chat import Ask
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
-from localllm.server.generation.prompting import Wishes
+from localllm.server.generation.prompt import Wishes
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Order

@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
-from localllm.server.generation.folding import Fold, FoldedChoice, new_call_id
+from localllm.server.generation.collector import Fold, FoldedChoice, new_call_id
 from localllm.server.generation.job import Outcome, Spent
 from localllm.server.http.streaming import Outbox
 

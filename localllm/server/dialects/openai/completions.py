@@ -13,14 +13,13 @@ from localllm.conversation.fim import fim_prompt
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError
-from localllm.server.dialects.constraint import Constraint
-from localllm.server.dialects.fields import Limit, SamplingFields, first_limit
+from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
 from localllm.server.dialects.openai.chat_reply import usage_body
 from localllm.server.dialects.wire import RawText, quote, timings_body
-from localllm.server.generation import prompting
-from localllm.server.generation.folding import Fold
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -2,22 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import read
-from localllm.server.dialects.openai import chat, completions, embeddings, model_list
+from localllm.server.dialects.fields import MAX_TOKENS, Body, read
+from localllm.server.dialects.openai import chat, completions, model_list
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
-from localllm.server.dialects.openai.embeddings import EmbeddingFields
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount, mount_prompt
+from localllm.server.dialects.vectors import MOST_INPUTS, Texts, VectorOrder, cut, numbers
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.json_body import read_json
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
+
+_Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class EmbeddingFields(Body):
+    """POST /v1/embeddings."""
+
+    input: (
+        str
+        | Texts
+        | Annotated[list[_Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[_Token], Field(min_length=1)]], Field(min_length=1, max_length=MOST_INPUTS)]
+    ) = Field(description="a text, texts, token ids, or lists of token ids")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS, description="the first so many numbers, made length 1")
+
+
+def _embedding_order(fields: EmbeddingFields, model: ServedModel) -> VectorOrder:
+    """The vectors as OpenAI writes them down."""
+
+    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
+        shaped = [cut(row, fields.dimensions) for row in rows]
+        as_text = fields.encoding_format == "base64"
+        return {
+            "object": "list",
+            "model": model.name,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": base64.b64encode(row).decode() if as_text else numbers(row),
+                }
+                for i, row in enumerate(shaped)
+            ],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    return VectorOrder(_inputs(fields.input), body)
+
+
+def _inputs(sent: Any) -> list[str | list[int]]:
+    if isinstance(sent, str) or (isinstance(sent, list) and sent and isinstance(sent[0], int)):
+        return [sent]
+    return list(sent)
+
 
 _KEYS = ("id", "choices", "usage")
 CHAT = Route(
@@ -77,6 +125,6 @@ def routes(server: Server) -> APIRouter:
         """Turn texts into vectors."""
         fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, embeddings.order(fields, model), ignored)
+        return await vectors.answer(server, request, model, _embedding_order(fields, model), ignored)
 
     return router

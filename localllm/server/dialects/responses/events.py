@@ -13,7 +13,7 @@ from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.toolbox import TextOfJson, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
-from localllm.server.generation.folding import Fold, new_call_id
+from localllm.server.generation.collector import Fold, new_call_id
 from localllm.server.generation.job import Outcome, PrefillProgress, Spent
 from localllm.server.http.streaming import Outbox
 

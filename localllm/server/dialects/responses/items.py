@@ -12,11 +12,10 @@ from localllm.conversation.messages import normalise
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import NAMED, TRUNCATION, Limit, ReasonedFields, ReasoningFields, first_limit
-from localllm.server.dialects.responses.conversations import Conversations
-from localllm.server.dialects.responses.store import Store
+from localllm.server.dialects.responses.store import Conversations, Store
 from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
-from localllm.server.generation.conversing import Ask
-from localllm.server.generation.prompting import Wishes
+from localllm.server.generation.chat import Ask
+from localllm.server.generation.prompt import Wishes
 
 # Known to OpenAI's API and without effect on an answer here.
 HINTS = frozenset(

@@ -12,23 +12,25 @@ from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.responses import items
-from localllm.server.dialects.responses.conversations import (
+from localllm.server.dialects.responses.events import Response, replay
+from localllm.server.dialects.responses.items import ResponsesFields
+from localllm.server.dialects.responses.store import (
     ConversationFields,
     ConversationNotFoundError,
     Conversations,
     ItemsFields,
     MetadataFields,
+    PageFields,
+    Store,
+    listing,
+    page,
 )
-from localllm.server.dialects.responses.events import Response, replay
-from localllm.server.dialects.responses.items import ResponsesFields
-from localllm.server.dialects.responses.pages import PageFields, listing, page
-from localllm.server.dialects.responses.store import Store
 from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.generation.folding import Fold
+from localllm.server.generation.collector import Fold
 from localllm.server.generation.job import PrefillProgress, Prepared
-from localllm.server.http.headers import ignored_header
+from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

@@ -10,12 +10,10 @@ from localllm.conversation.images import shown
 from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.messages import Generation, Timings, TokenLogprob
-from localllm.engine.worker.api import EngineClient
-from localllm.server.generation import prompting
-from localllm.server.generation.compacting import Counts, Messages, fitted
-from localllm.server.generation.counting import WithImages
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.compaction import Counts, Messages, fitted
 from localllm.server.generation.job import Outcome, Prepared, ReplyWriter, Spent
-from localllm.server.generation.prompting import Wishes
+from localllm.server.generation.prompt import Wishes
 from localllm.server.models.router import ServedModel
 
 
@@ -110,3 +108,23 @@ class Remembering:
 
     def _of(self, choice: int) -> tuple[list[str], list[str], list[list[str]]]:
         return self._said.setdefault(choice, ([], [], []))
+
+
+class WithImages:
+    """An engine whose `tokenize` knows the images of one conversation; `files` in base64, by their marks."""
+
+    def __init__(self, engine: EngineClient, files: dict[str, str]) -> None:
+        self._engine, self._files = engine, files
+        self.info = engine.info
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of `text`, with those of the images that it has."""
+        there = images or {mark: file for mark, file in self._files.items() if mark in text}
+        if not there:
+            return await self._engine.tokenize(text, special=special, add_bos=add_bos)
+        return await self._engine.tokenize(text, special=special, add_bos=add_bos, images=there)

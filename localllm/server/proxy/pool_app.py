@@ -6,25 +6,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from localllm.errors import BusyError, LocalLLMError, RequestError
-from localllm.server.elsewhere import relay
-from localllm.server.elsewhere.boxes import Box, Chain, Pool, chain_of
-from localllm.server.elsewhere.errors import UpstreamError
-from localllm.server.elsewhere.metering import Meter, meter_of
-from localllm.server.elsewhere.openings import kind_of
-from localllm.server.elsewhere.pool_facts import counters, told
-from localllm.server.elsewhere.reaching import Errand, Reaching, broken, is_stream
-from localllm.server.http.accounts import Accounts, caller
+from localllm.server.http.accounts import Account, Accounts, caller, used_lines
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of, internal, log_failure
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import read_body, send_json, send_text
 from localllm.server.http.settings import ServerSettings
+from localllm.server.proxy import relay
+from localllm.server.proxy.affinity import Box, Chain, Pool, chain_of
+from localllm.server.proxy.client import Errand, Reaching, UpstreamError, broken, is_stream
+from localllm.server.proxy.relay import kind_of
+from localllm.server.proxy.usage_meter import Meter, meter_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -294,3 +293,28 @@ class PoolFront:
         found = _KEPT.search(begins[:_HEAD_BYTES])
         if found is not None:
             self.pool.trails.leave([found[1]], box.name)
+
+
+def told(box: Box) -> dict[str, Any]:
+    """A server of the pool, as GET /pool says it."""
+    return {
+        "name": box.name, "up": box.up, "draining": box.draining, "active": box.active, "served": box.served,
+        "failed": box.failed,
+    }  # fmt: skip
+
+
+def counters(pool: Pool, retried: int, accounts: Sequence[Account]) -> str:
+    """The front's counters in Prometheus' text format, and what `accounts` have used. What the servers count themselves
+    is asked for there."""
+    lines = ["# TYPE localllm_pool_retried_total counter", f"localllm_pool_retried_total {retried}"]
+    for name, kind in (
+        ("up", "gauge"),
+        ("draining", "gauge"),
+        ("active", "gauge"),
+        ("served", "counter"),
+        ("failed", "counter"),
+    ):
+        metric = f"localllm_pool_{name}{'_total' if kind == 'counter' else ''}"
+        lines.append(f"# TYPE {metric} {kind}")
+        lines += [f'{metric}{{box="{box.name}"}} {int(getattr(box, name))}' for box in pool.boxes]
+    return "\n".join([*lines, *used_lines(accounts)]) + "\n"

@@ -15,8 +15,8 @@ from localllm.conversation.compaction import Compacted, Cost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError
-from localllm.server.generation import prompting
-from localllm.server.generation.prompting import Prompt
+from localllm.server.generation import prompt as prompting
+from localllm.server.generation.prompt import Prompt
 
 # Room kept for the answer where the request names no smaller `max_tokens`: agents ask for 32,000 whatever the window.
 _ANSWER_SHARE = 4

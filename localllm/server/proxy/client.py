@@ -13,11 +13,21 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from localllm.server.elsewhere.errors import UpstreamError
-from localllm.server.elsewhere.metering import Meter
+from localllm.errors import LocalLLMError
+from localllm.server.proxy.usage_meter import Meter
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+class UpstreamError(LocalLLMError):
+    """Another server, which a request was handed on to, can't be reached or broke off."""
+
+    code = "upstream_failed"
+    http_status = 502
+    exit_code = 6
+    default_hint = "see whether that server runs; GET /v1/models says which model is where"
+
 
 _CONNECT_S = 5.0
 _MOST_CONNECTIONS = 512

@@ -10,15 +10,15 @@ from typing import Protocol
 from starlette.requests import Request
 
 from localllm.errors import LocalLLMError
-from localllm.server.elsewhere import relay
-from localllm.server.elsewhere.metering import meter_of
-from localllm.server.elsewhere.reaching import Errand, Reaching, is_stream
-from localllm.server.elsewhere.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of
 from localllm.server.http.json_body import Body, keep_body, read_body, send_json
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
+from localllm.server.proxy import relay
+from localllm.server.proxy.client import Errand, Reaching, is_stream
+from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
+from localllm.server.proxy.usage_meter import meter_of
 
 # The list of a server whose models are not named in the settings is asked for again after so long.
 _LIST_HOLDS_S = 30.0

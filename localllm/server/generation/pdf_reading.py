@@ -13,7 +13,7 @@ from localllm.conversation import documents, images, pdf
 from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
-from localllm.server.generation.conversing import Ask
+from localllm.server.generation.chat import Ask
 
 # A child process each, with a core of its own to compute on.
 _AT_ONCE = 2

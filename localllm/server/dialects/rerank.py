@@ -13,7 +13,7 @@ from localllm.engine.worker.embedding import Ranks
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import Body, read
 from localllm.server.dialects.openapi import body_of
-from localllm.server.http.headers import ignored_header, request_id
+from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import unless_gone
 from localllm.server.models.router import ModelRouter, ServedModel

@@ -1,1 +1,0 @@
-"""LM Studio's own API: its lists of models, loading and unloading."""
