@@ -31,7 +31,7 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.prompt import ResponseOptions
 
 # The catalog's family of a template's file name, by how that begins; templates of no family of ours are not named.
 FAMILIES = {
@@ -150,7 +150,7 @@ def _plan(case: Case, source: Path) -> ReplyFormat:
     settings = case.settings
     tools = checked([tool_of(t) for t in settings.get("tools", ())])
     schema = settings.get("json_schema")
-    wishes = Wishes(
+    wishes = ResponseOptions(
         tools=tools,
         choice=Choice("auto" if tools else "none"),
         parallel=settings.get("parallel_tool_calls", False),
@@ -171,7 +171,7 @@ def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
     sent = [_sent(m) for m in case.settings.get("messages", ())] or [_USER]
     if case.settings.get("continue_final_message") == "COMMON_CHAT_CONTINUATION_REASONING":
         # A client of ours goes on with a thought by opening it in the answer's own text.
-        plain = asyncio.run(prompting.build(template, normalise([_USER]), Wishes())).answer.reply
+        plain = asyncio.run(prompting.build(template, normalise([_USER]), ResponseOptions())).answer.reply
         opening = plain.think[0] if plain.think is not None else ""
         sent[-1] = {"role": "assistant", "content": opening + sent[-1]["reasoning_content"]}
     return sent

@@ -3,7 +3,7 @@
     python -m benchmarks.many [--boxes 1,4,32] [--people 10,300,10000] [--minutes 20] [--costs FULL.json]
                               [--device "rtx 4090"] [--model qwen3-8b] [--cache-tokens 2000000] [--seed 1] [--out FILE]
 
-The router is `serve --pool`'s own (localllm/server/elsewhere/boxes.py). What a box costs is measured (--costs: what
+The router is `serve --pool`'s own (localllm/server/proxy/affinity.py). What a box costs is measured (--costs: what
 `localllm bench MODEL --full --json` printed there) or predicted for --device. People are of three typical kinds: chats,
 coding agents (long instructions that many share, quick turns), and readers of long documents. Told are the share of prompt
 tokens that had not to be read (and of those that a cache without limits would have had), and the time to the first token. A
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from localllm.server.proxy.affinity import Box, Chain, Pool
+from localllm.server.proxy.affinity import Node, NodePool, PromptChain
 
 # Of a box's time, what a prompt gets while answers are written beside it.
 _PREFILL_SHARE = 0.7
@@ -78,7 +78,7 @@ class Turn:
     """One request: `known_tokens` of its prompt were read or written before, somewhere; `cached` by the box it went to."""
 
     person: int
-    chain: Chain
+    chain: PromptChain
     app: bytes
     system: int
     prompt: int
@@ -185,7 +185,7 @@ def life(person: int, seed: int) -> Iterator[tuple[float, Turn]]:
             used += _about(rng, kind.first if len(hashes) == 1 else kind.question)
             hashes.append(_hash(person, conversation, len(hashes)))
             answer = _about(rng, kind.answer, 0.5)
-            yield pause, Turn(person, Chain(tuple(hashes), 1), app, kind.system, used, known, answer)
+            yield pause, Turn(person, PromptChain(tuple(hashes), 1), app, kind.system, used, known, answer)
             used += answer
             known = used
             if rng.random() < 1 / kind.turns:
@@ -210,15 +210,15 @@ def simulate(
 ) -> Outcome:
     """`people` on `n_boxes` for so long. `route`: "prefix" or "round robin"."""
     machines = {f"{i}": Machine(costs, cache_tokens) for i in range(n_boxes)}
-    boxes = [Box(name, name) for name in machines]
-    pool, turnstile = Pool(boxes), itertools.cycle(boxes)
+    boxes = [Node(name, name) for name in machines]
+    pool, turnstile = NodePool(boxes), itertools.cycle(boxes)
     lives = [life(p, seed) for p in range(people)]
     # (when, order, whom it concerns: a turn that is sent, or the box's name and the version of its plan)
     events: list[tuple[float, int, Turn | tuple[str, int]]] = []
     order, versions = itertools.count(), dict.fromkeys(machines, 0)
     seen: set[bytes] = set()
     found = Outcome()
-    place: dict[int, Box] = {}
+    place: dict[int, Node] = {}
 
     def come(person: int, after_s: float) -> None:
         pause, turn = next(lives[person])

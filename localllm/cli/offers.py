@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm.planner.types import Plan
     from localllm.server.models.served import ServedModel
-    from localllm.server.models.worker import Facts, ModelAdmission, ModelWorker, Planned
+    from localllm.server.models.worker import ModelAdmission, ModelFacts, ModelWorker, PlannedModel
     from localllm.settings import Settings, Value
 
 log = logging.getLogger("localllm.server")
@@ -74,12 +74,12 @@ class Offers:
 
     def served(self, local: LocalModel, preset: Preset | None, launch: Launch | None = None) -> ServedModel:
         """`local` on offer, as itself or by a `preset` of it; planned already as `launch`, or when asked for."""
-        from localllm.server.models.served import Defaults, ServedModel
+        from localllm.server.models.served import ModelDefaults, ServedModel
 
         own = self._of_itself.get(_real(local.path))
         chosen = [p for p in (own, preset) if p is not None]
         budgets = [p.thinking_tokens for p in chosen if p.thinking_tokens is not None]
-        defaults = Defaults(
+        defaults = ModelDefaults(
             {k: v for p in chosen for k, v in p.sampling.items()},
             next((p.system for p in reversed(chosen) if p.system), ""),
             budgets[-1] if budgets else None,
@@ -96,7 +96,7 @@ class Offers:
         return {**(own.loading if own is not None else {}), **(preset.loading if preset is not None else {})}
 
     def _worker(self, local: LocalModel, preset: Preset | None, launch: Launch | None) -> ModelWorker:
-        from localllm.server.models.worker import ModelWorker, Unplanned
+        from localllm.server.models.worker import ModelWorker, UnplannedHost
 
         key = (_real(local.path), tuple(sorted(self._loading(local, preset).items())))
         if key not in self._workers:
@@ -108,7 +108,7 @@ class Offers:
                 worker = ModelWorker(name, ready.host, ready.facts, loading=ready.loading, idle_s=idle_s)
             else:
                 plan = self._planner(local, self.settings_for(local, preset))
-                worker = ModelWorker(name, Unplanned(), facts_before(local), plan=plan, idle_s=idle_s)
+                worker = ModelWorker(name, UnplannedHost(), facts_before(local), plan=plan, idle_s=idle_s)
             worker.admission = self.admission
             self._workers[key] = worker
         return self._workers[key]
@@ -122,8 +122,8 @@ class Offers:
             except LocalLLMError as e:
                 log.info("%s can't be planned: %s", model.name, e.message)
 
-    def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], Planned]:
-        def plan(spare_bytes: int) -> Planned:
+    def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
+        def plan(spare_bytes: int) -> PlannedModel:
             from localllm.cli.launch import prepare_local
 
             return planned(prepare_local(local, settings, "coding", of=2, spare_bytes=spare_bytes))
@@ -131,13 +131,13 @@ class Offers:
         return plan
 
 
-def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Planned:
+def planned(launch: Launch, told: Callable[[float], None] | None = None) -> PlannedModel:
     """A launch as the server takes it. `told` hears too how much of it is loaded, from 0 to 1."""
     from localllm.cli.launch import own_sampling
-    from localllm.engine.worker.supervisor import Supervisor
-    from localllm.server.models.worker import Facts, Loading, Planned
+    from localllm.engine.supervisor import Supervisor
+    from localllm.server.models.worker import LoadProgress, ModelFacts, PlannedModel
 
-    loading = Loading()
+    loading = LoadProgress()
 
     def hear(share: float) -> None:
         loading(share)
@@ -146,7 +146,7 @@ def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Plan
 
     host = Supervisor(launch.embedding) if launch.embedding is not None else Supervisor(launch.options, hear)
     plan = launch.plan
-    facts = Facts(
+    facts = ModelFacts(
         sampling=own_sampling(plan),
         sampling_unthinking=own_sampling(plan, thinks=False),
         n_ctx=plan.settings.n_ctx if plan is not None else None,
@@ -159,7 +159,7 @@ def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Plan
         needs_bytes=launch.needs_bytes,
         physics=_physics(plan),
     )
-    return Planned(host, facts, loading)
+    return PlannedModel(host, facts, loading)
 
 
 def _physics(plan: Plan | None) -> dict[str, object]:
@@ -169,11 +169,11 @@ def _physics(plan: Plan | None) -> dict[str, object]:
     return physics(plan, detect()) if plan is not None else {}
 
 
-def facts_before(local: LocalModel) -> Facts:
+def facts_before(local: LocalModel) -> ModelFacts:
     """What is known of files on this disk by their names and sizes."""
-    from localllm.server.models.worker import Facts
+    from localllm.server.models.worker import ModelFacts
 
-    return Facts(details=_details(local, ""))
+    return ModelFacts(details=_details(local, ""))
 
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:

@@ -141,7 +141,7 @@ def load_keys() -> tuple[NamedKey, ...]:
 
 
 def _key(name: str, table: dict[str, Any]) -> NamedKey:
-    from localllm.server.http.accounts import Limits, NamedKey, digest_of
+    from localllm.server.http.accounts import KeyLimits, NamedKey, digest_of
 
     where = f"[keys.{name}] of config.toml"
     _known(table, _KEY, where)
@@ -160,7 +160,7 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         digest = digest_of(_secret(table, where).encode())
     limits = {limit: _limit(table, limit, where) for limit in _LIMITS}
     parallel = limits.pop("parallel")
-    return NamedKey(name, digest, Limits(**limits, parallel=None if parallel is None else int(parallel)))
+    return NamedKey(name, digest, KeyLimits(**limits, parallel=None if parallel is None else int(parallel)))
 
 
 def _secret(table: dict[str, Any], where: str) -> str:

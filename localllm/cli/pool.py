@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import socket
 
     from localllm.server.http.settings import ServerSettings
-    from localllm.server.proxy.affinity import Box
+    from localllm.server.proxy.affinity import Node
     from localllm.settings import Settings
 
 
@@ -21,17 +21,17 @@ def check_pool(settings: Settings, named: Sequence[str]) -> None:
         return
     if named:
         raise UsageError("--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out")
-    boxes(settings)
+    nodes(settings)
 
 
-def boxes(settings: Settings) -> list[Box]:
+def nodes(settings: Settings) -> list[Node]:
     """The servers of the pool, each under its host and port. Raises UsageError."""
     from urllib.parse import urlsplit
 
     from localllm.cli.others import checked_url
-    from localllm.server.proxy.affinity import Box
+    from localllm.server.proxy.affinity import Node
 
-    found: dict[str, Box] = {}
+    found: dict[str, Node] = {}
     for text in settings.value("pool"):
         # Whoever named it on the command line, or as a setting, allowed it.
         host = (urlsplit(text).hostname or "").lower()
@@ -39,7 +39,7 @@ def boxes(settings: Settings) -> list[Box]:
         name = urlsplit(url).netloc
         if name in found:
             raise UsageError(f"--pool names {name} twice")
-        found[name] = Box(name, url)
+        found[name] = Node(name, url)
     return [*found.values()]
 
 
@@ -52,19 +52,19 @@ async def serve_pool(
 
     from localllm.cli.serve_run import stop_when_terminated
     from localllm.server.http.run import serve_on
-    from localllm.server.proxy.affinity import Pool
+    from localllm.server.proxy.affinity import NodePool
     from localllm.server.proxy.pool_app import create_pool_app
 
     stop_when_terminated()
-    pool = Pool(boxes(settings))
+    pool = NodePool(nodes(settings))
     app, front = create_pool_app(pool, secured, settings.value("pool_key"))
     if secured.generated_key:
         print(f"API key (this address can be reached from other machines): {secured.api_key}", file=sys.stderr)
     await front.check()
     if not quiet:
-        down = [box.name for box in pool.boxes if not box.up]
+        down = [node.name for node in pool.nodes if not node.up]
         said = f"; not there yet: {', '.join(down)}" if down else ""
-        print(f"serving {len(pool.boxes)} servers on {address}  (Ctrl-C stops){said}", file=sys.stderr, flush=True)
+        print(f"serving {len(pool.nodes)} servers on {address}  (Ctrl-C stops){said}", file=sys.stderr, flush=True)
     watching = asyncio.create_task(front.run())
     try:
         await serve_on(app, socks, secured)

@@ -33,7 +33,7 @@ def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) 
                 raise
             launches = []
     router = router_for(launches, aliases, offers=offers, only=settings.value("only"))
-    router.elsewhere = upstreams
+    router.upstreams = upstreams
     return router
 
 

@@ -79,7 +79,7 @@ async def _load(router: ModelRouter, say: Callable[[str], None]) -> None:
     try:
         await router.preload()
     except LocalLLMError:
-        if router.elsewhere is None and all(worker.failure for worker in router.workers()):
+        if router.upstreams is None and all(worker.failure for worker in router.workers()):
             raise
     for model in router.named():
         if model.loaded:

@@ -26,7 +26,7 @@ from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter
-from localllm.server.proxy.middleware import HandingOn
+from localllm.server.proxy.middleware import ProxyMiddleware
 from localllm.server.serving import Server
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -38,7 +38,7 @@ class CsvResponse(PlainTextResponse):
     media_type = "text/csv"
 
 
-class _Edge:
+class EdgeMiddleware:
     """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either), HEAD is GET without
     its body, and whatever nobody foresaw becomes one error object without a word about the inside."""
 
@@ -92,9 +92,15 @@ def create_app(
     )
     server = Server(models, settings, store)
     app.state.server = server
-    if models.elsewhere is not None:
-        app.add_middleware(HandingOn, upstreams=models.elsewhere, here=models, settings=settings)
-    app.add_middleware(_Edge)
+    if models.upstreams is not None:
+        app.add_middleware(
+            ProxyMiddleware,
+            upstreams=models.upstreams,
+            is_local=models.has,
+            is_full=models.full,
+            settings=settings,
+        )
+    app.add_middleware(EdgeMiddleware)
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
     _errors(app)
     for dialect in (openai, responses, rerank, anthropic, ollama, llamacpp, lmstudio):
@@ -126,7 +132,7 @@ def _health(models: ModelRouter) -> Response:
     health = models.health
     if health.status == "ok":
         return JSONResponse({"status": "ok"})
-    message = "Loading model" if health.status == "loading" else "No model named at the start could be loaded"
+    message = "LoadProgress model" if health.status == "loading" else "No model named at the start could be loaded"
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     body = {"status": health.status, "progress": round(health.progress, 3), "error": error}
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})

@@ -20,7 +20,7 @@ from localllm.engine.messages import Generation
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.library import store
-from localllm.server.generation.chat import Ask
+from localllm.server.generation.chat import ChatRequest
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import with_defaults
 from localllm.settings import Settings
@@ -240,8 +240,8 @@ def test_a_presets_thinking_budget_holds_where_a_request_has_none(folder: Path) 
         '[models.brief]\nmodel = "alpha-Q4_0"\nthinking_budget = 64\n[models.free]\nmodel = "alpha-Q4_0"\nthinking_budget = -1\n'
     )
     models = router("alpha-Q4_0")
-    asked = Ask([{"role": "user", "content": "a"}], Generation(thinking_tokens=5))
-    silent = Ask([{"role": "user", "content": "a"}], Generation())
+    asked = ChatRequest([{"role": "user", "content": "a"}], Generation(thinking_tokens=5))
+    silent = ChatRequest([{"role": "user", "content": "a"}], Generation())
     brief, free = models.resolve("brief").defaults, models.resolve("free").defaults
     assert with_defaults(silent, brief).generation.thinking_tokens == 64
     assert with_defaults(asked, brief).generation.thinking_tokens == 5

@@ -13,7 +13,7 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.holdable import holdable
 from localllm.conversation.tools.prompt import Choice
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Prompt, Wishes
+from localllm.server.generation.prompt import Prompt, ResponseOptions
 
 HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 QWEN = HERMES + "{# <function= #}"
@@ -40,7 +40,7 @@ def tool(described: dict[str, Any]) -> dict[str, Any]:
 
 def built(template: str, tools: list[dict[str, Any]], **wishes: Any) -> Prompt:
     asked = [{"role": "user", "content": "Hello"}]
-    return asyncio.run(prompting.build(ChatTemplate(template), asked, Wishes(tools=tools, **wishes)))
+    return asyncio.run(prompting.build(ChatTemplate(template), asked, ResponseOptions(tools=tools, **wishes)))
 
 
 @pytest.mark.parametrize("word", HARD)

@@ -50,7 +50,7 @@ def server(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
         if request.param == "upstream":
             every = ("openai", "responses", "anthropic", "ollama")
             upstream = Upstream("behind", running.url + "/v1", models={"smollm2": "smollm2"}, speaks=every)
-            running = stack.enter_context(running_server(ModelRouter([], elsewhere=Upstreams([upstream]))))
+            running = stack.enter_context(running_server(ModelRouter([], upstreams=Upstreams([upstream]))))
         yield running
 
 

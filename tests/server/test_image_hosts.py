@@ -293,7 +293,7 @@ def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> N
 
 def test_what_one_request_may_fetch_is_bounded(http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "MOST_IMAGES", 2)
-    monkeypatch.setattr(fetching._Budget, "__init__", lambda self: self.__dict__.update(images=2, n_bytes=10**6))
+    monkeypatch.setattr(fetching._FetchBudget, "__init__", lambda self: self.__dict__.update(images=2, n_bytes=10**6))
     parts = [{"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg")}} for i in range(3)]
     reply = http.post(CHAT, json=user(*parts))
     assert reply.status_code == 400

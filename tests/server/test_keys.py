@@ -14,7 +14,7 @@ import pytest
 
 from localllm.cli.others import load_keys, load_upstreams
 from localllm.errors import UsageError
-from localllm.server.http.accounts import Account, Bucket, Limits, NamedKey, RateLimitError, digest_of
+from localllm.server.http.accounts import Account, KeyLimits, NamedKey, RateLimitError, TokenBucket, digest_of
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ServedModel
 from localllm.settings import config_path
@@ -26,7 +26,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}]}
 
 
 def key(name: str, text: str, **limits: Any) -> NamedKey:
-    return NamedKey(name, digest_of(text.encode()), Limits(**limits))
+    return NamedKey(name, digest_of(text.encode()), KeyLimits(**limits))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_usage_is_counted_and_seen_by_its_owner(server: Running, caplog: pytest.
 
 def test_a_bucket_fills_evenly_and_owes_what_was_overdrawn() -> None:
     now = [0.0]
-    bucket = Bucket(60, lambda: now[0])
+    bucket = TokenBucket(60, lambda: now[0])
     assert bucket.wait_s(1) == 0
     bucket.take(90)
     assert bucket.wait_s(1) == pytest.approx(31)
@@ -122,7 +122,7 @@ def test_a_bucket_fills_evenly_and_owes_what_was_overdrawn() -> None:
 
 
 def test_tokens_from_the_cache_cost_nothing_of_the_limit() -> None:
-    account = Account("anna", Limits(tokens_per_minute=100), lambda: 0.0)
+    account = Account("anna", KeyLimits(tokens_per_minute=100), lambda: 0.0)
     account.charge(1000, 950, 40)
     with account.request():
         pass
@@ -154,7 +154,7 @@ def test_keys_come_as_a_hash_a_variable_or_a_file(tmp_path: Path, monkeypatch: p
         ("bob", digest_of(BOB.encode())),
         ("carl", digest_of(b"carl-carl-carl-carl")),
     ]
-    assert keys[0].limits == Limits(parallel=2)
+    assert keys[0].limits == KeyLimits(parallel=2)
     assert ANNA not in repr(keys)
     secured = ServerSettings(host="0.0.0.0", keys=keys).secured()
     assert secured.keyed

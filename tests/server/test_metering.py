@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from localllm.errors import BusyError
-from localllm.server.http.accounts import Account, NamedKey, Used, digest_of
+from localllm.server.http.accounts import Account, KeyUsage, NamedKey, digest_of
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import Upstream, Upstreams
-from localllm.server.proxy.usage_meter import Meter
+from localllm.server.proxy.usage_meter import UsageMeter
 from server.test_pool import begun, pooled, until
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -47,16 +47,16 @@ def front(engine: ScriptedEngine) -> Iterator[Running]:
     """A server with keys that have names, in front of one that knows none of them."""
     with running_server([ServedModel("tiny", engine)]) as behind:
         upstream = Upstream("lab", behind.url + "/v1", models={"tiny": "tiny"}, speaks=ALL)
-        router = ModelRouter([], elsewhere=Upstreams([upstream]))
+        router = ModelRouter([], upstreams=Upstreams([upstream]))
         with running_server(router, keys=KEYS, api_key=OWNER) as running:
             yield running
 
 
-def used(running: Running) -> Used:
+def used(running: Running) -> KeyUsage:
     """What anna has used; each test looks at what came on top."""
     account = running.app.state.server.accounts.of(ANNA.encode())
     u = account.used
-    return Used(u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens)
+    return KeyUsage(u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens)
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -112,27 +112,27 @@ def test_counting_and_refusals_cost_nothing(front: Running) -> None:
 
 def test_a_prompt_from_anthropics_cache_is_counted_as_cached() -> None:
     account = Account("anna")
-    meter = Meter(account, 0)
-    meter.begun(200, streams=True)
+    meter = UsageMeter(account, 0)
+    meter.begin(200, streams=True)
     start = {"input_tokens": 10, "cache_read_input_tokens": 900, "cache_creation_input_tokens": 40, "output_tokens": 1}
     frames = [
         {"type": "message_start", "message": {"usage": start}},
         {"type": "message_delta", "usage": {"output_tokens": 7}},
     ]
     for frame in frames:
-        meter.hear(b"data: " + json.dumps(frame).encode() + b"\n\n")
+        meter.feed(b"data: " + json.dumps(frame).encode() + b"\n\n")
     meter.close()
     assert (account.used.prompt_tokens, account.used.cached_tokens, account.used.completion_tokens) == (950, 900, 7)
 
 
 def test_a_request_that_was_tried_twice_is_charged_once() -> None:
     account = Account("anna")
-    meter = Meter(account, 5)
+    meter = UsageMeter(account, 5)
     usage = b'data: {"type":"message_start","message":{"usage":{"input_tokens":100,"output_tokens":1}}}\n\n'
     for _ in range(2):
-        meter.begun(200, streams=True)
-        meter.hear(usage)
-    meter.hear(b'data: {"type":"message_delta","usage":{"output_tokens":9}}\n\n')
+        meter.begin(200, streams=True)
+        meter.feed(usage)
+    meter.feed(b'data: {"type":"message_delta","usage":{"output_tokens":9}}\n\n')
     meter.close()
     assert (account.used.prompt_tokens, account.used.completion_tokens) == (100, 9)
 

@@ -20,8 +20,8 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import RequestError
 from localllm.server.dialects.ollama.requests import keep_alive_s
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.unloading import Keeper, unload_idle
-from localllm.server.models.worker import Facts, ModelWorker
+from localllm.server.models.unloading import KeepAlive, unload_idle
+from localllm.server.models.worker import ModelFacts, ModelWorker
 from localllm_backends.contract import LoadSpec
 from server.test_idle import Host
 from support.http_server import running_server
@@ -149,7 +149,7 @@ def test_for_ever_is_longer_than_the_servers_own_time() -> None:
         models = [ServedModel("kept", kept), ServedModel("other", other)]
         for model in models:
             await model.engine()
-        keeper = Keeper()
+        keeper = KeepAlive()
         keeper.keep(models[0].worker, math.inf)
         watch = asyncio.create_task(unload_idle(ModelRouter(models), idle_s=0.05))
         async with asyncio.timeout(30):
@@ -166,14 +166,14 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
     async def main() -> None:
         pinned, brief, owned = Host(), Host(), Host()
         workers = [
-            ModelWorker("pinned", pinned, Facts()),
-            ModelWorker("brief", brief, Facts(), idle_s=0.05),
-            ModelWorker("owned", owned, Facts(), idle_s=0),
+            ModelWorker("pinned", pinned, ModelFacts()),
+            ModelWorker("brief", brief, ModelFacts(), idle_s=0.05),
+            ModelWorker("owned", owned, ModelFacts(), idle_s=0),
         ]
         for worker in workers:
             await worker.engine()
         models = [ServedModel(w.name, worker=w) for w in workers]
-        keeper = Keeper()
+        keeper = KeepAlive()
         keeper.keep(workers[0], math.inf)
         keeper.keep(workers[2], math.inf)
         short = asyncio.Event()

@@ -26,9 +26,9 @@ from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
 from localllm.server.models.router import ServedModel
-from localllm.server.proxy.affinity import Box, Chain, Pool, Ring, chain_of
+from localllm.server.proxy.affinity import HashRing, Node, NodePool, PrefixHashes, prefix_hashes
 from localllm.server.proxy.pool_app import PoolFront, create_pool_app
-from localllm.server.proxy.relay import kind_of
+from localllm.server.proxy.relay import frame_kind
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -49,7 +49,7 @@ class Front:
 @contextmanager
 def pooled(*urls: str, **limits: Any) -> Iterator[Front]:
     """A front of the servers at `urls`, in a thread of its own."""
-    pool = Pool([Box(str(i), url) for i, url in enumerate(urls)])
+    pool = NodePool([Node(str(i), url) for i, url in enumerate(urls)])
     (sock,) = bind("127.0.0.1", 0)
     own = ServerSettings(port=sock.getsockname()[1], **limits)
     app, front = create_pool_app(pool, own)
@@ -233,7 +233,7 @@ def test_the_front_has_the_same_gate() -> None:
     ],
 )  # fmt: skip
 def test_what_comes_before_the_first_token_is_known(frame: str, kind: str) -> None:
-    assert kind_of(frame.encode()) == kind
+    assert frame_kind(frame.encode()) == kind
 
 
 Names = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=2, max_size=8, unique=True)
@@ -244,7 +244,7 @@ Names = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=2, max_size
 def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: int) -> None:
     gone = names[at % len(names)]
     keys = [str(i).encode() * 8 for i in range(100)]
-    before, after = Ring(names), Ring([n for n in names if n != gone])
+    before, after = HashRing(names), HashRing([n for n in names if n != gone])
     for key in keys:
         first = before.order(key)
         assert sorted(first) == sorted(names)
@@ -255,36 +255,36 @@ def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=80))
 @settings(max_examples=60, deadline=None)
 def test_new_conversations_are_spread_and_known_ones_kept(asked: list[tuple[int, bool]]) -> None:
-    pool = Pool([Box(n, n) for n in "abc"])
+    pool = NodePool([Node(n, n) for n in "abc"])
     for talk, ends in asked:
-        chain = chain_of({"messages": [SYSTEM, user(f"talk {talk}")]})
-        known = pool.trails.find(chain.hashes[-1])
-        box = pool.pick(chain)
-        assert box is not None
-        least = min(b.active for b in pool.boxes)
+        chain = prefix_hashes({"messages": [SYSTEM, user(f"talk {talk}")]})
+        known = pool.affinity.find(chain.hashes[-1])
+        node = pool.pick(chain)
+        assert node is not None
+        least = min(b.active for b in pool.nodes)
         if known is None:
-            assert box.active <= 1.25 * (sum(b.active for b in pool.boxes) + 1) / 3 + 1
-        elif pool.boxes["abc".index(known)].active <= least + 8:
-            assert box.name == known
-        pool.trails.leave(chain.hashes, box.name)
-        box.active += 1
+            assert node.active <= 1.25 * (sum(b.active for b in pool.nodes) + 1) / 3 + 1
+        elif pool.nodes["abc".index(known)].active <= least + 8:
+            assert node.name == known
+        pool.affinity.record(chain.hashes, node.name)
+        node.active += 1
         if ends:
-            box.active -= 1
+            node.active -= 1
 
 
 def test_chains_of_every_dialect() -> None:
     turns = [SYSTEM, user("a")]
     more = [*turns, {"role": "assistant", "content": "b"}, user("c")]
-    short, long = chain_of({"messages": turns}), chain_of({"messages": more})
+    short, long = prefix_hashes({"messages": turns}), prefix_hashes({"messages": more})
     assert long.hashes[: len(short.hashes)] == short.hashes
     assert short.start == 1
-    assert chain_of({"messages": [SYSTEM, user("x")]}).hashes[0] == short.hashes[0]
-    assert chain_of({"input": turns}).start == 1
-    one, two = chain_of({"prompt": "x" * 1500}), chain_of({"prompt": "x" * 1500 + "y" * 600})
+    assert prefix_hashes({"messages": [SYSTEM, user("x")]}).hashes[0] == short.hashes[0]
+    assert prefix_hashes({"input": turns}).start == 1
+    one, two = prefix_hashes({"prompt": "x" * 1500}), prefix_hashes({"prompt": "x" * 1500 + "y" * 600})
     assert two.hashes[:2] == one.hashes[:2]
-    assert chain_of({"prompt": list(range(300))}).hashes
-    assert chain_of({"model": "m", "input": ["embed", "these"]}) == Chain()
-    assert chain_of({}) == Chain()
+    assert prefix_hashes({"prompt": list(range(300))}).hashes
+    assert prefix_hashes({"model": "m", "input": ["embed", "these"]}) == PrefixHashes()
+    assert prefix_hashes({}) == PrefixHashes()
 
 
 def conversations(ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int) -> float:
@@ -327,7 +327,7 @@ def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
                 assert not turn or cached >= 0.9 * before[i]
                 before[i] = said["usage"]["prompt_tokens"]
                 talk += [said["choices"][0]["message"], user("And what then?")]
-        assert all(box.served for box in front.front.pool.boxes)
+        assert all(node.served for node in front.front.pool.nodes)
 
 
 @contextmanager
@@ -370,7 +370,7 @@ def test_no_request_is_lost_when_one_is_drained_and_one_killed(smollm2: Path, tm
         front = stack.enter_context(pooled(*(f"http://127.0.0.1:{p}" for p in at)))
         for p in at:
             until(lambda p=p: reachable(f"http://127.0.0.1:{p}"), 120)
-        until(lambda: all(b.up for b in front.front.pool.boxes), 120)
+        until(lambda: all(b.up for b in front.front.pool.nodes), 120)
         for end in ("drain", "kill"):
             talks = [[user(f"{end} {i} " + "some words of a long text " * 100)] for i in range(12)]
             said: list[httpx.Response] = []
@@ -381,8 +381,8 @@ def test_no_request_is_lost_when_one_is_drained_and_one_killed(smollm2: Path, tm
             threads = [threading.Thread(target=ask, args=(talk, i % 2 == 0)) for i, talk in enumerate(talks)]
             for thread in threads:
                 thread.start()
-            until(lambda: sum(b.active for b in front.front.pool.boxes) == 12, 60)
-            victim = max((b for b in front.front.pool.boxes if b.takes), key=lambda b: b.active)
+            until(lambda: sum(b.active for b in front.front.pool.nodes) == 12, 60)
+            victim = max((b for b in front.front.pool.nodes if b.takes), key=lambda b: b.active)
             if end == "drain":
                 front.http.post("/pool/drain", json={"box": victim.name})
             else:

@@ -44,7 +44,7 @@ def front(behind: Running, *local: ServedModel, **changes: Any) -> Any:
         **changes,
     }
     upstream = Upstream("lab", behind.url + "/v1", **values)
-    return running_server(ModelRouter(list(local), elsewhere=Upstreams([upstream])))
+    return running_server(ModelRouter(list(local), upstreams=Upstreams([upstream])))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_local_first_and_a_spill_only_where_it_is_said(behind: Running, engine: 
 
 def test_one_that_is_not_there() -> None:
     gone = Upstream("gone", "http://127.0.0.1:9/v1", models={"tiny": "tiny"}, key="secret")
-    with running_server(ModelRouter([], elsewhere=Upstreams([gone]))) as running:
+    with running_server(ModelRouter([], upstreams=Upstreams([gone]))) as running:
         answer = httpx.post(running.url + "/v1/chat/completions", json=CHAT, trust_env=False)
         assert answer.status_code == 502
         assert answer.json()["error"]["code"] == "upstream_failed"
@@ -206,7 +206,7 @@ def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
     listening, thread = breaking_off(b'data: {"first": 1}\n\n')
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     upstream = Upstream("brittle", url, models={"tiny": "tiny"})
-    with running_server(ModelRouter([], elsewhere=Upstreams([upstream]))) as running:
+    with running_server(ModelRouter([], upstreams=Upstreams([upstream]))) as running:
         answer = httpx.post(running.url + "/v1/chat/completions", json={**CHAT, "stream": True}, trust_env=False)
     frames = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
     assert frames[0] == {"first": 1}

@@ -17,7 +17,7 @@ import pytest
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.worker import Facts, Loading, ModelWorker
+from localllm.server.models.worker import LoadProgress, ModelFacts, ModelWorker
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server
 
@@ -63,7 +63,7 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         assert 0 <= health.json()["progress"] < 1
         # llama.cpp's clients look for this body while they wait for a 200.
-        assert health.json()["error"] == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        assert health.json()["error"] == {"code": 503, "message": "LoadProgress model", "type": "unavailable_error"}
         states = {m["id"]: m["status"]["value"] for m in http.get("/v1/models").json()["data"]}
         assert states == {"slow": "loading", "quick": "unloaded"}
 
@@ -151,7 +151,7 @@ class HalfLoaded:
     """A Host whose load stands at 43 %."""
 
     def __init__(self) -> None:
-        self.loading = Loading()
+        self.loading = LoadProgress()
 
     async def engine(self) -> Any:
         self.loading(0.43)
@@ -173,7 +173,7 @@ class HalfLoaded:
 )
 def test_a_stream_that_waits_is_told_how_much_is_loaded(path: str, body: dict[str, Any]) -> None:
     host = HalfLoaded()
-    slow = ServedModel("slow", worker=ModelWorker("slow", host, Facts(), loading=host.loading))
+    slow = ServedModel("slow", worker=ModelWorker("slow", host, ModelFacts(), loading=host.loading))
     with (
         running_server([slow], grace_s=0.05, keepalive_s=0.2) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,

@@ -1,1 +1,1 @@
-"""The dialects clients speak. Each is a translation: its request to an Ask or Job, and what is generated to its reply."""
+"""The APIs clients speak. Each only translates: a body to a ChatRequest or a GenerationJob, and a generation to its reply."""

@@ -110,7 +110,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
     "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
 }
-# Wishes that no model here has a control for: the answer is none the worse for them, so they are taken, and named
+# What no model here has a control for: the answer is none the worse for them, so they are taken, and named
 # unless they say what holds anyway.
 NAMED: Mapping[str, tuple[Any, ...]] = {"store": (None, False), "verbosity": (None, "medium")}
 HINTS = frozenset(

@@ -16,13 +16,13 @@ from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.errors import headers_of
 from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Dialect, Order, Server
+from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
-class Preload:
+class PreloadRequest:
     """A request that only wants its model loaded, or with `keep_s` 0 unloaded; `body` is the answer then."""
 
     body: Mapping[str, Any]
@@ -31,13 +31,13 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Fields]):
-    """One path that generates: the `fields` it reads, and the `order` they make of a model. Both may raise the
+    """One path that generates: the `fields` it reads, and how they are translated for a model. Both may raise the
     LocalLLMError that the client gets. `keys` are what a whole answer has, for the OpenAPI document; `about` is its
     description there; `aliases` are further paths, which are not in it."""
 
     path: str
     fields: type[Fields]
-    order: Callable[[Fields, ServedModel], Order | Preload]
+    translate: Callable[[Fields, ServedModel], TranslatedRequest | PreloadRequest]
     dialect: Dialect
     about: str
     keys: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ def mount_count(
     async def count(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
-        order = route.order(fields, model)
-        assert isinstance(order, Order)
-        tokens, ignored = await server.count(order, model)
+        translated = route.translate(fields, model)
+        assert isinstance(translated, TranslatedRequest)
+        tokens, ignored = await server.count(translated, model)
         headers = {**request_id(), **ignored_header([*unknown, *ignored])}
         return JSONResponse(body(tokens), headers=headers)
 
@@ -79,9 +79,9 @@ def mount_prompt(router: APIRouter, server: Server, path: str, route: Route[Any]
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
-        order = route.order(fields, model)
-        assert isinstance(order, Order)
-        text, ignored = await server.prompt(order, model)
+        translated = route.translate(fields, model)
+        assert isinstance(translated, TranslatedRequest)
+        text, ignored = await server.prompt(translated, model)
         return JSONResponse({"prompt": text}, headers={**request_id(), **ignored_header([*unknown, *ignored])})
 
     described = body_of(route.fields, "prompt")
@@ -104,18 +104,18 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
     async def answer(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
-        order = route.order(fields, model)
-        if isinstance(order, Preload) and order.keep_s == 0:
+        translated = route.translate(fields, model)
+        if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
             await server.keeper.drop(model.worker)
-            return JSONResponse(order.body)
-        if isinstance(order, Preload):
-            with server.counted(model, order.keep_s):
+            return JSONResponse(translated.body)
+        if isinstance(translated, PreloadRequest):
+            with server.counted(model, translated.keep_s):
                 await model.engine()
-            return JSONResponse(order.body)
-        order = replace(order, ignored=(*unknown, *order.ignored))
+            return JSONResponse(translated.body)
+        translated = replace(translated, ignored=(*unknown, *translated.ignored))
         if route.dialect.streams if fields.stream is None else fields.stream:
-            return await server.stream(model, order, route.dialect)
-        return await server.whole(request, model, order)
+            return await server.stream(model, translated, route.dialect)
+        return await server.whole(request, model, translated)
 
     return answer
 

@@ -26,7 +26,7 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 
 @dataclass(frozen=True, slots=True)
-class VectorOrder:
+class EmbeddingRequest:
     """`inputs` to be turned into vectors; `body` writes them (little-endian float32) and the tokens they took down.
     `truncate`: cut what is too long instead of refusing it. `keep_s`: how long the model stays loaded behind it, where
     the client says so."""
@@ -55,26 +55,26 @@ def model_for(models: ModelRouter, name: str | None) -> ServedModel:
 
 
 async def answer(
-    server: Server, request: Request, model: ServedModel, order: VectorOrder, ignored: Sequence[str]
+    server: Server, request: Request, model: ServedModel, translated: EmbeddingRequest, ignored: Sequence[str]
 ) -> Response:
-    """The vectors as `order` writes them down. Cancelled when the client leaves."""
-    for i, text in enumerate(order.inputs):
+    """The vectors as `translated` writes them down. Cancelled when the client leaves."""
+    for i, text in enumerate(translated.inputs):
         if not text:
             raise RequestError(f"input {i} is empty", param="input")
 
     async def work() -> tuple[list[bytes], int]:
-        with server.counted(model, order.keep_s):
+        with server.counted(model, translated.keep_s):
             engine = await model.engine()
             if not isinstance(engine, Embeds):
                 raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
-            vectors, n_tokens = await engine.embed(order.inputs, truncate=order.truncate)
+            vectors, n_tokens = await engine.embed(translated.inputs, truncate=translated.truncate)
             caller().charge(n_tokens, 0, 0)
             return vectors, n_tokens
 
     found = await unless_gone(request, work())
     if found is None:
         return Response(status_code=499)
-    return JSONResponse(order.body(*found), headers={**request_id(), **ignored_header(ignored)})
+    return JSONResponse(translated.body(*found), headers={**request_id(), **ignored_header(ignored)})
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:

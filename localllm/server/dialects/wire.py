@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
-from localllm.server.generation.job import PrefillProgress, Spent
+from localllm.server.generation.job import PrefillProgress, ReplyUsage
 from localllm.server.serving import Dialect
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
@@ -50,7 +50,7 @@ class RawText:
         """Raw text has no calls."""
 
 
-def timings_body(usage: Spent, timings: Timings) -> dict[str, Any]:
+def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     """Times in milliseconds and speeds in tokens per second, under llama.cpp's names; `queued_ms` and `predicted_steps`
     (sweeps over the weights behind `predicted_ms`) are ours."""
     fresh = usage.prompt_tokens - usage.cached_tokens

@@ -1,4 +1,4 @@
-"""What every chat dialect is translated to: an Ask, and from it the Job for a loaded engine."""
+"""What every chat dialect is translated to: a ChatRequest, and from it the GenerationJob for a loaded engine."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.compaction import Counts, Messages, fitted
-from localllm.server.generation.job import Outcome, Prepared, ReplyWriter, Spent
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
+from localllm.server.generation.job import GenerationJob, Outcome, ReplyUsage, ReplyWriter
+from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChatRequest:
     """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `n` choices are
     wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit. `omitted` names
     what could not be read of its attachments."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
-    wishes: Wishes = field(default_factory=Wishes)
+    options: ResponseOptions = field(default_factory=ResponseOptions)
     n: int = 1
     compaction: bool = False
     omitted: tuple[str, ...] = ()
 
 
-async def job_for(ask: Ask, model: ServedModel, engine: EngineClient, recall: Recall, counts: Counts) -> Prepared:
+async def job_for(
+    chat: ChatRequest, model: ServedModel, engine: EngineClient, recall: Recall, counts: TokenCounts
+) -> GenerationJob:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
-    told = shown(ask.messages, sees=engine.info.sees)
+    told = shown(chat.messages, sees=engine.info.sees)
     messages, normalised = without_volatile(recall.restore(told.messages))
     if told.files:
-        engine = WithImages(engine, told.files)
+        engine = EngineWithImages(engine, told.files)
     template = model.template(engine.info)
 
     async def render(kept: Messages) -> prompting.Prompt:
-        return await prompting.build(template, kept, ask.wishes, engine.tokenize)
+        return await prompting.build(template, kept, chat.options, engine.tokenize)
 
-    if ask.compaction:
-        prompt, shortened = await fitted(engine, template, messages, render, ask.generation.max_tokens, counts)
+    if chat.compaction:
+        prompt, shortened = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
-    generation, ignored = ask.generation, (*prompt.ignored, *told.ignored, *ask.omitted)
+    generation, ignored = chat.generation, (*prompt.ignored, *told.ignored, *chat.omitted)
     if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
         # This model has no reasoning to limit.
         generation, ignored = replace(generation, thinking_tokens=None), (*ignored, "thinking_budget")
-    return Prepared(
+    return GenerationJob(
         prompt=prompt.text,
         generation=generation,
         answer=prompt.answer,
         add_bos=prompting.wants_bos(engine.info, prompt.text),
-        n=ask.n,
+        n=chat.n,
         images={mark: file for mark, file in told.files.items() if mark in prompt.text},
         ignored=ignored,
         normalised=normalised,
         compacted="" if shortened is None else str(shortened),
-        asked=ask.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
+        asked=chat.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
     )
 
 
-class Remembering:
+class ReasoningRecorder:
     """A ReplyWriter in front of another that keeps each choice's reasoning for `recall`."""
 
     def __init__(self, inner: ReplyWriter, recall: Recall, asked: str) -> None:
@@ -75,7 +77,7 @@ class Remembering:
         """Passed on."""
         self._inner.start()
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Passed on."""
         self._inner.end(usage, timings)
 
@@ -110,7 +112,7 @@ class Remembering:
         return self._said.setdefault(choice, ([], [], []))
 
 
-class WithImages:
+class EngineWithImages:
     """An engine whose `tokenize` knows the images of one conversation; `files` in base64, by their marks."""
 
     def __init__(self, engine: EngineClient, files: dict[str, str]) -> None:

@@ -6,11 +6,11 @@ import secrets
 from dataclasses import dataclass, field
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.server.generation.job import Outcome, Spent
+from localllm.server.generation.job import Outcome, ReplyUsage
 
 
 @dataclass
-class FoldedCall:
+class CollectedCall:
     """One tool call; `arguments` is JSON text."""
 
     id: str
@@ -19,22 +19,22 @@ class FoldedCall:
 
 
 @dataclass
-class FoldedChoice:
+class CollectedChoice:
     """One finished choice."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[FoldedCall] = field(default_factory=list)
+    calls: list[CollectedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     outcome: Outcome | None = None
 
 
-class Fold:
+class ReplyCollector:
     """The Writer that remembers everything."""
 
     def __init__(self, n: int = 1) -> None:
-        self.choices = [FoldedChoice() for _ in range(n)]
-        self.usage = Spent()
+        self.choices = [CollectedChoice() for _ in range(n)]
+        self.usage = ReplyUsage()
         self.timings = Timings()
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._thoughts: list[list[str]] = [[] for _ in range(n)]
@@ -54,7 +54,7 @@ class Fold:
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         """A call begins."""
-        self.choices[choice].calls.append(FoldedCall(new_call_id(), name))
+        self.choices[choice].calls.append(CollectedCall(new_call_id(), name))
         self._arguments[choice, index] = []
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
@@ -72,7 +72,7 @@ class Fold:
         for index, call in enumerate(done.calls):
             call.arguments = "".join(self._arguments[choice, index])
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Keep the sums."""
         self.usage, self.timings = usage, timings
 

@@ -32,7 +32,7 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shortened:
+class Compaction:
     """What compaction did: messages left out, and by how many tokens that made the prompt shorter."""
 
     messages: int
@@ -42,7 +42,7 @@ class Shortened:
         return f"{self.messages} messages, {self.tokens} tokens"
 
 
-class Counts:
+class TokenCounts:
     """Token counts of texts, in memory only, the oldest forgotten first: a conversation comes back with every turn."""
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Counts:
         return count
 
 
-async def fitted(
+async def fit_to_context(
     engine: EngineClient,
     template: ChatTemplate,
     messages: Messages,
     render: Render,
     max_tokens: int | None,
-    counts: Counts,
-) -> tuple[Prompt, Shortened | None]:
+    counts: TokenCounts,
+) -> tuple[Prompt, Compaction | None]:
     """The prompt for `messages`, with the oldest left out where they do not fit beside an answer of `max_tokens`
     tokens (at most a quarter of the window is kept for it). Raises ContextLengthError with the counts."""
     n_ctx = engine.info.n_ctx
@@ -105,14 +105,14 @@ async def fitted(
             param="messages",
             counts=(size, n_ctx),
         )
-    return prompt, Shortened(len(kept.dropped), whole - size) if kept.dropped else None
+    return prompt, Compaction(len(kept.dropped), whole - size) if kept.dropped else None
 
 
 async def _size(engine: EngineClient, prompt: Prompt) -> int:
     return len(await engine.tokenize(prompt.text, add_bos=prompting.wants_bos(engine.info, prompt.text)))
 
 
-async def _costs(engine: EngineClient, template: ChatTemplate, messages: Messages, counts: Counts) -> list[Cost]:
+async def _costs(engine: EngineClient, template: ChatTemplate, messages: Messages, counts: TokenCounts) -> list[Cost]:
     frame = await _frame_tokens(engine, template, counts)
     stays = await asyncio.to_thread(_keeps_reasoning, template)
 
@@ -126,7 +126,7 @@ async def _costs(engine: EngineClient, template: ChatTemplate, messages: Message
     return list(await asyncio.gather(*map(cost, messages)))
 
 
-async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: Counts) -> int:
+async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: TokenCounts) -> int:
     """What the template puts around a message, in tokens: the difference that a question with its answer makes."""
     asked, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:

@@ -22,24 +22,24 @@ from localllm.engine.messages import (
 )
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.chat import WithImages
+from localllm.server.generation.chat import EngineWithImages
 from localllm.server.generation.job import (
     CUT,
     AnswerPlan,
+    GenerationJob,
     Outcome,
     PrefillProgress,
-    Prepared,
     Reason,
+    ReplyUsage,
     ReplyWriter,
-    Spent,
 )
-from localllm.server.generation.visible_tokens import ShownTokens
+from localllm.server.generation.visible_tokens import VisibleTokens
 
 # What models write between their reasoning and their answer.
 _BEHIND_THOUGHT = "\n\n"
 
 
-async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress: PrefillProgress) -> Spent:
+async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress) -> ReplyUsage:
     """Generate every choice of `job`; returns what they took together. Raises the LocalLLMError of the first choice
     that fails, after cancelling the others; cancelling this coroutine cancels the requests in the engine."""
     jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
@@ -56,7 +56,7 @@ async def run(engine: EngineClient, job: Prepared, writer: ReplyWriter, progress
             raise failures.exceptions[0] from None
         outcomes = [t.result() for t in tasks]
     usages = [o.usage for o in outcomes]
-    spent = Spent(
+    spent = ReplyUsage(
         prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
         completion_tokens=sum(u.completion_tokens for u in usages),
         cached_tokens=sum(u.cached_tokens for u in usages[:: job.n]),
@@ -81,7 +81,7 @@ async def _within_window(engine: EngineClient, request: Request) -> Request:
     if size + most <= n_ctx and not request.images:
         return request
     if isinstance(prompt, str):
-        prompt = await WithImages(engine, request.images).tokenize(prompt, add_bos=request.add_bos)
+        prompt = await EngineWithImages(engine, request.images).tokenize(prompt, add_bos=request.add_bos)
     room = n_ctx - len(prompt)
     # Without any room the engine says so; how much was asked for is nothing that the client could mend.
     limit = None if room <= 0 else min(most, room)
@@ -90,7 +90,7 @@ async def _within_window(engine: EngineClient, request: Request) -> Request:
 
 
 async def _choice(
-    engine: EngineClient, job: Prepared, choice: int, variant: int, writer: ReplyWriter, progress: PrefillProgress
+    engine: EngineClient, job: GenerationJob, choice: int, variant: int, writer: ReplyWriter, progress: PrefillProgress
 ) -> Outcome:
     generation, answer = job.generation, job.answer
     seed = generation.sampling.seed
@@ -110,7 +110,7 @@ async def _choice(
         images=job.images,
     )
     parser = None if answer.reply.plain else answer.reply.parser()
-    voice = _Voice(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
+    voice = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
     before: Finish | None = None
     if answer.reasons_first:
         request, before = await _reason(engine, answer, request, voice)
@@ -125,7 +125,7 @@ async def _choice(
     return voice.finish(_joined(before, await _with_calls(engine, answer, request, voice)))
 
 
-async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> Finish:
+async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _ChoiceStream) -> Finish:
     """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
     stops = (*request.generation.stop, *answer.calls)
     free = _generating(request, stop=stops)
@@ -182,7 +182,9 @@ def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | N
     return ThinkingLimit(tokens, opening, closing, behind, opened=answer.reply.thinking)
 
 
-async def _reason(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _Voice) -> tuple[Request, Finish]:
+async def _reason(
+    engine: EngineClient, answer: AnswerPlan, request: Request, voice: _ChoiceStream
+) -> tuple[Request, Finish]:
     """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
     assert answer.reply.think is not None
     closing = answer.reply.think[1]
@@ -248,7 +250,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-class _Voice:
+class _ChoiceStream:
     """Reads one choice's events and tells the writer."""
 
     def __init__(
@@ -264,7 +266,7 @@ class _Voice:
         self._heard: list[str] | None = None
         self._reasoned = 0
         self._calls: list[str] = []
-        self._tokens = ShownTokens()
+        self._tokens = VisibleTokens()
         self._arguments: list[str] = []  # of the last call
         self._known: set[str] = set()
 
@@ -341,7 +343,7 @@ class _Voice:
         said: Reason = "tool_calls" if calls else "stop"
         if end.reason == "length" or end.reason == "repetition":
             said = end.reason
-        outcome = Outcome(said, Spent.of(end.usage, self._reasoned), end.timings, end.stop, half)
+        outcome = Outcome(said, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half)
         self._writer.finish(self._choice, outcome)
         return outcome
 

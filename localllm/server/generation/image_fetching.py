@@ -40,7 +40,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass
-class _Budget:
+class _FetchBudget:
     """What one request may still fetch."""
 
     images: int = MOST_IMAGES
@@ -61,12 +61,12 @@ class ImageFetcher:
         named = {image.address for m in messages for image in m.get("images", ()) if image.address}
         if not named or not self.hosts:
             return messages
-        budget = _Budget()
+        budget = _FetchBudget()
         addresses = sorted(named)
         answers = await asyncio.gather(*(self._fetch(address, budget) for address in addresses))
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
 
-    async def _fetch(self, address: str, budget: _Budget) -> bytes | str | None:
+    async def _fetch(self, address: str, budget: _FetchBudget) -> bytes | str | None:
         """What lies at `address`, or why it can't be had; None where nobody said that it may."""
         import httpx
 
@@ -101,7 +101,7 @@ class ImageFetcher:
             raise RequestError("images are fetched by https alone")
         return False
 
-    async def _followed(self, url: httpx.URL, budget: _Budget) -> bytes:
+    async def _followed(self, url: httpx.URL, budget: _FetchBudget) -> bytes:
         import httpx
 
         async with httpx.AsyncClient(
@@ -147,7 +147,7 @@ def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None])
     return {**message, "images": images, "content": content} if images else message
 
 
-async def _asked(client: httpx.AsyncClient, url: httpx.URL, budget: _Budget) -> bytes | str:
+async def _asked(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) -> bytes | str:
     """The file at `url`, or the address that it is sent on to."""
     import httpx
 
@@ -169,7 +169,7 @@ async def _asked(client: httpx.AsyncClient, url: httpx.URL, budget: _Budget) -> 
     raise RequestError("the image's host can't be reached") from refused
 
 
-async def _read(answer: httpx.Response, budget: _Budget) -> bytes | str:
+async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
     if answer.has_redirect_location:
         return str(answer.headers["location"])
     if answer.status_code != 200:

@@ -44,7 +44,7 @@ class AnswerPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class GenerationJob:
     """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
 
     `images`: files in base64, each by the mark that stands for it in a prompt. `ignored` names fields that have no
@@ -71,13 +71,13 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent(Usage):
+class ReplyUsage(Usage):
     """The engine's counts, and how many of the completion's tokens were reasoning."""
 
     reasoning_tokens: int = 0
 
     @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> Spent:
+    def of(cls, usage: Usage, reasoning_tokens: int) -> ReplyUsage:
         """`usage` with the reasoning counted."""
         return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
 
@@ -95,7 +95,7 @@ class Outcome:
     """How one choice ended. `half_call`: the last call was cut off within its arguments, which are no JSON."""
 
     reason: Reason
-    usage: Spent
+    usage: ReplyUsage
     timings: Timings
     stop: str | None = None
     half_call: bool = False
@@ -123,7 +123,7 @@ class ReplyWriter(Protocol):
     def finish(self, choice: int, outcome: Outcome) -> None:
         """A choice ended."""
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Everything ended; the sums over the choices."""
 
 

@@ -13,7 +13,7 @@ from localllm.conversation import documents, images, pdf
 from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
-from localllm.server.generation.chat import Ask
+from localllm.server.generation.chat import ChatRequest
 
 # A child process each, with a core of its own to compute on.
 _AT_ONCE = 2
@@ -29,13 +29,13 @@ class PdfReader:
     _kept: OrderedDict[tuple[bytes, bool], Pdf] = field(default_factory=OrderedDict)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
-    async def read(self, ask: Ask, *, sees: bool) -> Ask:
-        """`ask` with its PDFs as text, and where the model `sees`, pictures of pages that have none. Raises UnsupportedError for
+    async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
+        """`chat` with its PDFs as text, and where the model `sees`, pictures of pages that have none. Raises UnsupportedError for
         one that is asked about and can't be read; elsewhere a note stands for it."""
         omitted: list[str] = []
         messages = []
         left = _MOST_PDFS
-        for message in ask.messages:
+        for message in chat.messages:
             plain = dict(message)
             for attached in plain.pop("pdfs", ()):
                 left -= 1
@@ -51,7 +51,7 @@ class PdfReader:
                     omitted.append(f"messages.{attached.kind}")
                 plain = _with(plain, attached, found)
             messages.append(plain)
-        return replace(ask, messages=messages, omitted=(*ask.omitted, *dict.fromkeys(omitted)))
+        return replace(chat, messages=messages, omitted=(*chat.omitted, *dict.fromkeys(omitted)))
 
     async def _pdf(self, attached: AttachedPdf, *, sees: bool) -> Pdf:
         key = hashlib.sha256(attached.data).digest(), sees

@@ -1,4 +1,4 @@
-"""From a conversation and its wishes (tools, schema, effort) to the engine's prompt, constraint and reply format."""
+"""From a conversation and its options (tools, schema, effort) to the engine's prompt, constraint and reply format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a client wishes of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
+class ResponseOptions:
+    """What a client options of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
     how much reasoning (`effort`), and variables of the model's template. `continues`: an assistant's text at the end is
     the beginning of the answer; without it, it is an answer that was given."""
 
@@ -48,7 +48,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation and what is known of its answer. `ignored`: wishes that this model can't fulfil."""
+    """A rendered conversation and what is known of its answer. `ignored`: options that this model can't fulfil."""
 
     text: str
     answer: AnswerPlan
@@ -56,15 +56,18 @@ class Prompt:
 
 
 async def build(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, tokenize: Tokenize | None = None
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    options: ResponseOptions,
+    tokenize: Tokenize | None = None,
 ) -> Prompt:
     """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells
     whether an opening marker is one token; it is asked only where a grammar must spell one."""
     marker: int | None = None
-    if wishes.offered and wishes.grammar is not None and tokenize is not None:
+    if options.offered and options.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
-    return await asyncio.to_thread(_build, template, messages, wishes, marker)
+    return await asyncio.to_thread(_build, template, messages, options, marker)
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
@@ -73,10 +76,10 @@ def _style(template: ChatTemplate) -> ToolFormat:
 
 
 def _build(
-    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], wishes: Wishes, marker_id: int | None
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], options: ResponseOptions, marker_id: int | None
 ) -> Prompt:
-    kwargs, ignored = _variables(template, wishes)
-    tools, style = wishes.offered, _style(template)
+    kwargs, ignored = _variables(template, options)
+    tools, style = options.offered, _style(template)
     if tools and template.knows_tools and tool_formats.unread(template.source):
         raise UnsupportedError(
             "this model's chat template asks for tool calls in a notation that can't be read here: they would come as "
@@ -84,7 +87,7 @@ def _build(
             hint="send tool_choice none, or use another model for tools",
             param="tools",
         )
-    begun = wishes.continues and unfinished(messages)
+    begun = options.continues and unfinished(messages)
     if not template.knows_tools:
         # The template would drop the offer, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
@@ -106,9 +109,9 @@ def _build(
     if tools:
         held, left_out = holdable(tools)
         ignored += left_out
-        answer = _with_tools(replace(wishes, tools=held), tools, style, template.source, reply, marker_id)
+        answer = _with_tools(replace(options, tools=held), tools, style, template.source, reply, marker_id)
     else:
-        answer = _without_tools(wishes, style, reply, messages[-1]["content"] if begun else "")
+        answer = _without_tools(options, style, reply, messages[-1]["content"] if begun else "")
     if template.is_default:
         answer = replace(answer, marks=DEFAULT_MARKS)
     return Prompt(text, answer, ignored)
@@ -127,28 +130,28 @@ def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[st
     return text, False
 
 
-def _variables(template: ChatTemplate, wishes: Wishes) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and the wishes it has none for. Raises RequestError for one that nobody may set."""
-    kwargs = dict(wishes.template_kwargs or {})
+def _variables(template: ChatTemplate, options: ResponseOptions) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and the options it has none for. Raises RequestError for one that nobody may set."""
+    kwargs = dict(options.template_kwargs or {})
     for name in _RESERVED:
         if name in kwargs:
             raise RequestError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
-    if wishes.effort is None:
+    if options.effort is None:
         return kwargs, ()
     if "reasoning_effort" in template.source:
-        kwargs.setdefault("reasoning_effort", _level(template.source, wishes.effort))
-        if wishes.effort in _THINKING_OFF and "enable_thinking" in template.source:
+        kwargs.setdefault("reasoning_effort", _level(template.source, options.effort))
+        if options.effort in _THINKING_OFF and "enable_thinking" in template.source:
             kwargs.setdefault("enable_thinking", False)
     elif "enable_thinking" in template.source:
-        kwargs.setdefault("enable_thinking", wishes.effort not in _THINKING_OFF)
+        kwargs.setdefault("enable_thinking", options.effort not in _THINKING_OFF)
     else:
         return kwargs, ("reasoning_effort",)  # this model has no reasoning to steer
     return kwargs, ()
 
 
-def _without_tools(wishes: Wishes, style: ToolFormat, reply: ReplyFormat, begun: str) -> AnswerPlan:
+def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str) -> AnswerPlan:
     """An answer in the form that was asked for, which goes on with what is `begun` of it."""
-    grammar = wishes.grammar
+    grammar = options.grammar
     if reply.thinking:
         begun = ""
     elif reply.think is not None:
@@ -166,23 +169,23 @@ def _level(source: str, effort: str) -> str:
 
 
 def _with_tools(
-    wishes: Wishes,
+    options: ResponseOptions,
     offered: Sequence[Tool],
     style: ToolFormat,
     source: str,
     reply: ReplyFormat,
     marker_id: int | None,
 ) -> AnswerPlan:
-    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call. `wishes`
+    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call. `options`
     has the tools as a grammar holds them, `offered` as they were sent, which is how calls are read."""
-    tools, grammar, parallel = wishes.offered, wishes.grammar, wishes.parallel
+    tools, grammar, parallel = options.offered, options.grammar, options.parallel
     prefix = ""
     calls: Mapping[str, Start] = {}
-    if wishes.choice.mode == "required":
+    if options.choice.mode == "required":
         if grammar is not None:
             raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
         style = style if style.opening is not None else tool_formats.DEFAULT
-        prefix, grammar = forced(style, tools, wishes.choice)
+        prefix, grammar = forced(style, tools, options.choice)
         parallel = False
     elif grammar is not None:
         kind, schema = grammar

@@ -12,7 +12,7 @@ _BROKEN = "\ufffd"
 _LONGEST_CHAR = 4
 
 
-class ShownTokens:
+class VisibleTokens:
     """The tokens heard and not yet told. Text is told in the order it was heard, some later and some never."""
 
     def __init__(self) -> None:

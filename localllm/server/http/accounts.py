@@ -36,7 +36,7 @@ class RateLimitError(LocalLLMError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """What one key may at most (None: no limit): requests and tokens (read and written, without those that came from the
     cache) in a minute, and requests at once."""
 
@@ -51,7 +51,7 @@ class NamedKey:
 
     name: str
     digest: bytes = field(repr=False)
-    limits: Limits = field(default_factory=Limits)
+    limits: KeyLimits = field(default_factory=KeyLimits)
 
 
 def digest_of(key: bytes) -> bytes:
@@ -59,7 +59,7 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Bucket:
+class TokenBucket:
     """What may be used in a minute, filled evenly. What is used beyond it is owed, and waited for."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
@@ -81,7 +81,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Used:
+class KeyUsage:
     """What a key has used since the server started; tokens of its prompts, of those from the cache, and written ones."""
 
     requests: int = 0
@@ -97,16 +97,16 @@ class Account:
     def __init__(
         self,
         name: str,
-        limits: Limits | None = None,
+        limits: KeyLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         owner: bool = False,
     ) -> None:
-        self.name, self.owner, self.used, self.active = name, owner, Used(), 0
-        self.limits = limits or Limits()
+        self.name, self.owner, self.used, self.active = name, owner, KeyUsage(), 0
+        self.limits = limits or KeyLimits()
         per_minute, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
-        self._requests = Bucket(per_minute, clock) if per_minute is not None else None
-        self._tokens = Bucket(tokens, clock) if tokens is not None else None
+        self._requests = TokenBucket(per_minute, clock) if per_minute is not None else None
+        self._tokens = TokenBucket(tokens, clock) if tokens is not None else None
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ def used_lines(accounts: Iterable[Account]) -> list[str]:
     """What each of `accounts` has used, in Prometheus' text format."""
     found = list(accounts)
     lines: list[str] = []
-    for each in fields(Used):
+    for each in fields(KeyUsage):
         metric = f"localllm_key_{each.name}_total"
         lines += [f"# TYPE {metric} counter"] if found else []
         lines += [f'{metric}{{key="{label(a.name)}"}} {getattr(a.used, each.name)}' for a in found]

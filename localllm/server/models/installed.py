@@ -8,7 +8,7 @@ from typing import Protocol
 from localllm.server.models.served import ServedModel
 
 
-class Shelf(Protocol):
+class InstalledModels(Protocol):
     """The installed models."""
 
     def models(self) -> Sequence[ServedModel]:

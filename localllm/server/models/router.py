@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from localllm.engine.worker.api import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-from localllm.server.models.installed import Shelf
+from localllm.server.models.installed import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
 from localllm.server.proxy.upstreams import Upstreams
@@ -39,14 +39,14 @@ class Health:
 class ModelRouter:
     """Names to models. Built from ServedModels, or from a mapping of names to Hosts; each is loaded when first asked
     for. An alias with `*` or `?` stands for the names it matches and nobody has. With a `shelf`, installed models are
-    offered as well; `elsewhere` are those that run in other servers."""
+    offered as well; `upstreams` are those that run in other servers."""
 
     def __init__(
         self,
         models: Mapping[str, Host] | Iterable[ServedModel],
         admission: ModelAdmission | None = None,
-        shelf: Shelf | None = None,
-        elsewhere: Upstreams | None = None,
+        shelf: InstalledModels | None = None,
+        upstreams: Upstreams | None = None,
     ) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel(name, host) for name, host in models.items()]
@@ -54,7 +54,7 @@ class ModelRouter:
         # Seconds without a request after which models are unloaded, where somebody looks; 0 is never.
         self.idle_s = 0.0
         self.admission = admission
-        self.elsewhere = elsewhere
+        self.upstreams = upstreams
         self._shelf = shelf
         self._starting: tuple[ModelWorker, ...] = ()
         self._begun = False
@@ -190,8 +190,8 @@ class ModelRouter:
 
     async def close(self) -> None:
         """Stop every model, and leave the servers that others run in."""
-        if self.elsewhere is not None:
-            await self.elsewhere.close()
+        if self.upstreams is not None:
+            await self.upstreams.close()
         await asyncio.gather(*(worker.close() for worker in self.workers()))
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.conversation.reply import think_markers
 from localllm.conversation.tools import unread
 from localllm.engine.messages import Sampling
-from localllm.engine.worker.api import EngineClient, Host
-from localllm.server.models.worker import Facts, ModelWorker
+from localllm.server.models.worker import ModelFacts, ModelWorker
 from localllm_backends.contract import ModelInfo
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ State = Literal["loaded", "loading", "available"]
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
+class ModelDefaults:
     """What a request gets that does not say it itself: values over the model's own `sampling`, a `system` text where
     the conversation has none, and a thinking budget in tokens (None: no limit)."""
 
@@ -34,7 +33,7 @@ class Defaults:
 
 
 class ServedModel:
-    """See the module docstring. Made of a Host and the `facts` of its model (see Facts), or of a `worker` that other
+    """See the module docstring. Made of a Host and the `facts` of its model (see ModelFacts), or of a `worker` that other
     names share."""
 
     def __init__(
@@ -45,15 +44,15 @@ class ServedModel:
         aliases: tuple[str, ...] = (),
         info: ModelInfo | None = None,
         worker: ModelWorker | None = None,
-        defaults: Defaults | None = None,
+        defaults: ModelDefaults | None = None,
         **facts: Any,
     ) -> None:
         if worker is None:
             assert host is not None
-            worker = ModelWorker(name, host, Facts(**facts))
+            worker = ModelWorker(name, host, ModelFacts(**facts))
             worker.info = info
         self.name, self.aliases, self.worker = name, aliases, worker
-        self.defaults = defaults or Defaults()
+        self.defaults = defaults or ModelDefaults()
         self.created_s = int(time.time())
         self._templates: dict[str, ChatTemplate] = {}
 

@@ -38,7 +38,7 @@ class Kept(Protocol):
         """Give its memory back."""
 
 
-class Keeper:
+class KeepAlive:
     """What clients last said of each model; it is forgotten when the model is unloaded. One per server."""
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ _PLAN_HOLDS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """What is known of a model before it is loaded. `sampling` is what a request that says nothing gets, and
     `sampling_unthinking` what it gets where it switches reasoning off (None: the same); `n_ctx` the planned context in
     tokens; `details` are facts for lists (quant, bytes, licence …). `embeds`: it makes embeddings
@@ -141,7 +141,7 @@ class Facts:
     physics: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Loading:
+class LoadProgress:
     """How much of a model is loaded, from 0 to 1, as its worker tells it (0 for one that does not)."""
 
     def __init__(self) -> None:
@@ -153,18 +153,18 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedModel:
     """A model that can be loaded: the Host that does it, what is known of it now, and where its progress is told."""
 
     host: Host
-    facts: Facts
-    loading: Loading
+    facts: ModelFacts
+    loading: LoadProgress
 
 
-Plan = Callable[[int], Planned]
+Plan = Callable[[int], PlannedModel]
 
 
-class Unplanned:
+class UnplannedHost:
     """The Host of a model that nobody has asked for yet: there is nothing to load and nothing to close."""
 
     async def engine(self) -> EngineClient:
@@ -184,9 +184,9 @@ class ModelWorker:
         self,
         name: str,
         host: Host,
-        facts: Facts,
+        facts: ModelFacts,
         *,
-        loading: Loading | None = None,
+        loading: LoadProgress | None = None,
         plan: Plan | None = None,
         idle_s: float | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class ModelWorker:
         self.notice = ""
         self.in_use = 0
         self.last_used_s = 0.0
-        self._loading = loading or Loading()
+        self._loading = loading or LoadProgress()
         self._plan = plan
         self._planned_s = _NEVER
         self._lock = asyncio.Lock()

@@ -1,7 +1,7 @@
-"""Other servers over HTTP: one request and the head of its answer, or a word about how it failed.
+"""The HTTP client for upstream servers and pool nodes.
 
-By aiohttp: its reader hands a piece on as the socket has it. httpx takes the reader off the loop and puts it back for each
-piece, which was 60 % of what a token through a server in front cost.
+aiohttp rather than httpx: httpx removes the socket's reader from the loop and adds it back for each piece, 60 % of a
+token's cost through a proxy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError
-from localllm.server.proxy.usage_meter import Meter
+from localllm.server.proxy.usage_meter import UsageMeter
 
 if TYPE_CHECKING:
     import aiohttp
 
 
 class UpstreamError(LocalLLMError):
-    """Another server, which a request was handed on to, can't be reached or broke off."""
+    """An upstream server can't be reached, or broke off."""
 
     code = "upstream_failed"
     http_status = 502
@@ -37,9 +37,9 @@ _UNUSED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """One request to be handed on: to `url` of the server called `name`, with its `key`. `silence_s`: the longest it may
-    say nothing. `meter` hears the answer."""
+class ProxyRequest:
+    """One request to the server called `name`, sent with its `key`. `silence_s`: the read timeout. `meter` counts the
+    answer's tokens."""
 
     name: str
     url: str
@@ -48,56 +48,52 @@ class Errand:
     silence_s: float = 600.0
     accept: str = "*/*"
     method: str = "POST"
-    meter: Meter | None = None
+    meter: UsageMeter = field(default_factory=UsageMeter)
 
     def headers(self) -> dict[str, str]:
-        """What is sent with it: nothing of what the client sent but what it accepts."""
+        """Of the client's own headers only Accept is passed on."""
         headers = {"content-type": "application/json", "accept": self.accept, "accept-encoding": "identity"}
         return {**headers, **({"authorization": f"Bearer {self.key}"} if self.key else {})}
 
 
-class Reaching:
-    """A client for servers that the settings name: no proxy of the environment, no redirect to where nobody named, no
-    cookies. Its connections are kept for the next request; `close` ends them."""
+class UpstreamClient:
+    """Talks only to servers that the settings name: no proxies of the environment, no redirects, no cookies."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    async def open(self, errand: Errand) -> aiohttp.ClientResponse:
-        """The head of the answer, its body still to be read; the caller closes it. Raises UpstreamError."""
+    async def open(self, outgoing: ProxyRequest) -> aiohttp.ClientResponse:
+        """Send it; returns when the headers are here. The caller reads the body and closes. Raises UpstreamError."""
         import aiohttp
 
         try:
-            answer = await self._ask(errand)
+            answer = await self._ask(outgoing)
         except (aiohttp.ClientError, TimeoutError) as e:
-            if errand.meter is not None:
-                errand.meter.failed()
-            raise broken(errand, e) from e
-        if errand.meter is not None:
-            errand.meter.begun(answer.status, streams=is_stream(answer))
+            outgoing.meter.fail()
+            raise upstream_error(outgoing, e) from e
+        outgoing.meter.begin(answer.status, streams=is_stream(answer))
         if 300 <= answer.status < 400:
             answer.close()
-            if errand.meter is not None:
-                errand.meter.failed()
+            outgoing.meter.fail()
             raise UpstreamError(
-                f"the server {errand.name} sends requests on to another address, which is not followed",
+                f"the server {outgoing.name} sends requests on to another address, which is not followed",
                 hint="name the address itself in the settings",
             )
         return answer
 
-    async def _ask(self, errand: Errand) -> aiohttp.ClientResponse:
+    async def _ask(self, outgoing: ProxyRequest) -> aiohttp.ClientResponse:
         import aiohttp
         from yarl import URL
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=errand.silence_s)
-        return await self._made().request(
-            errand.method,
-            URL(errand.url, encoded=True),
-            data=errand.body or None,
-            headers=errand.headers(),
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s)
+        return await self._open_session().request(
+            outgoing.method,
+            URL(outgoing.url, encoded=True),
+            data=outgoing.body or None,
+            headers=outgoing.headers(),
             timeout=timeout,
             allow_redirects=False,
-            ssl=_certificates() if errand.url.startswith("https:") else True,
+            ssl=_certificates() if outgoing.url.startswith("https:") else True,
         )
 
     async def status(self, url: str, seconds: float) -> int | None:
@@ -105,7 +101,7 @@ class Reaching:
         import aiohttp
 
         try:
-            async with self._got(url, None, seconds) as answer:
+            async with self._get(url, None, seconds) as answer:
                 return answer.status
         except aiohttp.ClientError as e:
             if isinstance(e, TimeoutError):
@@ -117,23 +113,23 @@ class Reaching:
         import aiohttp
 
         try:
-            async with self._got(url, key, _CONNECT_S) as answer:
+            async with self._get(url, key, _CONNECT_S) as answer:
                 said = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []
         data = said.get("data") if isinstance(said, dict) else None
         return [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
 
-    def _got(self, url: str, key: str | None, seconds: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _get(self, url: str, key: str | None, seconds: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         import aiohttp
 
         headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
         trusted = _certificates() if url.startswith("https:") else True
-        return self._made().get(url, headers=headers, timeout=timeout, allow_redirects=False, ssl=trusted)
+        return self._open_session().get(url, headers=headers, timeout=timeout, allow_redirects=False, ssl=trusted)
 
-    def _made(self) -> aiohttp.ClientSession:
-        """The session, which can be made only where a loop runs."""
+    def _open_session(self) -> aiohttp.ClientSession:
+        """The session; aiohttp wants it created inside a running loop."""
         import aiohttp
 
         if self._session is None:
@@ -146,30 +142,29 @@ class Reaching:
         return self._session
 
     async def close(self) -> None:
-        """End its connections."""
         if self._session is not None:
             await self._session.close()
 
 
 def is_stream(answer: aiohttp.ClientResponse) -> bool:
-    """True for an answer that comes piece by piece: server-sent events, or Ollama's lines."""
+    """Whether the answer is streamed: server-sent events, or Ollama's JSON lines."""
     return answer.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson"))
 
 
-def broken(errand: Errand, error: Exception) -> UpstreamError:
-    """What a client is told of `error`: which server, and how it failed, not where it lies."""
+def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
+    """`error` for a client: which server failed and how, without its address."""
     import aiohttp
 
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return UpstreamError(f"the server {errand.name}, which runs this model, can't be reached")
+        return UpstreamError(f"the server {outgoing.name}, which runs this model, can't be reached")
     if isinstance(error, TimeoutError):
-        return UpstreamError(f"the server {errand.name} said nothing for {errand.silence_s:.0f} seconds")
-    return UpstreamError(f"the server {errand.name} broke off ({type(error).__name__})")
+        return UpstreamError(f"the server {outgoing.name} said nothing for {outgoing.silence_s:.0f} seconds")
+    return UpstreamError(f"the server {outgoing.name} broke off ({type(error).__name__})")
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Those that httpx trusts too (certifi's): a Python from python.org knows none of the system's."""
+    """certifi's, as httpx trusts: a Python from python.org knows none of the system's."""
     import httpx
 
     return httpx.create_ssl_context()

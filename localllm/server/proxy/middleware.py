@@ -1,11 +1,11 @@
-"""The layer before the routes that hands a request on when its model runs elsewhere: local models first, and a spill only
-where the settings say so. What it hands on is what the client sent, and what it answers says where it ran."""
+"""Middleware that proxies a request whose model runs on an upstream server. Local models win; a full one spills over to an
+upstream only where the settings say so. Body and answer are relayed unchanged; a header says where it ran."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 
@@ -16,103 +16,94 @@ from localllm.server.http.json_body import Body, keep_body, read_body, send_json
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 from localllm.server.proxy import relay
-from localllm.server.proxy.client import Errand, Reaching, is_stream
+from localllm.server.proxy.client import ProxyRequest, UpstreamClient, is_stream
 from localllm.server.proxy.upstreams import RemoteModel, Upstream, Upstreams, names_a_model
-from localllm.server.proxy.usage_meter import meter_of
+from localllm.server.proxy.usage_meter import meter_for
 
-# The list of a server whose models are not named in the settings is asked for again after so long.
-_LIST_HOLDS_S = 30.0
-_LISTS = ("/v1/models", "/models", "/api/tags")
-
-
-class Locals(Protocol):
-    """What must be known of the models of this server."""
-
-    async def has(self, name: str) -> bool:
-        """Is there one of that name?"""
-        ...
-
-    async def full(self, name: str) -> bool:
-        """Has it no room for one more request now?"""
-        ...
+AskName = Callable[[str], Awaitable[bool]]
+# Model lists of upstreams are cached for so long.
+_LIST_TTL_S = 30.0
+_LIST_PATHS = ("/v1/models", "/models", "/api/tags")
 
 
-class HandingOn:
-    """ASGI middleware; see the module docstring."""
+class ProxyMiddleware:
+    """`is_local` tells whether a model of that name is here, `is_full` whether it has no room for one more request."""
 
-    def __init__(self, app: App, upstreams: Upstreams, here: Locals, settings: ServerSettings) -> None:
-        self.app, self.upstreams, self._here, self._settings = app, upstreams, here, settings
-        self._http = Reaching()
+    def __init__(
+        self, app: App, upstreams: Upstreams, is_local: AskName, is_full: AskName, settings: ServerSettings
+    ) -> None:
+        self.app, self.upstreams, self._settings = app, upstreams, settings
+        self._is_local, self._is_full = is_local, is_full
+        self._http = UpstreamClient()
         upstreams.at_close(self._http.close)
         self._listed_s = float("-inf")
         self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand one request on, or pass it to the routes."""
         if scope["type"] != "http" or scope["method"] != "POST" or not names_a_model(scope["path"]):
-            if scope["type"] == "http" and scope["path"].startswith(_LISTS):
+            if scope["type"] == "http" and scope["path"].startswith(_LIST_PATHS):
                 await self.refresh()
             await self.app(scope, receive, send)
             return
         request = Request(scope, receive)
         try:
             body = await read_body(request, self._settings)
-            model = await self._elsewhere(body)
+            model = await self._remote_model(body)
             if model is None:
                 keep_body(scope, body)
                 await self.app(scope, receive, send)
                 return
-            errand = self._errand(scope, model, body)
-            work = asyncio.create_task(self._relay(errand, scope, send))
-            await relay.while_there(receive, work, errand.meter)
+            outgoing = self._outgoing(scope, model, body)
+            work = asyncio.create_task(self._relay(outgoing, scope, send))
+            await relay.until_disconnect(receive, work, outgoing.meter)
         except LocalLLMError as e:
             await send_json(send, e.http_status, e.to_openai(), headers_of(e))
 
-    async def _relay(self, errand: Errand, scope: Scope, send: Send) -> None:
-        answer = await self._http.open(errand)
+    async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
+        answer = await self._http.open(outgoing)
         try:
             if is_stream(answer):
-                await relay.pass_stream(answer, errand, send, own_send=scope.get(OWN_SEND))
+                await relay.relay_stream(answer, outgoing, send, own_send=scope.get(OWN_SEND))
             else:
-                await relay.pass_whole(answer, errand, send)
+                await relay.relay_whole(answer, outgoing, send)
         finally:
             answer.close()
 
-    async def _elsewhere(self, body: Body) -> RemoteModel | None:
-        """The model that answers, where that is not one of ours."""
+    async def _remote_model(self, body: Body) -> RemoteModel | None:
+        """The upstream's model that is to answer; None where one of ours is."""
         name = body.value.get("model")
         if not isinstance(name, str) or not name:
             return None
         model = self.upstreams.find(name)
-        if model is None and self.upstreams.unlisted and not await self._here.has(name):
+        if model is None and self.upstreams.unlisted and not await self._is_local(name):
             await self.refresh()
             model = self.upstreams.find(name)
-        if model is None or not await self._here.has(name):
+        if model is None or not await self._is_local(name):
             return model
-        return model if model.upstream.spill and await self._here.full(name) else None
+        return model if model.upstream.spill and await self._is_full(name) else None
 
-    def _errand(self, scope: Scope, model: RemoteModel, body: Body) -> Errand:
+    def _outgoing(self, scope: Scope, model: RemoteModel, body: Body) -> ProxyRequest:
         name = body.value["model"]
         raw = body.raw
         if name != model.theirs:
             raw = json.dumps({**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")).encode()
         accept = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
         upstream = model.upstream
-        return Errand(
+        return ProxyRequest(
             upstream.name,
             upstream.address(scope["path"]),
             raw,
             upstream.key,
             upstream.silence_s,
             accept,
-            meter=meter_of(scope["path"], body.value),
+            meter=meter_for(scope["path"], body.value),
         )
 
     async def refresh(self) -> None:
-        """Ask the servers for their lists, where that is due; who asks meanwhile waits for the same lists."""
+        """Fetch the model lists that are out of date; concurrent callers wait for the same fetch."""
         async with self._lock:
             now = asyncio.get_running_loop().time()
-            if now - self._listed_s < _LIST_HOLDS_S:
+            if now - self._listed_s < _LIST_TTL_S:
                 return
             self._listed_s = now
             await asyncio.gather(*(self._learn(upstream) for upstream in self.upstreams.all))

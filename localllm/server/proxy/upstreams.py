@@ -1,4 +1,4 @@
-"""The servers that requests may be handed on to, and the models each of them runs: pure facts and look-ups."""
+"""The upstream servers of the settings and the models each of them runs: plain values and look-ups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from localllm.errors import ModelNotFoundError, UnsupportedError
 
 Dialect = Literal["openai", "responses", "anthropic", "ollama"]
-# What a path speaks, and where it lies below a server's base address (which ends in /v1, but for Ollama's).
+# The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for Ollama's).
 _OPENAI = {
     "/v1/chat/completions": "/chat/completions",
     "/chat/completions": "/chat/completions",
@@ -30,7 +30,7 @@ _OTHERS: dict[str, tuple[Dialect, str]] = {
     "/api/show": ("ollama", "/api/show"),
 }
 PATHS: Mapping[str, tuple[Dialect, str]] = {**{k: ("openai", v) for k, v in _OPENAI.items()}, **_OTHERS}
-# Named in the body as well, and answered from a model's own engine: nothing that another server does for us.
+# Their bodies name a model too, but only our own engine answers them.
 _LOCAL_ONLY = (
     "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank", "/completion", "/infill",
     "/v1/responses/input_tokens",
@@ -52,7 +52,7 @@ class Upstream:
     silence_s: float = 600.0
 
     def address(self, path: str) -> str:
-        """Where a request that came in at `path` goes. Raises UnsupportedError for a path it does not answer."""
+        """The URL for a request to our `path`. Raises UnsupportedError for a path this server does not speak."""
         dialect, below = PATHS.get(path, (None, ""))
         if dialect is None or dialect not in self.speaks:
             can = sorted(p for p, (d, _) in PATHS.items() if d in self.speaks and p.startswith(("/v1/", "/api/")))
@@ -67,7 +67,7 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model that runs elsewhere: our `name` for it, the `upstream` and its own name there; `facts` as its list says."""
+    """A model on an upstream: our `name` for it, its name there (`theirs`), and its entry in that server's list (`facts`)."""
 
     name: str
     upstream: Upstream
@@ -76,8 +76,8 @@ class RemoteModel:
 
 
 class Upstreams:
-    """Which models run where. The first server that has a name has it. What was not named in the settings is learned
-    from lists (`learn`)."""
+    """Which upstream runs which model; the first one that has a name wins. Models not named in the settings come from
+    the servers' lists (`learn`)."""
 
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
@@ -88,11 +88,9 @@ class Upstreams:
             self._models[upstream.name] = {model.name.lower(): model for model in named}
 
     def at_close(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have `close` called at the end: of who keeps connections to them."""
         self._at_close.append(close)
 
     async def close(self) -> None:
-        """No request comes any more."""
         for close in self._at_close:
             await close()
 

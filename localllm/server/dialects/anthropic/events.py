@@ -9,8 +9,8 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object, quote
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import Outcome, PrefillProgress, Spent
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 
@@ -71,7 +71,7 @@ class MessageEvents:
         self._close()
         self._outcome = outcome
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Why it stopped, the usage, and the end."""
         assert self._outcome is not None
         reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
@@ -83,7 +83,7 @@ class MessageEvents:
         if self._begun:
             return
         self._begun = True
-        counted = Spent(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
+        counted = ReplyUsage(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
         message: dict[str, Any] = {
             "id": new_id(), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
@@ -125,9 +125,9 @@ def frame_error(error: LocalLLMError) -> bytes:
     return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
-def whole(fold: Fold, model: ServedModel) -> dict[str, Any]:
+def whole(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
     """The message object."""
-    choice = fold.choices[0]
+    choice = collected.choices[0]
     assert choice.outcome is not None
     content: list[dict[str, Any]] = []
     if choice.reasoning:
@@ -141,7 +141,7 @@ def whole(fold: Fold, model: ServedModel) -> dict[str, Any]:
     reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
     return {
         "id": new_id(), "type": "message", "role": "assistant", "model": model.name, "content": content,
-        "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(fold.usage),
+        "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(collected.usage),
     }  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def stop_reason(outcome: Outcome, n_ctx: int | None) -> tuple[str, str | None]:
     return _STOP_REASONS[outcome.reason], None
 
 
-def usage_body(usage: Spent) -> dict[str, Any]:
+def usage_body(usage: ReplyUsage) -> dict[str, Any]:
     """Anthropic counts cached tokens apart from the fresh ones."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

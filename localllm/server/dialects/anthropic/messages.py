@@ -23,8 +23,8 @@ from localllm.server.dialects.fields import (
     only_one,
     stop_texts,
 )
-from localllm.server.generation.chat import Ask
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.prompt import ResponseOptions
 
 # Known to Anthropic's API and without effect on an answer here. What `cache_control` asks for is done to every prompt.
 HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
@@ -71,8 +71,8 @@ class MessagesFields(SamplingFields):
         return only_one(output_config=_form(wanted), grammar=super().constraint(response_format))
 
 
-def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
-    """The Ask, and the names of what the model is not told of: tools that only Anthropic's servers run, what they did
+def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
+    """The chat request, and the names of what the model is not told of: tools that only Anthropic's servers run, what they did
     in earlier turns, and images."""
     messages: list[dict[str, Any]] = []
     omitted: list[str] = []
@@ -91,15 +91,15 @@ def ask_of(fields: MessagesFields, default: Sampling) -> tuple[Ask, list[str]]:
     effort = (fields.output_config or {}).get("effort")
     if effort is not None and effort not in _EFFORTS:
         raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config")
-    wishes = Wishes(
+    options = ResponseOptions(
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=parallel,
         grammar=fields.constraint(),
         effort="none" if thinking == "disabled" else effort if effort else "high" if thinking else None,
     )
-    ask = Ask(normalise(messages, omitted), fields.generation(default), wishes)
-    return ask, [*skipped, *dict.fromkeys(omitted)]
+    chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)
+    return chat, [*skipped, *dict.fromkeys(omitted)]
 
 
 def _form(wanted: Any) -> Constraint | None:

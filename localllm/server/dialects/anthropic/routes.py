@@ -11,33 +11,33 @@ from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENT_STREAM
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import PrefillProgress, Prepared
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Dialect, Order, Server
+from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 _ANTHROPIC = Dialect(EVENT_STREAM, events.frame_error, events.ping, events.error_body)
 
 
-def order(fields: MessagesFields, model: ServedModel) -> Order:
+def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
     """A conversation, answered as a message or its events."""
     off = (fields.thinking or {}).get("type") == "disabled"
-    ask, skipped = messages.ask_of(fields, model.sampling_for("none" if off else None))
+    chat, skipped = messages.chat_request(fields, model.sampling_for("none" if off else None))
 
-    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return events.whole(fold, model)
+    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return events.whole(collected, model)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> events.MessageEvents:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> events.MessageEvents:
         return events.MessageEvents(outbox, model, progress)
 
-    return Order(ask, whole, writer, tuple(skipped))
+    return TranslatedRequest(chat, whole, writer, tuple(skipped))
 
 
 MESSAGES = Route(
     "/v1/messages",
     MessagesFields,
-    order,
+    translate,
     _ANTHROPIC,
     "Answer a conversation, whole or as events",
     ("content", "usage"),

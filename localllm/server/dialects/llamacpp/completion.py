@@ -16,11 +16,11 @@ from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import Body, SamplingFields
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Order
+from localllm.server.serving import TranslatedRequest
 
 # Hints of llama.cpp's clients about its own slots and batches.
 HINTS = _COMMON_HINTS | {
@@ -73,11 +73,11 @@ class InfillFields(LlamaCppFields):
     n_cmpl: Annotated[int, Field(ge=1, le=16)] | None = None
 
 
-def order(fields: LlamaCppFields, model: ServedModel) -> Order:
+def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     """Raw text or a gap, answered as completion objects or events."""
     grammar = fields.constraint()
 
-    async def job(engine: EngineClient) -> Prepared:
+    async def job(engine: EngineClient) -> GenerationJob:
         images: dict[str, str] = {}
         prompt: str | list[int]
         if isinstance(fields.prompt, PicturedPrompt):
@@ -89,7 +89,7 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
         n = fields.n
         if isinstance(fields, InfillFields):
             n = fields.n_cmpl or n
-        return Prepared(
+        return GenerationJob(
             prompt=prompt,
             add_bos=isinstance(prompt, str) and prompting.wants_bos(engine.info, prompt),
             generation=fields.generation(model.sampling),
@@ -98,13 +98,13 @@ def order(fields: LlamaCppFields, model: ServedModel) -> Order:
             images=images,
         )
 
-    def answer(fold: Fold, job: Prepared) -> Any:
-        return whole(fold, model)
+    def answer(collected: ReplyCollector, job: GenerationJob) -> Any:
+        return whole(collected, model)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> CompletionEvents:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> CompletionEvents:
         return CompletionEvents(outbox, model)
 
-    return Order(job, answer, writer)
+    return TranslatedRequest(job, answer, writer)
 
 
 async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[int]:
@@ -140,13 +140,13 @@ class CompletionEvents(RawText):
         """Remember how it ended."""
         self._outcome = outcome
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """The last event."""
         assert self._outcome is not None
         self._outbox.write(f"data: {json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode())
 
 
-def final(text: str, outcome: Outcome, usage: Spent, timings: Timings, model: ServedModel) -> dict[str, Any]:
+def final(text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, model: ServedModel) -> dict[str, Any]:
     """The object that ends a stream or is the whole reply."""
     stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {
@@ -166,10 +166,10 @@ def final(text: str, outcome: Outcome, usage: Spent, timings: Timings, model: Se
     }
 
 
-def whole(fold: Fold, model: ServedModel) -> Any:
+def whole(collected: ReplyCollector, model: ServedModel) -> Any:
     """The whole reply: one object, or a list where several choices were asked for."""
     bodies = []
-    for i, choice in enumerate(fold.choices):
+    for i, choice in enumerate(collected.choices):
         assert choice.outcome is not None
         body = {**final(choice.text, choice.outcome, choice.outcome.usage, choice.outcome.timings, model), "index": i}
         if choice.logprobs:

@@ -43,11 +43,13 @@ class ModelFields(Body):
     model: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-COMPLETION = Route("/completion", LlamaCppFields, completion.order, EVENTS, "Continue raw text", hints=completion.HINTS)
+COMPLETION = Route(
+    "/completion", LlamaCppFields, completion.translate, EVENTS, "Continue raw text", hints=completion.HINTS
+)
 INFILL = Route(
     "/infill",
     InfillFields,
-    completion.order,
+    completion.translate,
     EVENTS,
     "Fill in between a prefix and a suffix, with other files as context",
     hints=completion.HINTS,

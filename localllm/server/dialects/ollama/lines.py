@@ -11,13 +11,13 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object
-from localllm.server.generation.collector import Fold, new_call_id
-from localllm.server.generation.job import Outcome, Spent
+from localllm.server.generation.collector import ReplyCollector, new_call_id
+from localllm.server.generation.job import Outcome, ReplyUsage
 from localllm.server.http.streaming import Outbox
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LineShape:
     """How chat and generate differ: where the text, the thinking and the calls go."""
 
     chat: bool
@@ -34,10 +34,10 @@ class Shape:
         return {"message": message}
 
 
-class Lines:
+class JsonLines:
     """The Writer of JSON lines. A call is one object here, so it waits until its arguments are complete."""
 
-    def __init__(self, outbox: Outbox, model: str, shape: Shape) -> None:
+    def __init__(self, outbox: Outbox, model: str, shape: LineShape) -> None:
         self._outbox, self._model, self._shape = outbox, model, shape
         self._call: tuple[int, str, list[str]] | None = None
         self._outcome: Outcome | None = None
@@ -72,7 +72,7 @@ class Lines:
         self._flush()
         self._outcome = outcome
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """The last line."""
         assert self._outcome is not None
         self._line({**self._shape.body(""), **done(self._outcome, usage, timings)})
@@ -89,16 +89,16 @@ class Lines:
         self._outbox.write(json.dumps(said, ensure_ascii=False).encode() + b"\n")
 
 
-def whole(fold: Fold, model: str, shape: Shape) -> dict[str, Any]:
+def whole(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
     """The reply in one object."""
-    choice = fold.choices[0]
+    choice = collected.choices[0]
     assert choice.outcome is not None
     calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
     body = {**shape.body(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
-    return {"model": model, "created_at": now(), **body, **done(choice.outcome, fold.usage, fold.timings)}
+    return {"model": model, "created_at": now(), **body, **done(choice.outcome, collected.usage, collected.timings)}
 
 
-def loaded(model: str, shape: Shape, reason: str = "load") -> dict[str, Any]:
+def loaded(model: str, shape: LineShape, reason: str = "load") -> dict[str, Any]:
     """The answer to a request that only loads its model, or unloads it (`reason`)."""
     return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": reason}
 
@@ -128,7 +128,7 @@ def _logprob(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def done(outcome: Outcome, usage: Spent, timings: Timings) -> dict[str, Any]:
+def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     """The fields of the last line; durations in nanoseconds."""
     total = timings.queued_s + timings.prefill_s + timings.decode_s
     return {

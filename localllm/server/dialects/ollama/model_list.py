@@ -16,7 +16,7 @@ def tags(models: ModelRouter) -> dict[str, Any]:
     """/api/tags: the models here, and those of upstreams that are reached in this dialect."""
     served = models.list()
     ours = {m.name.lower() for m in served}
-    elsewhere = [] if models.elsewhere is None else models.elsewhere.models()
+    elsewhere = [] if models.upstreams is None else models.upstreams.models()
     remote = [m for m in elsewhere if m.name.lower() not in ours and "ollama" in m.upstream.speaks]
     return {"models": [*(tag(m) for m in served), *(remote_tag(m) for m in remote)]}
 

@@ -24,7 +24,7 @@ class _LeftError(Exception):
     """The client went away."""
 
 
-class Puller:
+class ModelPuller:
     """Fetches one model after the other: two at once would share one line to the hub."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Puller:
         """Fetch `ref`, and tell `say` how it goes. Cancelled, it stops, and the next call goes on there. Raises what the
         store does."""
         loop, left = asyncio.get_running_loop(), threading.Event()
-        told = _Told()
+        told = _ProgressLines()
 
         def hear(progress: Progress) -> None:
             if left.is_set():
@@ -50,7 +50,7 @@ class Puller:
         say({"status": "success"})
 
 
-class _Told:
+class _ProgressLines:
     """What of a download's moments is worth a line."""
 
     def __init__(self) -> None:

@@ -31,11 +31,11 @@ from localllm.server.dialects.fields import (
     sampling_over,
     stop_texts,
 )
-from localllm.server.dialects.vectors import Texts, VectorOrder, cut, numbers
+from localllm.server.dialects.vectors import EmbeddingRequest, Texts, cut, numbers
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.chat import Ask
-from localllm.server.generation.job import AnswerPlan, Prepared
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.job import AnswerPlan, GenerationJob
+from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
 # As Go writes durations: 1h30m, 300ms, -1m; and a bare number of seconds.
@@ -222,34 +222,34 @@ class OllamaPull(OllamaManaged):
     insecure: Literal[False] | None = Field(None, description="the hub is asked by HTTPS alone")
 
 
-def chat_ask(fields: OllamaChat, default: Sampling) -> tuple[Ask, list[str]]:
-    """The Ask of a chat, and the names of what the model is not told."""
+def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, list[str]]:
+    """The request of a chat, and the names of what the model is not told."""
     omitted: list[str] = []
     tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
     wanted = choice_of(choice, tools)
-    return _ask(fields, default, normalise(fields.messages, omitted), tools, wanted), omitted
+    return _chat_request(fields, default, normalise(fields.messages, omitted), tools, wanted), omitted
 
 
-def generate_ask(fields: OllamaGenerate, default: Sampling) -> Ask:
-    """The Ask of a prompt that goes through the template."""
+def generate_request(fields: OllamaGenerate, default: Sampling) -> ChatRequest:
+    """The request of a prompt that goes through the template."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     asked = normalise([*messages, {"role": "user", "content": fields.prompt, "images": fields.images}])
-    return _ask(fields, default, asked, [], choice_of(None, []))
+    return _chat_request(fields, default, asked, [], choice_of(None, []))
 
 
-def _ask(
+def _chat_request(
     fields: OllamaBody, default: Sampling, messages: list[dict[str, Any]], tools: Sequence[Tool], choice: Choice
-) -> Ask:
-    wishes = Wishes(tools=tools, choice=choice, grammar=fields.constraint(), effort=fields.effort())
-    return Ask(messages, fields.generation(default), wishes, compaction=bool(fields.truncate))
+) -> ChatRequest:
+    options = ResponseOptions(tools=tools, choice=choice, grammar=fields.constraint(), effort=fields.effort())
+    return ChatRequest(messages, fields.generation(default), options, compaction=bool(fields.truncate))
 
 
-async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> Prepared:
+async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> GenerationJob:
     """The job of a raw prompt or one with a suffix."""
     prompt: str | list[int] = fields.prompt
     if fields.suffix:
         prompt = await fim_prompt(engine, fields.prompt, fields.suffix, answer_tokens=fields.answer_tokens())
-    return Prepared(
+    return GenerationJob(
         prompt=prompt,
         add_bos=prompting.wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
         generation=fields.generation(model.sampling),
@@ -273,7 +273,7 @@ class OllamaEmbeddings(Body):
     keep_alive: str | float | None = None
 
 
-def embed_order(fields: OllamaEmbed, model: ServedModel) -> VectorOrder:
+def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest:
     """The vectors as Ollama writes them down; durations in nanoseconds."""
     started = time.monotonic()
 
@@ -287,13 +287,13 @@ def embed_order(fields: OllamaEmbed, model: ServedModel) -> VectorOrder:
         }
 
     inputs = [fields.input] if isinstance(fields.input, str) else list(fields.input)
-    return VectorOrder(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
+    return EmbeddingRequest(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
 
 
-def older_embed_order(fields: OllamaEmbeddings, model: ServedModel) -> VectorOrder:
+def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> EmbeddingRequest:
     """The one vector of Ollama's older form."""
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
         return {"embedding": numbers(rows[0])}
 
-    return VectorOrder([fields.prompt], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive))
+    return EmbeddingRequest([fields.prompt], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive))

@@ -15,8 +15,8 @@ from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.fields import read
 from localllm.server.dialects.ollama import lines, model_list, requests
-from localllm.server.dialects.ollama.lines import Shape
-from localllm.server.dialects.ollama.pulling import Puller, allowed
+from localllm.server.dialects.ollama.lines import LineShape
+from localllm.server.dialects.ollama.pulling import ModelPuller, allowed
 from localllm.server.dialects.ollama.requests import (
     OllamaBody,
     OllamaChat,
@@ -27,15 +27,15 @@ from localllm.server.dialects.ollama.requests import (
     OllamaPull,
 )
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import Preload, Route, mount, post, refusing
-from localllm.server.generation.chat import Ask
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import PrefillProgress, Prepared
+from localllm.server.dialects.route import PreloadRequest, Route, mount, post, refusing
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Dialect, MakeJob, Order, Server
+from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
 
 # The release of Ollama whose API this is; VS Code asks for at least 0.6.4.
 VERSION = "0.12.11"
@@ -46,46 +46,48 @@ _EMBED_HINTS = requests.HINTS | {"options", "truncate"}
 _NEVER = ("/api/create", "/api/push", "/api/copy")
 
 
-def chat(fields: OllamaChat, model: ServedModel) -> Order | Preload:
+def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | PreloadRequest:
     """A conversation; without messages it is Ollama's way to load a model ahead, or to unload it."""
-    ignored, shape = fields.ignored(), Shape(chat=True)
+    ignored, shape = fields.ignored(), LineShape(chat=True)
     if not fields.messages:
         return _preload(fields, model, shape)
-    ask, omitted = requests.chat_ask(fields, model.sampling_for(fields.effort()))
-    return _order(ask, model, shape, [*ignored, *omitted], fields.keep_s())
+    chat, omitted = requests.chat_request(fields, model.sampling_for(fields.effort()))
+    return _translated(chat, model, shape, [*ignored, *omitted], fields.keep_s())
 
 
-def generate(fields: OllamaGenerate, model: ServedModel) -> Order | Preload:
+def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | PreloadRequest:
     """A prompt: through the template, raw, or filled in before a suffix."""
-    ignored, shape = fields.ignored(), Shape(chat=False)
+    ignored, shape = fields.ignored(), LineShape(chat=False)
     if not fields.prompt and not fields.suffix:
         return _preload(fields, model, shape)
-    task: Ask | MakeJob
+    task: ChatRequest | JobFactory
     if fields.untemplated:
         fields.constraint()
 
-        async def raw(engine: EngineClient) -> Prepared:
+        async def raw(engine: EngineClient) -> GenerationJob:
             return await requests.raw_job(fields, model, engine)
 
         task = raw
     else:
-        task = requests.generate_ask(fields, model.sampling_for(fields.effort()))
-    return _order(task, model, shape, ignored, fields.keep_s())
+        task = requests.generate_request(fields, model.sampling_for(fields.effort()))
+    return _translated(task, model, shape, ignored, fields.keep_s())
 
 
-def _preload(fields: OllamaBody, model: ServedModel, shape: Shape) -> Preload:
+def _preload(fields: OllamaBody, model: ServedModel, shape: LineShape) -> PreloadRequest:
     keep_s = fields.keep_s()
-    return Preload(lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s)
+    return PreloadRequest(lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s)
 
 
-def _order(task: Ask | MakeJob, model: ServedModel, shape: Shape, ignored: list[str], keep_s: float | None) -> Order:
-    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return lines.whole(fold, model.name, shape)
+def _translated(
+    task: ChatRequest | JobFactory, model: ServedModel, shape: LineShape, ignored: list[str], keep_s: float | None
+) -> TranslatedRequest:
+    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return lines.whole(collected, model.name, shape)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> lines.Lines:
-        return lines.Lines(outbox, model.name, shape)
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> lines.JsonLines:
+        return lines.JsonLines(outbox, model.name, shape)
 
-    return Order(task, whole, writer, tuple(ignored), keep_s=keep_s)
+    return TranslatedRequest(task, whole, writer, tuple(ignored), keep_s=keep_s)
 
 
 CHAT = Route(
@@ -120,7 +122,7 @@ def routes(server: Server) -> APIRouter:
 
 
 def _managing(router: APIRouter, server: Server) -> None:
-    puller = Puller()
+    puller = ModelPuller()
 
     async def pull(request: Request) -> Response:
         store = allowed(server.store)
@@ -213,12 +215,12 @@ def _embeddings(router: APIRouter, server: Server) -> None:
     async def answer(request: Request) -> Response:
         fields, ignored = read(OllamaEmbed, await read_json(request, server.settings), _EMBED_HINTS)
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, requests.embed_order(fields, model), ignored)
+        return await vectors.answer(server, request, model, requests.translate_embed(fields, model), ignored)
 
     async def answer_older(request: Request) -> Response:
         fields, ignored = read(OllamaEmbeddings, await read_json(request, server.settings), _EMBED_HINTS)
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, requests.older_embed_order(fields, model), ignored)
+        return await vectors.answer(server, request, model, requests.translate_older_embed(fields, model), ignored)
 
     post(router, "/api/embed", refusing(_OLLAMA, answer), "Turn texts into vectors", body_of(OllamaEmbed))
     older = "Turn one text into a vector: the older form"

@@ -13,13 +13,13 @@ from localllm.engine.messages import Sampling
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.openai import chat_reply
-from localllm.server.generation.chat import Ask
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import PrefillProgress, Prepared
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Order
+from localllm.server.serving import TranslatedRequest
 
 
 class StreamOptions(BaseModel):
@@ -92,28 +92,28 @@ class ChatFields(ReasonedFields):
         return self.top_logprobs or 0
 
 
-def order(fields: ChatFields, model: ServedModel) -> Order:
+def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     """A conversation, answered as chat.completion or its chunks."""
 
-    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return chat_reply.whole(fold, model.name)
+    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return chat_reply.whole(collected, model.name)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> chat_reply.ChatChunks:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> chat_reply.ChatChunks:
         return chat_reply.ChatChunks(
             outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
         )
 
     default = model.sampling_for(fields.effort(), fields.chat_template_kwargs)
-    ask, ignored = ask_of(fields, default)
-    return Order(ask, whole, writer, tuple(ignored))
+    chat, ignored = chat_request(fields, default)
+    return TranslatedRequest(chat, whole, writer, tuple(ignored))
 
 
-def ask_of(fields: ChatFields, default: Sampling) -> tuple[Ask, list[str]]:
+def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
     """What `fields` asks for, and what of it has no effect. Raises RequestError for what is wrong whatever the model."""
     ignored: list[str] = []
     tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
     messages = normalise(fields.messages, ignored)
-    wishes = Wishes(
+    options = ResponseOptions(
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=fields.parallel_tool_calls is not False,
@@ -123,7 +123,7 @@ def ask_of(fields: ChatFields, default: Sampling) -> tuple[Ask, list[str]]:
         continues=fields.continues(messages),
     )
     compaction = fields.truncation == "auto"
-    return Ask(messages, fields.generation(default), wishes, fields.n or 1, compaction), ignored
+    return ChatRequest(messages, fields.generation(default), options, fields.n or 1, compaction), ignored
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

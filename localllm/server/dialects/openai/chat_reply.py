@@ -9,8 +9,8 @@ from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
-from localllm.server.generation.collector import Fold, FoldedChoice, new_call_id
-from localllm.server.generation.job import Outcome, Spent
+from localllm.server.generation.collector import CollectedChoice, ReplyCollector, new_call_id
+from localllm.server.generation.job import Outcome, ReplyUsage
 from localllm.server.http.streaming import Outbox
 
 
@@ -66,7 +66,7 @@ class ChatChunks:
             f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Usage where asked for, what the cache did, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
@@ -77,7 +77,7 @@ class ChatChunks:
         self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
 
 
-def whole(fold: Fold, model: str) -> dict[str, Any]:
+def whole(collected: ReplyCollector, model: str) -> dict[str, Any]:
     """The chat.completion object."""
     return {
         "id": new_completion_id(),
@@ -85,13 +85,13 @@ def whole(fold: Fold, model: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": None,
-        "choices": [_choice(i, c) for i, c in enumerate(fold.choices)],
-        "usage": usage_body(fold.usage),
-        "timings": timings_body(fold.usage, fold.timings),
+        "choices": [_choice(i, c) for i, c in enumerate(collected.choices)],
+        "usage": usage_body(collected.usage),
+        "timings": timings_body(collected.usage, collected.timings),
     }
 
 
-def _choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
+def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
     assert choice.outcome is not None
     message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
@@ -105,7 +105,7 @@ def _choice(index: int, choice: FoldedChoice) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
 
 
-def usage_body(usage: Spent) -> dict[str, Any]:
+def usage_body(usage: ReplyUsage) -> dict[str, Any]:
     """OpenAI's usage object; accepted and rejected predictions are our drafts."""
     return {
         "prompt_tokens": usage.prompt_tokens,

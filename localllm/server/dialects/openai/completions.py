@@ -19,11 +19,11 @@ from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
 from localllm.server.dialects.openai.chat_reply import usage_body
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompt as prompting
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import AnswerPlan, Outcome, PrefillProgress, Prepared, Spent
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import MakeJob, Order
+from localllm.server.serving import JobFactory, TranslatedRequest
 
 MAX_PROMPTS = 16
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)]
@@ -66,32 +66,32 @@ class CompletionFields(SamplingFields):
         return self.logprobs
 
 
-def order(fields: CompletionFields, model: ServedModel) -> Order:
+def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Raw text, answered as text_completion or its chunks."""
     echo = bool(fields.echo)
 
-    def answer(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return whole(fold, job, model.name, echo=echo)
+    def answer(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return whole(collected, job, model.name, echo=echo)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> CompletionChunks:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> CompletionChunks:
         return CompletionChunks(outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=echo)
 
-    return Order(_task(fields, model), answer, writer)
+    return TranslatedRequest(_task(fields, model), answer, writer)
 
 
-def fill_in_order(fields: CompletionFields, model: ServedModel) -> Order:
+def translate_fill_in(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
     """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
 
-    def answer(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return chat_reply.whole(fold, model.name)
+    def answer(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return chat_reply.whole(collected, model.name)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> FillInChunks:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> FillInChunks:
         return FillInChunks(outbox, model.name, n=job.choices, include_usage=False)
 
-    return Order(_task(fields, model), answer, writer)
+    return TranslatedRequest(_task(fields, model), answer, writer)
 
 
-def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
+def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     """How to make the job; raises RequestError for what is wrong whatever the model."""
     prompts = fields.prompts()
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
@@ -102,7 +102,7 @@ def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
         raise RequestError("echo needs prompts that are text", param="echo")
     grammar = fields.constraint(fields.response_format)
 
-    async def job(engine: EngineClient) -> Prepared:
+    async def job(engine: EngineClient) -> GenerationJob:
         return await job_of(fields, grammar, model, engine)
 
     return job
@@ -110,7 +110,7 @@ def _task(fields: CompletionFields, model: ServedModel) -> MakeJob:
 
 async def job_of(
     fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: EngineClient
-) -> Prepared:
+) -> GenerationJob:
     """The job `fields` asks for."""
     prompts = fields.prompts()
     add_bos = engine.info.adds_bos
@@ -119,7 +119,7 @@ async def job_of(
         prompts = [await fim_prompt(engine, prompts[0], fields.suffix, answer_tokens=fields.answer_tokens())]
     elif isinstance(prompts[0], str):
         add_bos = prompting.wants_bos(engine.info, prompts[0])
-    return Prepared(
+    return GenerationJob(
         prompt=prompts[0],
         generation=fields.generation(model.sampling),
         answer=AnswerPlan(grammar=grammar),
@@ -140,7 +140,7 @@ class FillInChunks(chat_reply.ChatChunks):
         """Wait for the usage."""
         self._ended.append((choice, outcome))
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """The finish reasons, the last with the usage, and the end mark."""
         for choice, outcome in self._ended[:-1]:
             super().finish(choice, outcome)
@@ -154,7 +154,7 @@ class FillInChunks(chat_reply.ChatChunks):
 class CompletionChunks(RawText):
     """The Writer of text_completion events. `echoes` is put before each choice's answer."""
 
-    def __init__(self, outbox: Outbox, model: str, job: Prepared, *, include_usage: bool, echo: bool) -> None:
+    def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
         self._outbox, self._include_usage = outbox, include_usage
         self._head = (
             f'data: {{"id":"{new_id()}","object":"text_completion","created":{int(time.time())},'
@@ -187,7 +187,7 @@ class CompletionChunks(RawText):
             f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """Usage where asked for, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
@@ -195,11 +195,11 @@ class CompletionChunks(RawText):
         self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
 
 
-def whole(fold: Fold, job: Prepared, model: str, *, echo: bool) -> dict[str, Any]:
+def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
     """The text_completion object."""
     prompts = (job.prompt, *job.also)
     choices = []
-    for i, choice in enumerate(fold.choices):
+    for i, choice in enumerate(collected.choices):
         assert choice.outcome is not None
         text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
         logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
@@ -211,8 +211,8 @@ def whole(fold: Fold, job: Prepared, model: str, *, echo: bool) -> dict[str, Any
         "model": model,
         "system_fingerprint": None,
         "choices": choices,
-        "usage": usage_body(fold.usage),
-        "timings": timings_body(fold.usage, fold.timings),
+        "usage": usage_body(collected.usage),
+        "timings": timings_body(collected.usage, collected.timings),
     }
 
 

@@ -16,7 +16,7 @@ from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import Route, mount, mount_prompt
-from localllm.server.dialects.vectors import MOST_INPUTS, Texts, VectorOrder, cut, numbers
+from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
@@ -38,7 +38,7 @@ class EmbeddingFields(Body):
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS, description="the first so many numbers, made length 1")
 
 
-def _embedding_order(fields: EmbeddingFields, model: ServedModel) -> VectorOrder:
+def _translate_embedding(fields: EmbeddingFields, model: ServedModel) -> EmbeddingRequest:
     """The vectors as OpenAI writes them down."""
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _embedding_order(fields: EmbeddingFields, model: ServedModel) -> VectorOrder
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 
-    return VectorOrder(_inputs(fields.input), body)
+    return EmbeddingRequest(_inputs(fields.input), body)
 
 
 def _inputs(sent: Any) -> list[str | list[int]]:
@@ -71,7 +71,7 @@ _KEYS = ("id", "choices", "usage")
 CHAT = Route(
     "/v1/chat/completions",
     ChatFields,
-    chat.order,
+    chat.translate,
     EVENTS,
     "Answer a conversation, whole or as server-sent events",
     _KEYS,
@@ -80,7 +80,7 @@ CHAT = Route(
 COMPLETIONS = Route(
     "/v1/completions",
     CompletionFields,
-    completions.order,
+    completions.translate,
     EVENTS,
     "Continue raw text, or fill in between a prompt and a suffix",
     _KEYS,
@@ -89,7 +89,7 @@ COMPLETIONS = Route(
 FILL_IN = Route(
     "/v1/fim/completions",
     CompletionFields,
-    completions.fill_in_order,
+    completions.translate_fill_in,
     EVENTS,
     "Fill in between a prompt and a suffix, answered in the shape of a chat",
     _KEYS,
@@ -110,7 +110,7 @@ def routes(server: Server) -> APIRouter:
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> dict[str, Any]:
         """One model."""
-        elsewhere = server.models.elsewhere
+        elsewhere = server.models.upstreams
         if elsewhere is not None and elsewhere.find(model_id) is not None and not await server.models.has(model_id):
             return model_list.remote_entry(elsewhere.resolve(model_id))
         return model_list.entry(server.models.resolve(model_id))
@@ -125,6 +125,6 @@ def routes(server: Server) -> APIRouter:
         """Turn texts into vectors."""
         fields, ignored = read(EmbeddingFields, await read_json(request, server.settings))
         model = vectors.model_for(server.models, fields.model)
-        return await vectors.answer(server, request, model, _embedding_order(fields, model), ignored)
+        return await vectors.answer(server, request, model, _translate_embedding(fields, model), ignored)
 
     return router

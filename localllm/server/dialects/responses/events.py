@@ -11,10 +11,10 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
-from localllm.server.dialects.responses.toolbox import TextOfJson, Toolbox
+from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
-from localllm.server.generation.collector import Fold, new_call_id
-from localllm.server.generation.job import Outcome, PrefillProgress, Spent
+from localllm.server.generation.collector import ReplyCollector, new_call_id
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage
 from localllm.server.http.streaming import Outbox
 
 _FUNCTION_CALL = ("function_call", "fc", "arguments")
@@ -38,7 +38,7 @@ class Response:
         self._sequence = 0
         self._begun = False
         self._said_s = time.monotonic()
-        self._text_of: TextOfJson | None = None
+        self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -119,7 +119,7 @@ class Response:
         """A function_call item, or for a custom tool a custom_tool_call, under the client's own names."""
         self._leave()
         called = self._toolbox.called(name)
-        self._text_of = TextOfJson() if called.custom else None
+        self._text_of = CustomInputReader() if called.custom else None
         kind, prefix, content = ("custom_tool_call", "ctc", "input") if called.custom else _FUNCTION_CALL
         item = {"type": kind, "id": _item_id(prefix), "call_id": new_call_id(), "name": called.name, content: ""}
         if called.namespace is not None:
@@ -142,7 +142,7 @@ class Response:
         else:
             self.body["status"] = "completed"
 
-    def end(self, usage: Spent, timings: Timings) -> None:
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
         """The finished response."""
         self.body["usage"] = {
             "input_tokens": usage.prompt_tokens,
@@ -234,9 +234,9 @@ class Response:
         return f"event: {event}\ndata: {said}\n\n".encode()
 
 
-def replay(fold: Fold, response: Response) -> dict[str, Any]:
+def replay(collected: ReplyCollector, response: Response) -> dict[str, Any]:
     """The whole response object from a folded reply: the stream's own writer, played once more."""
-    choice = fold.choices[0]
+    choice = collected.choices[0]
     assert choice.outcome is not None
     if choice.reasoning:
         response.reasoning(0, choice.reasoning)
@@ -246,7 +246,7 @@ def replay(fold: Fold, response: Response) -> dict[str, Any]:
         response.call_start(0, index, call.name)
         response.call_arguments(0, index, call.arguments)
     response.finish(0, choice.outcome)
-    response.end(fold.usage, fold.timings)
+    response.end(collected.usage, collected.timings)
     return response.body
 
 

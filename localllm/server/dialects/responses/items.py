@@ -14,8 +14,8 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import NAMED, TRUNCATION, Limit, ReasonedFields, ReasoningFields, first_limit
 from localllm.server.dialects.responses.store import Conversations, Store
 from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
-from localllm.server.generation.chat import Ask
-from localllm.server.generation.prompt import Wishes
+from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.prompt import ResponseOptions
 
 # Known to OpenAI's API and without effect on an answer here.
 HINTS = frozenset(
@@ -75,8 +75,10 @@ class ResponsesFields(ReasonedFields):
         return 0 if wanted and self.top_logprobs is None else self.top_logprobs
 
 
-def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any], toolbox: Toolbox) -> tuple[Ask, list[str]]:
-    """The Ask for the conversation `items`, and the names of tools and items that were skipped."""
+def chat_request(
+    fields: ResponsesFields, default: Sampling, items: Sequence[Any], toolbox: Toolbox
+) -> tuple[ChatRequest, list[str]]:
+    """The chat request for the conversation `items`, and the names of tools and items that were skipped."""
     skipped = list(toolbox.skipped)
     messages = _messages(items, skipped)
     if fields.instructions:
@@ -91,7 +93,7 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any], too
     if shape.get("verbosity") not in NAMED["verbosity"]:
         skipped.append("text.verbosity")
     reasoning = fields.reasoning or ReasoningFields.model_validate({})
-    wishes = Wishes(
+    options = ResponseOptions(
         tools=tools,
         choice=choice,
         parallel=fields.parallel_tool_calls is not False,
@@ -99,7 +101,9 @@ def ask_of(fields: ResponsesFields, default: Sampling, items: Sequence[Any], too
         effort=reasoning.level,
     )
     generation = fields.generation(default)
-    return Ask(normalise(messages, skipped), generation, wishes, compaction=fields.truncation == "auto"), skipped
+    return ChatRequest(
+        normalise(messages, skipped), generation, options, compaction=fields.truncation == "auto"
+    ), skipped
 
 
 def input_items(fields: ResponsesFields, store: Store, conversations: Conversations) -> tuple[list[Any], list[Any]]:

@@ -28,13 +28,13 @@ from localllm.server.dialects.responses.store import (
 from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import Route, mount, mount_count
 from localllm.server.dialects.wire import EVENTS
-from localllm.server.generation.collector import Fold
-from localllm.server.generation.job import PrefillProgress, Prepared
+from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.job import GenerationJob, PrefillProgress
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
-from localllm.server.serving import Order, Server
+from localllm.server.serving import Server, TranslatedRequest
 
 
 def routes(server: Server) -> APIRouter:
@@ -46,7 +46,7 @@ def routes(server: Server) -> APIRouter:
     create = Route(
         "/v1/responses",
         ResponsesFields,
-        lambda fields, model: order(fields, model, Kept(store, conversations), silence_s),
+        lambda fields, model: translate(fields, model, Kept(store, conversations), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -151,12 +151,12 @@ class Kept(NamedTuple):
     conversations: Conversations
 
 
-def order(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s: float) -> Order:
+def translate(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s: float) -> TranslatedRequest:
     """The conversation of `fields`, answered as a response object or its events; kept when it has ended."""
     before, sent = items.input_items(fields, kept.responses, kept.conversations)
     toolbox = Toolbox.of(fields.tools or [])
     effort = fields.reasoning.level if fields.reasoning else None
-    ask, skipped = items.ask_of(fields, model.sampling_for(effort), [*before, *sent], toolbox)
+    chat, skipped = items.chat_request(fields, model.sampling_for(effort), [*before, *sent], toolbox)
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
@@ -167,14 +167,14 @@ def order(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s: fl
 
     response = Response(fields, model.name, toolbox, keep, silence_s)
 
-    def whole(fold: Fold, job: Prepared) -> dict[str, Any]:
-        return replay(fold, response)
+    def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
+        return replay(collected, response)
 
-    def writer(outbox: Outbox, job: Prepared, progress: PrefillProgress) -> Response:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> Response:
         return response.into(outbox, job.compacted)
 
-    return Order(
-        ask,
+    return TranslatedRequest(
+        chat,
         whole,
         writer,
         tuple(dict.fromkeys(skipped)),

@@ -23,7 +23,7 @@ _PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 @dataclass(frozen=True, slots=True)
-class ClientName:
+class ClientToolName:
     """What the client calls a function; `custom`: it wants the text, not arguments."""
 
     name: str
@@ -37,14 +37,14 @@ class Toolbox:
     offered: only OpenAI's servers can run them."""
 
     functions: Sequence[Tool] = ()
-    names: Mapping[str, ClientName] = field(default_factory=dict)
+    names: Mapping[str, ClientToolName] = field(default_factory=dict)
     skipped: Sequence[str] = ()
 
     @classmethod
     def of(cls, sent: Sequence[Any]) -> Toolbox:
         """The tools as a client sends them. Raises RequestError."""
         functions: list[dict[str, Any]] = []
-        names: dict[str, ClientName] = {}
+        names: dict[str, ClientToolName] = {}
         skipped: list[str] = []
         for i, (tool, namespace) in enumerate(_each(sent, None)):
             kind, where = tool.get("type", "function"), f"tools[{i}]"
@@ -60,16 +60,16 @@ class Toolbox:
             if isinstance(name, str):
                 flat = flat_name(name, namespace)
                 function["function"]["name"] = flat
-                names[flat] = ClientName(name, namespace, kind == "custom")
+                names[flat] = ClientToolName(name, namespace, kind == "custom")
             functions.append(function)
         offered = checked(functions)
         for function, plain in zip(functions, offered, strict=True):
             plain.update({k: v for k, v in function.items() if k == "held_to"})
         return cls(offered, names, skipped)
 
-    def called(self, function: str) -> ClientName:
+    def called(self, function: str) -> ClientToolName:
         """What the client calls the model's `function`."""
-        return self.names.get(function) or ClientName(function)
+        return self.names.get(function) or ClientToolName(function)
 
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
         """The functions that `tool_choice` leaves, and how it wants them called. Raises RequestError."""
@@ -140,7 +140,7 @@ def _of_one(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {INPUT: described}, "required": [INPUT], "additionalProperties": False}
 
 
-class TextOfJson:
+class CustomInputReader:
     """The text of a custom call, out of its arguments `{"input": "…"}` as they come."""
 
     def __init__(self) -> None:
