@@ -134,7 +134,7 @@ class Offers:
 def planned(launch: Launch, told: Callable[[float], None] | None = None) -> PlannedModel:
     """A launch as the server takes it. `told` hears too how much of it is loaded, from 0 to 1."""
     from localllm.cli.launch import own_sampling
-    from localllm.engine.supervisor import Supervisor
+    from localllm.engine.worker.supervisor import Supervisor
     from localllm.server.models.worker import LoadProgress, ModelFacts, PlannedModel
 
     loading = LoadProgress()

@@ -12,7 +12,7 @@ from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import harmony
 from localllm.conversation.tools.lazy import either, starts_of
-from localllm.engine.constraint import GrammarCompiler
+from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import ResponseOptions
 from localllm_backends.contract import Backend, LoadSpec

@@ -16,8 +16,8 @@ import openai
 import pydantic
 import pytest
 
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter
 from localllm.server.proxy.upstreams import Upstream, Upstreams
 from localllm_backends.contract import LoadSpec

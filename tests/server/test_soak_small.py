@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.soak import Report, growth, kill, soak
 from benchmarks.soak_mix import ChatRequest, draw, flowing, send
-from localllm.engine.client import WorkerOptions
-from localllm.engine.supervisor import Supervisor
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 

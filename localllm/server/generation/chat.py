@@ -10,6 +10,7 @@ from localllm.conversation.images import shown
 from localllm.conversation.recall import Recall
 from localllm.conversation.volatile import without_volatile
 from localllm.engine.messages import Generation, Timings, TokenLogprob
+from localllm.engine.worker.api import EngineClient
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
 from localllm.server.generation.job import GenerationJob, Outcome, ReplyUsage, ReplyWriter

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.conversation.reply import think_markers
 from localllm.conversation.tools import unread
 from localllm.engine.messages import Sampling
+from localllm.engine.worker.api import EngineClient, Host
 from localllm.server.models.worker import ModelFacts, ModelWorker
 from localllm_backends.contract import ModelInfo
 

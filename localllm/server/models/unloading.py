@@ -126,7 +126,7 @@ async def unload_idle(
 
 def memory_is_short() -> bool:
     """True when less is available than the memory guard keeps for the system."""
-    from localllm.engine.memory_guard import SystemMemory, headroom_bytes, judge, process_and_children
+    from localllm.engine.host.memory import SystemMemory, headroom_bytes, judge, process_and_children
 
     memory = SystemMemory(process_and_children)
     return judge(memory.available_bytes(), headroom_bytes(memory.total_bytes)) != "none"

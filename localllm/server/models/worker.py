@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from localllm.engine.messages import Sampling
+from localllm.engine.worker.api import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm_backends.contract import ModelInfo
 
