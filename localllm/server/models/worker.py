@@ -42,7 +42,7 @@ class ModelAdmission:
 
     Two rules. Together the loaded models stay within the limit. And a new one must find its bytes available now, beside
     those that are still being loaded; when it is alone nobody could make room for it, so that is left to the memory
-    guard of its own load (localllm/engine/supervisor.py), which looks again.
+    guard of its own load (localllm/engine/worker/supervisor.py), which looks again.
     """
 
     def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
