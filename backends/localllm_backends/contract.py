@@ -17,24 +17,33 @@ Rules every backend keeps (tests/backends/test_conformance.py is the executable 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 from localllm_backends.failures import BackendFailure as BackendFailure
 from localllm_backends.failures import CannotRewindError as CannotRewindError
 from localllm_backends.failures import InterruptedStepError as InterruptedStepError
 from localllm_backends.failures import LoadError as LoadError
 from localllm_backends.failures import NoCellsError as NoCellsError
+from localllm_backends.failures import OtherMachineError as OtherMachineError
 from localllm_backends.failures import OutOfMemoryError as OutOfMemoryError
 from localllm_backends.failures import StepError as StepError
-from localllm_backends.kv_comparison import KvComparison as KvComparison
-from localllm_backends.kv_comparison import KvFidelity as KvFidelity
-from localllm_backends.pictures import ImagePart as ImagePart
-from localllm_backends.pictures import ImageRun as ImageRun
-from localllm_backends.pictures import Picture as Picture
 from localllm_backends.placement import Placement as Placement
+from localllm_backends.values import MOST_DRAWN as MOST_DRAWN
+from localllm_backends.values import Capabilities as Capabilities
+from localllm_backends.values import Chunk as Chunk
+from localllm_backends.values import Draw as Draw
+from localllm_backends.values import ImagePart as ImagePart
+from localllm_backends.values import ImageRun as ImageRun
+from localllm_backends.values import KvFidelity as KvFidelity
+from localllm_backends.values import KvType as KvType
+from localllm_backends.values import LoadSpec as LoadSpec
+from localllm_backends.values import MemoryReport as MemoryReport
+from localllm_backends.values import ModelInfo as ModelInfo
+from localllm_backends.values import Picture as Picture
+from localllm_backends.values import SequenceId as SequenceId
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,435 +51,276 @@ if TYPE_CHECKING:
 
     Logits: TypeAlias = NDArray[np.float32]
 
-SequenceId: TypeAlias = int
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
-
-@dataclass(frozen=True, slots=True)
-class LoadSpec:
-    """What to load and how much memory to give it; 0 and None mean "the backend's own default".
-
-    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
-    `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
-    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
-    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `placement` says where
-    layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
-    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
-    """
-
-    path: str
-    n_ctx: int = 0
-    n_seq_max: int = 8
-    n_batch: int = 0
-    n_threads: int = 0
-    n_threads_batch: int = 0
-    kv_type_k: KvType = "f16"
-    kv_type_v: KvType = "f16"
-    flash_attention: bool = True
-    n_outputs: int = 0
-    n_rewind: int = 0
-    mtp: bool = False
-    placement: Placement = field(default_factory=Placement)
-    projector: str = ""
-
-    @property
-    def n_gpu_layers(self) -> int:
-        """Layers that the accelerators compute (-1 = all)."""
-        return self.placement.gpu_layers
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
-        """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
-        sent: dict[str, Any] = data.get("placement") or {}
-        placed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()}
-        return cls(**{**data, "placement": Placement(**placed)})
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What this loaded model's memory can do; asked of the object, never guessed from a name.
-
-    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens of the step just
-    made, further back only while the memory still holds them; "none" = only to 0.
-    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for each token at once.
-    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
-    Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
-    `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
-    which is kept apart from its KV, see `StateBackend`.
-    `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
-    `drafts`: longest draft (tokens) the model's own heads write, see `DraftingBackend`; 0 = it has none, or they are
-    not loaded.
-    `sliced_prefill`: prompts can be read beside the steps, see `SlicingBackend`.
-    `draws`: chunks may ask for a token drawn where the logits are, see `Draw`.
-    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there, see
-    `DeviceBackend`.
-    `interruptible`: a step can be ended from another thread, see `InterruptibleBackend`.
-    `sees`: pictures can be part of a prompt, see `SeeingBackend`. `whole_images`: the tokens of one see each other, so that
-    all of them must go into one step.
-    """
-
-    rewind: Literal["any", "bounded", "none"]
-    rewind_tokens: int
-    shares_cells: bool
-    segments: bool
-    exact_batching: bool
-    kv_types: tuple[KvType, ...]
-    drafts: int = 0
-    sliced_prefill: bool = False
-    states: bool = False
-    draws: bool = False
-    kv_on_device: bool = False
-    interruptible: bool = False
-    sees: bool = False
-    whole_images: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Facts of the loaded model that the engine, the templates and the faces need.
-
-    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
-    `sees`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
-    its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
-    another one must never be imported.
-    """
-
-    architecture: str
-    description: str
-    fingerprint: str
-    n_vocab: int
-    n_ctx: int
-    n_ctx_train: int
-    n_seq_max: int
-    n_batch: int
-    n_outputs: int
-    n_params: int
-    weights_bytes: int
-    eog_tokens: tuple[int, ...]
-    bos_token: int | None
-    eos_token: int | None
-    adds_bos: bool
-    bos_text: str
-    eos_text: str
-    chat_template: str | None
-    kv_type_k: str
-    kv_type_v: str
-    kv_meaning: str = ""
-    sees: bool = False
-    fim_tokens: dict[str, int] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back.
-
-    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where they lie, in the
-    engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say. What is mapped from a file counts with
-    the whole of the mapping.
-    """
-
-    weights_bytes: int
-    kv_bytes: int
-    recurrent_bytes: int
-    compute_bytes: int
-    output_bytes: int
-    projector_bytes: int = 0
-    places: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        """Everything, in bytes."""
-        held = self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
-        return held + self.projector_bytes
-
-
-# A `Draw` may keep at most so many tokens by top_k.
-MOST_DRAWN = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How the token behind a chunk's last output is drawn: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
-    (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
-    `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
-
-    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
-    is drawn, as if their logits were -inf."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    uniform: float
-    next_uniform: float | None = None
-    banned: tuple[int, ...] = ()
-
-    def behind(self) -> Draw | None:
-        """How the token after it will be drawn."""
-        return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
-
-    def same(self, other: Draw) -> bool:
-        """Does `other` draw the same token?"""
-        return replace(self, next_uniform=None) == replace(other, next_uniform=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `draw` asks
-    for a token behind the last one, where `Capabilities.draws`. With an `image` the tokens are only counted, the model
-    reads its embeddings, and the chunk is alone in its step."""
-
-    sequence: SequenceId
-    tokens: Seq[int]
-    outputs: int = 1
-    draw: Draw | None = None
-    image: ImagePart | None = None
-
-
-@runtime_checkable
-class StepResult(Protocol):
+class StepResult(ABC):
     """What a step computed. Valid until the next call of `step` on the same backend."""
 
+    @abstractmethod
     def argmax(self, chunk: int) -> list[int]:
         """Best token of each wanted output of chunk number `chunk`, in order."""
-        ...
 
+    @abstractmethod
     def logits(self, chunk: int) -> Logits:
         """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
-        ...
-
-
-@runtime_checkable
-class DrawingResult(StepResult, Protocol):
-    """What a step of a backend whose `Capabilities.draws` is True computed."""
 
     def drawn(self, chunk: int) -> int | None:
         """The token that the `draw` of chunk number `chunk` asked for, exactly what double precision draws from its logits;
-        None where that takes a look at them."""
-        ...
+        None where that takes a look at them. (Capabilities.draws)"""
+        return None
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """A loaded Variant. See the module docstring for the rules."""
+class PrefillSlices(ABC):
+    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, or `stop` before
+    that; `join` until all that are computed are appended; `close`. The sequence they belong to stays as it is until `join`,
+    and must not be stepped before."""
+
+    @abstractmethod
+    def run(self, seconds: float) -> int:
+        """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
+
+    @abstractmethod
+    def stop(self) -> int:
+        """Compute no more, at any time and whatever failed; returns how many of the tokens are computed, all of which can
+        be appended. What is in the middle of being computed is not."""
+
+    @abstractmethod
+    def join(self) -> int:
+        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended, those that
+        are not computed among them. Raises NoCellsError (nothing appended) where there is no room."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop, and free what it took. What was appended stays."""
+
+
+class KvComparison(ABC):
+    """A comparison of KV types under way: `run` until it returns the result, then `close`."""
+
+    @abstractmethod
+    def run(self) -> tuple[KvFidelity, ...] | None:
+        """Compute one piece; None while there is more of it, then one result for each pair. BackendFailure ends it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it took."""
+
+
+class Backend(ABC):
+    """A loaded Variant. See the module docstring for the rules. What `Capabilities` promises is written below the required
+    operations: a backend without that ability leaves it as it is."""
 
     info: ModelInfo
     capabilities: Capabilities
 
+    @abstractmethod
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the model's BOS first."""
-        ...
 
+    @abstractmethod
     def detokenize(self, tokens: Seq[int]) -> str:
         """Text of `tokens`, control tokens rendered, invalid UTF-8 replaced."""
-        ...
 
+    @abstractmethod
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         """The bytes one token stands for; b"" for a control token unless `special`."""
-        ...
 
+    @abstractmethod
     def is_control(self, token: int) -> bool:
         """True for a token that marks structure (turns, end of text) rather than text."""
-        ...
 
+    @abstractmethod
     def new_sequence(self) -> SequenceId:
         """An empty sequence; raises NoCellsError when `n_seq_max` are held."""
-        ...
 
+    @abstractmethod
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be split there, NoCellsError
         where there is no room for it."""
-        ...
 
+    @abstractmethod
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
         """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then nothing changed)."""
-        ...
 
+    @abstractmethod
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
         """Would `truncate` to `n_tokens`, and `fork` there, be possible now?"""
-        ...
 
+    @abstractmethod
     def drop(self, sequence: SequenceId) -> None:
         """Free a sequence."""
-        ...
 
+    @abstractmethod
     def length(self, sequence: SequenceId) -> int:
         """Tokens held by `sequence`."""
-        ...
 
+    @abstractmethod
     def cells_free(self) -> int:
         """Tokens that can still be appended over all sequences."""
-        ...
 
+    @abstractmethod
     def step(self, chunks: Seq[Chunk]) -> StepResult:
         """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the weights."""
-        ...
 
+    @abstractmethod
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint, KV types and meaning takes back."""
-        ...
 
+    @abstractmethod
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
         """Append exported tokens [start, stop) to `sequence`, whose length must be `start`.
 
         A blob may hold more tokens than asked for where `Capabilities.segments`. Raises BackendFailure, having
         appended nothing, on foreign data."""
-        ...
 
+    @abstractmethod
     def memory(self) -> MemoryReport:
         """What is allocated now."""
-        ...
 
+    @abstractmethod
     def check_integrity(self) -> None:
         """AssertionError where its books on cells and sequences are wrong; called by tests after whatever happened."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything. The object is dead afterwards."""
-        ...
 
-
-@runtime_checkable
-class StateBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.states` is True. `export_range` and `import_range` are of the KV that every token keeps;
-    a sequence with imported KV must not be stepped before `import_state`."""
+    # --- Capabilities.states: `export_range` and `import_range` are of the KV that every token keeps, and a sequence with
+    # imported KV must not be stepped before `import_state`.
 
     def state_bytes(self, sequence: SequenceId) -> int:
         """How many bytes `export_state` would give now."""
-        ...
+        raise NotImplementedError
 
     def export_state(self, sequence: SequenceId) -> bytes:
         """The state behind all the tokens that `sequence` holds."""
-        ...
+        raise NotImplementedError
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         """Cut `sequence` to its first `n_tokens` and give it the state exported behind them. After a BackendFailure the
         sequence is good for nothing but to be dropped or cut to 0."""
-        ...
+        raise NotImplementedError
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         """A new sequence with the first `n_tokens` of `source` and the state exported behind them. NoCellsError or
         BackendFailure, changing nothing, where that can't be."""
-        ...
+        raise NotImplementedError
 
-
-@runtime_checkable
-class DeviceBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.kv_on_device` is True."""
-
-    def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
-        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: `export_range` makes a few copies of
-        each layer for every one. Tokens that were decoded beside other sequences are a run each."""
-        ...
-
-
-@runtime_checkable
-class SeeingBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.sees` is True. A sequence is cut, forked, exported and imported only where no picture
-    is cut in two."""
+    # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image is cut in two.
 
     def read(self, parts: Seq[str | Picture], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
-        """A prompt of text and pictures as runs of token ids and of images, with what the model wants around each image.
-        Any thread. BackendFailure where a picture can't be read."""
-        ...
+        """A prompt of text and images as runs of token ids and of images, with what the model wants around each image.
+        Any thread. BackendFailure where an image can't be read."""
+        raise NotImplementedError
 
-    def encode(self, run: ImageRun) -> NDArray[np.float32]:
-        """The embeddings [n_tokens, width] of `run`. Any thread, one at a time; steps may go on meanwhile."""
-        ...
+    def encode(self, run: ImageRun) -> Logits:
+        """The embeddings, float32 [n_tokens, width], of `run`. Any thread, one at a time; steps may go on meanwhile."""
+        raise NotImplementedError
 
-
-@runtime_checkable
-class DraftingBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.drafts` is not 0: the model carries heads that guess its next tokens."""
-
-    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """The heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess): what
-        may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
-        ...
-
-
-@runtime_checkable
-class ThreadedBackend(Backend, Protocol):
-    """A Backend whose steps are computed by threads on the processor."""
-
-    def use_threads(self, most: int) -> None:
-        """Compute short steps (decode) with no more than `most` threads from the next one on. More than it was loaded with
-        are as many as that."""
-
-
-@runtime_checkable
-class InterruptibleBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.interruptible` is True: what nobody wants any more need not be computed to its end."""
-
-    def interrupt(self) -> None:
-        """End the step that runs now, or the next one if none does, with InterruptedStepError; or let it end by itself where
-        that takes no time. May be called from any thread, at any time."""
-
-
-class PrefillSlices(Protocol):
-    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, or `stop` before
-    that; `join` until all that are computed are appended; `close`. The sequence they belong to stays as it is until `join`,
-    and must not be stepped before."""
-
-    def run(self, seconds: float) -> int:
-        """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
-
-    def stop(self) -> int:
-        """Compute no more, at any time and whatever failed; returns how many of the tokens are computed, all of which can
-        be appended. What is in the middle of being computed is not."""
-
-    def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended, those that
-        are not computed among them. Raises NoCellsError (nothing appended) where there is no room."""
-
-    def close(self) -> None:
-        """Stop, and free what it took. What was appended stays."""
-
-
-@runtime_checkable
-class SlicingBackend(Backend, Protocol):
-    """A Backend whose `Capabilities.sliced_prefill` is True: it can pause in the middle of a sweep, so that a long prompt is
-    read in pieces of time instead of tokens."""
+    # --- Capabilities.sliced_prefill: it can pause in the middle of a sweep, so that a long prompt is read in slices of time.
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         """Memory it takes whose sequence will hold `n_tokens`."""
+        raise NotImplementedError
 
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PrefillSlices:
         """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
+        raise NotImplementedError
 
+    # --- the other abilities, each behind a flag of its own name or nothing to be asked first
 
-@runtime_checkable
-class SettlingBackend(Backend, Protocol):
-    """A Backend with housekeeping of its own, for when nobody asks anything."""
+    def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
+        """The model's own heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess):
+        what may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
+        return [[] for _ in wanted]
 
-    def settle(self, spare_bytes: int | None) -> bool:
-        """One piece of it, of a few milliseconds, within `spare_bytes` of memory (None: unknown); True while there is more.
-        No sequence and no logit changes."""
+    def interrupt(self) -> None:  # noqa: B027 - a backend without it has nothing to do
+        """End the step that runs now, or the next one if none does, with InterruptedStepError; or let it end by itself where
+        that takes no time. May be called from any thread, at any time."""
 
+    def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
+        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: where `Capabilities.kv_on_device`,
+        `export_range` makes a few copies of each layer for every one. Tokens decoded beside other sequences are a run each."""
+        return 1
 
-@runtime_checkable
-class ComparingBackend(Backend, Protocol):
-    """A Backend that can say what its KV types cost in precision, on its own weights."""
+    def use_threads(self, most: int) -> None:  # noqa: B027 - a backend without threads has nothing to do
+        """Compute short steps (decode) with no more than `most` threads from the next one on. More than it was loaded with
+        are as many as that."""
 
     def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvComparison:
         """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in memory of its own. A pair
         this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
+        raise BackendFailure("this backend can't compare KV types")
+
+    def settle(self, spare_bytes: int | None) -> bool:
+        """One piece of the backend's own housekeeping, of a few milliseconds, within `spare_bytes` of memory (None: unknown),
+        while nobody asks anything; True while there is more. No sequence and no logit changes."""
+        return False
 
 
-class BackendType(Protocol):
-    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant."""
+class Embedder(ABC):
+    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not thread-safe: its owner calls
+    everything."""
+
+    info: ModelInfo
+    n_embd: int
+    pooling: str
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text` with the marks the model wants around it (CLS, SEP, EOS)."""
+
+    @abstractmethod
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        """Token ids of what a reranker reads: the query and the document, with the marks it wants around them."""
+
+    @abstractmethod
+    def detokenize(self, tokens: Seq[int]) -> str:
+        """Text of `tokens`."""
+
+    @abstractmethod
+    def embed(self, inputs: Seq[Seq[int]]) -> Logits:
+        """One row of `n_embd` numbers per input, of length 1; a reranker's are its scores as they are. Raises
+        BackendFailure; an input must have between 1 and `info.n_ctx` tokens."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model."""
+
+
+class BackendType(ABC):
+    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant. Importing it imports
+    nothing of the engine behind it."""
 
     name: str
 
+    @abstractmethod
     def available(self) -> str | None:
         """None if it can run here, else one sentence saying what is missing and how to get it."""
 
+    @abstractmethod
     def accepts(self, path: str) -> bool:
         """True if `path` is a Variant of this backend's format."""
 
+    @abstractmethod
     def vocabulary(self, path: str) -> list[bytes]:
         """The bytes of every token, control tokens as they are written, read without loading the weights; LoadError."""
 
+    @abstractmethod
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the weights come in."""
+
+    def reads_images(self) -> str | None:
+        """None where an image projector could be loaded, else why not."""
+        return "this engine reads no images"
+
+    def load_embedder(
+        self,
+        path: str,
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_gpu_layers: int = -1,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> Embedder:
+        """Load the model at `path`; raises LoadError, also for one that makes neither embeddings nor scores."""
+        raise LoadError(f"the {self.name} backend makes no embeddings")

@@ -34,3 +34,7 @@ class InterruptedStepError(BackendFailure):
 
 class CannotRewindError(BackendFailure):
     """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
+
+
+class OtherMachineError(LoadError):
+    """Another machine that was to hold layers can't be had: no fault of the model's files."""

@@ -50,10 +50,7 @@ from localllm_backends.contract import (
     BackendFailure,
     InterruptedStepError,
     NoCellsError,
-    SeeingBackend,
-    SettlingBackend,
     StepResult,
-    ThreadedBackend,
 )
 
 # With nothing to do but to wait for a grammar, or for the disk, a new request is looked for this often.
@@ -124,11 +121,11 @@ class Engine:
         self._advance = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
-        computing = [b for b in (self.backend, self.draft_backend) if isinstance(b, ThreadedBackend)]
+        computing = [b for b in (self.backend, self.draft_backend) if b is not None and b.capabilities.threaded]
         self._giving_way = ThreadThrottle(computing if self.settings.gives_way else [], others)
 
     def _make_images(self) -> ImageSteps | None:
-        if not (self.backend.capabilities.sees and isinstance(self.backend, SeeingBackend)):
+        if not self.backend.capabilities.sees:
             return None
         kept = self.settings.disk_dir
         folder = Path(kept) / "images" if kept is not None and self.settings.disk_bytes > 0 else None
@@ -332,7 +329,11 @@ class Engine:
         self._wake(busy=False)
         rested_s = self.clock() - self._worked_s
         # One thing at a time, so that a new request waits for no more than that.
-        if self.pool.tick(busy=False) or self._settle() or self.speculator.tick(busy=False, rested_s=rested_s):
+        if (
+            self.pool.tick(busy=False)
+            or self.backend.settle(self.guard.spare_bytes)
+            or self.speculator.tick(busy=False, rested_s=rested_s)
+        ):
             return True
         # After somebody was answered: a model that is only loaded, or tried, is not worth the heat.
         return self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes)
@@ -348,10 +349,6 @@ class Engine:
         as a request that is all cached, and agents send the next one within milliseconds. KV in pieces takes one: the sooner
         it is out, the more often the same prompt again is computed over the same cells, and so to the last bit."""
         return self.pool.kv.states is not None
-
-    def _settle(self) -> bool:
-        backend = self.backend
-        return isinstance(backend, SettlingBackend) and backend.settle(self.guard.spare_bytes)
 
     @property
     def awaits_disk(self) -> bool:

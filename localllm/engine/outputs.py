@@ -12,7 +12,7 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.ranking import Row
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed
-from localllm_backends.contract import Backend, Chunk, Draw, DrawingResult, ImagePart, StepResult
+from localllm_backends.contract import Backend, Chunk, Draw, ImagePart, StepResult
 
 
 @dataclass
@@ -117,7 +117,7 @@ class OutputProcessor:
 
     def _drawn(self, job: RunningRequest, result: StepResult, index: int) -> int | None:
         """The token that the backend drew for the job; None where it did not."""
-        if self._draw(job) is None or not isinstance(result, DrawingResult):
+        if self._draw(job) is None:
             return None
         token = result.drawn(index)
         if token is not None:

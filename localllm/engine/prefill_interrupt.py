@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from localllm.engine.scheduler import Grant
-from localllm_backends.contract import Backend, InterruptedStepError, InterruptibleBackend
+from localllm_backends.contract import Backend, InterruptedStepError
 
 
 class PrefillInterrupt:
     """Knows whose prompt is alone in the step that runs, and who is about to leave. Methods may be called by any thread."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend: InterruptibleBackend | None = None
-        if backend.capabilities.interruptible and isinstance(backend, InterruptibleBackend):
-            self._backend = backend
+        self._backend = backend if backend.capabilities.interruptible else None
         self._lock = threading.Lock()
         self._reading: str | None = None
         self._leaving: set[str] = set()

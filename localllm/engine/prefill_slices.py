@@ -18,7 +18,7 @@ from typing import Protocol
 from localllm.engine.fairness import Shares
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.request import RunningRequest
-from localllm_backends.contract import Backend, BackendFailure, PrefillSlices, SlicingBackend
+from localllm_backends.contract import Backend, BackendFailure, PrefillSlices
 
 # Who has less to read than this part of what is left of the prompt in slices does not wait for its end: 600 tokens waited for
 # 30,000. So nobody waits for more than twice as many tokens as its own.
@@ -82,7 +82,7 @@ def prefill_policy(
     backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float], shares: Shares
 ) -> PrefillPolicy:
     """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
-    if least_tokens > 0 and backend.capabilities.sliced_prefill and isinstance(backend, SlicingBackend):
+    if least_tokens > 0 and backend.capabilities.sliced_prefill:
         return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
     return ChunkedPrefill()
 
@@ -92,7 +92,7 @@ class SlicedPrefill:
     """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
     not worth the context it takes. Tenants that have had less than that job's (`shares`) go first, in the steps."""
 
-    backend: SlicingBackend
+    backend: Backend
     least_tokens: int
     metrics: Metrics
     clock: Callable[[], float]

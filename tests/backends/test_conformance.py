@@ -16,7 +16,6 @@ from localllm_backends.contract import (
     Backend,
     BackendFailure,
     LoadSpec,
-    StateBackend,
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.mlx import backend_type as mlx
@@ -111,7 +110,7 @@ def test_the_contract_holds(backend: Backend, check: conformance.Check) -> None:
 
 
 def test_kv_in_pieces_and_a_state_go_on_where_the_state_was_taken(backend: Backend) -> None:
-    if not isinstance(backend, StateBackend) or not backend.capabilities.states:
+    if not backend.capabilities.states:
         pytest.skip("this memory keeps no state apart from its KV")
     tokens = line(120)
     source = backend.new_sequence()
@@ -144,7 +143,7 @@ def test_kv_in_pieces_and_a_state_go_on_where_the_state_was_taken(backend: Backe
 
 
 def test_the_state_of_another_place_is_refused(backend: Backend) -> None:
-    if not isinstance(backend, StateBackend) or not backend.capabilities.states:
+    if not backend.capabilities.states:
         pytest.skip("this memory keeps no state apart from its KV")
     source = backend.new_sequence()
     feed(backend, source, line(40))

@@ -16,7 +16,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend, LoadError, LoadSpec
+from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, mtp
 from localllm_backends.llamacpp.weights import load_model
 from models import tiny_gguf, tiny_mtp
@@ -102,14 +102,12 @@ def reference(path: Path) -> Iterator[Reference]:
     made.close()
 
 
-def load(path: Path, **more: object) -> DraftingBackend:
+def load(path: Path, **more: object) -> Backend:
     spec = LoadSpec(str(path), **{"n_ctx": 512, "n_seq_max": 4, "n_batch": 128, "n_threads": 1, "mtp": True, **more})  # type: ignore[arg-type]
-    backend = backend_type.load(spec)
-    assert isinstance(backend, DraftingBackend)
-    return backend
+    return backend_type.load(spec)
 
 
-def draft(backend: DraftingBackend, sequence: int, newest: int) -> list[int]:
+def draft(backend: Backend, sequence: int, newest: int) -> list[int]:
     (guessed,) = backend.draft([(sequence, newest, MOST)])
     return guessed
 
@@ -119,9 +117,7 @@ def agrees(guessed: list[int], expected: list[int]) -> bool:
     return bool(guessed) and guessed == expected[: len(guessed)]
 
 
-def knows(
-    backend: DraftingBackend, sequence: int, reference: Reference, line: list[int], unseen: tuple[int, ...] = ()
-) -> bool:
+def knows(backend: Backend, sequence: int, reference: Reference, line: list[int], unseen: tuple[int, ...] = ()) -> bool:
     """True if the heads go on from `line` as they should, whatever comes next; where they dare to."""
     said = {newest: draft(backend, sequence, newest) for newest in (7, 40, 123, 200, 333)}
     expected = {newest: reference.draft([*line, newest], MOST, unseen) for newest, guessed in said.items() if guessed}
@@ -254,8 +250,8 @@ def test_whole_blocks_carry_it_where_memory_cannot_be_cut(shape: str, tmp_path: 
     reference.close()
 
 
-def load_plain(path: Path) -> DraftingBackend:
-    return backend_type.load(LoadSpec(str(path), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))  # type: ignore[return-value]
+def load_plain(path: Path) -> Backend:
+    return backend_type.load(LoadSpec(str(path), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
 
 
 def test_heads_that_lose_their_place_draft_on_and_harm_nobody(

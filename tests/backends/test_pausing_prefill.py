@@ -17,7 +17,6 @@ from localllm_backends.contract import (
     NoCellsError,
     Placement,
     PrefillSlices,
-    SlicingBackend,
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.native import start_native
@@ -42,7 +41,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 
 
 def begin(backend: Backend, sequence: int, tokens: list[int]) -> PrefillSlices:
-    assert isinstance(backend, SlicingBackend)
+    assert backend.capabilities.sliced_prefill
     assert backend.capabilities.sliced_prefill
     return backend.slice_prefill(sequence, tokens)
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from engine.drive import GREEDY, Outcome, run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
-from localllm_backends.contract import BackendFailure, OutOfMemoryError
+from localllm_backends.contract import BackendFailure, OutOfMemoryError, PrefillSlices
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 MB = 10**6
 
 
-class ScriptedSlices:
+class ScriptedSlices(PrefillSlices):
     """Reads 10 tokens a slice and joins them 20 at a time, by the scripted backend's own import."""
 
     def __init__(self, backend: SlicedBackend, sequence: int, tokens: list[int]) -> None:

@@ -20,7 +20,7 @@ from localllm.engine.host.contention import CpuContention
 from localllm.engine.host.thread_throttle import ThreadThrottle
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
-from localllm_backends.contract import Chunk, LoadSpec, ThreadedBackend
+from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
@@ -105,7 +105,7 @@ def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> Non
 def test_a_short_step_takes_fewer_threads_and_says_the_same(few_layers: Path) -> None:
     """With far fewer tokens than attention is split among threads for (512, ops.cpp)."""
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256))
-    assert isinstance(backend, ThreadedBackend)
+    assert backend.capabilities.threaded
     native, context = backend._llama, backend._context  # type: ignore[attr-defined]
     tokens = backend.tokenize("The tide turned before dawn, and the boats went out in a long line. " * 4)
     rows = []

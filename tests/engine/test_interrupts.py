@@ -17,11 +17,11 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Prefill, Queued
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
-from localllm_backends.contract import Chunk, InterruptedStepError, InterruptibleBackend, LoadSpec, Placement
+from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend, _Result
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 
 class Interruptible(ScriptedBackend):
@@ -37,7 +37,7 @@ class Interruptible(ScriptedBackend):
     def interrupt(self) -> None:
         self._wanted = True
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         other = threading.Thread(target=self.meanwhile)
         other.start()
         other.join()
@@ -104,7 +104,6 @@ def test_a_step_that_others_share_goes_on() -> None:
 def an_interrupted_step_changes_nothing(path: Path, layers: int) -> None:
     """Of the model in `path`, with so many layers on a device."""
     backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers)))
-    assert isinstance(backend, InterruptibleBackend)
     assert backend.capabilities.interruptible
     line, other = backend.new_sequence(), backend.new_sequence()
     for sequence in (line, other):
@@ -189,7 +188,7 @@ def largest_steps(interruptible: bool, others: int) -> int:
     now = [0.0]
     step = backend.step
 
-    def timed(chunks: Seq[Chunk]) -> _Result:
+    def timed(chunks: Seq[Chunk]) -> ScriptedResult:
         now[0] += sum(len(c.tokens) for c in chunks) / 700
         return step(chunks)
 

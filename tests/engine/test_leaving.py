@@ -19,7 +19,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend, _Result
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 HEAD = [259, *[40 + i % 50 for i in range(1200)]]
 
@@ -126,7 +126,7 @@ class Clocked(ScriptedBackend):
         super().__init__(n_ctx=8192, n_batch=64, **shape)  # type: ignore[arg-type]
         self.now, self.before = 0.0, [(0, 0)]
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         n_tokens = sum(len(c.tokens) for c in chunks)
         self.before.append((self.info.n_ctx - self.cells_free(), n_tokens))
         self.now += 0.001 * n_tokens

@@ -25,9 +25,8 @@ from localllm.engine.messages import Failure, Finish, Generation, Prefill, Reque
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError
-from localllm_backends.contract import LoadSpec, Placement
+from localllm_backends.contract import LoadSpec, OtherMachineError, Placement
 from localllm_backends.mlx import backend_type as mlx
-from localllm_backends.other_machines import OtherMachineError
 from models import tiny_mlx
 from models.mlx_from_gguf import convert
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import (
+    Backend,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -22,6 +23,7 @@ from localllm_backends.contract import (
     MemoryReport,
     ModelInfo,
     NoCellsError,
+    StepResult,
 )
 
 N_VOCAB = 260
@@ -41,7 +43,7 @@ def row_after(tokens: Seq[int]) -> NDArray[np.float32]:
     return row
 
 
-class _Result:
+class ScriptedResult(StepResult):
     def __init__(self, rows: list[NDArray[np.float32]]) -> None:
         self._rows = rows
 
@@ -52,7 +54,7 @@ class _Result:
         return self._rows[chunk]
 
 
-class ScriptedBackend:
+class ScriptedBackend(Backend):
     """See the module docstring."""
 
     def __init__(
@@ -173,7 +175,7 @@ class ScriptedBackend:
     def cells_free(self) -> int:
         return self._n_ctx - len({id(c) for line in self._shared.values() for c in line})
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         if self.fail_next_step is not None:
             message, self.fail_next_step = self.fail_next_step, None
             raise BackendFailure(message)
@@ -197,7 +199,7 @@ class ScriptedBackend:
                 if i >= len(chunk.tokens) - chunk.outputs:
                     rows.append(row_after(line))
             results.append(np.array(rows, dtype=np.float32).reshape(len(rows), N_VOCAB))
-        return _Result(results)
+        return ScriptedResult(results)
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
         line = self._lines[sequence]

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm_backends.contract import BackendType
+
 if TYPE_CHECKING:
-    from localllm_backends.contract import Backend, LoadSpec
-    from localllm_backends.embedding import Embedder
+    from localllm_backends.contract import Backend, Embedder, LoadSpec
 
 
-class LlamaCppType:
+class LlamaCppType(BackendType):
     """Recognises and loads GGUF files."""
 
     name = "llamacpp"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from localllm_backends.contract import (
+    Backend,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -40,7 +41,7 @@ from localllm_backends.llamacpp.vocabulary import Vocabulary
 from localllm_backends.llamacpp.weights import fingerprint
 
 
-class LlamaCppBackend(Vocabulary):
+class LlamaCppBackend(Vocabulary, Backend):
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
 
     # Images make positions of their tokens in two dimensions: exported KV says where they lie.
@@ -94,6 +95,8 @@ class LlamaCppBackend(Vocabulary):
             states=self._states is not None,
             exact_batching=False,
             kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
+            threaded=True,
+            compares_kv=True,
             interruptible=not recurrent,  # half a step is taken back from attention, never from a state
             drafts=heads.longest if heads is not None else 0,
             kv_on_device=spec.n_gpu_layers != 0 and has_gpu(),
@@ -104,7 +107,6 @@ class LlamaCppBackend(Vocabulary):
     # --- sequences -----------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceId:
-        """An empty sequence; NoCellsError when all `n_seq_max` are held."""
         self._check_owner()
         if not self._idle:
             raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
@@ -139,7 +141,6 @@ class LlamaCppBackend(Vocabulary):
         self._shares_windows = bool(self._n_swa)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Cut back to `n_tokens`; CannotRewindError (nothing changed) where the memory can't."""
         self._check_owner()
         length = self._ledger.length(sequence)
         if n_tokens >= length:
@@ -169,15 +170,12 @@ class LlamaCppBackend(Vocabulary):
         self._idle.append(sequence)
 
     def length(self, sequence: SequenceId) -> int:
-        """Tokens held."""
         return self._ledger.length(sequence)
 
     def cells_free(self) -> int:
-        """Tokens that can still be appended."""
         return self._ledger.free
 
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Would `truncate` and `fork` go back to `n_tokens` now?"""
         length = self._ledger.length(sequence)
         return n_tokens >= length or not n_tokens or self._holds_window(sequence, n_tokens)
 
@@ -297,7 +295,6 @@ class LlamaCppBackend(Vocabulary):
         return self._slices
 
     def use_threads(self, most: int) -> None:
-        """Short steps take no more than so many."""
         self._interrupts.threads.use(most)
 
     def settle(self, spare_bytes: int | None) -> bool:
@@ -361,7 +358,6 @@ class LlamaCppBackend(Vocabulary):
         return self._ledger.runs(sequence, start, stop)
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
-        """Append tokens [start, stop) of an exported blob."""
         self._check_owner()
         states = self._states
         first, last = kv_blocks.span(data, self._magic) if states is None else states.span(data)
@@ -401,16 +397,13 @@ class LlamaCppBackend(Vocabulary):
             self._heads.import_range(sequence, more, start, stop, target)
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        """Bytes that `export_state` gives now."""
         return self._state_part.size(sequence)
 
     def export_state(self, sequence: SequenceId) -> bytes:
-        """The state behind all that the sequence holds."""
         self._check_owner()
         return self._state_part.export(sequence, self._ledger.length(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
-        """Cut the sequence to `n_tokens` and give it their state."""
         self._check_owner()
         length = self._ledger.length(sequence)
         if not 0 < n_tokens <= length:
@@ -472,7 +465,6 @@ class LlamaCppBackend(Vocabulary):
         self._ledger.check_integrity()
 
     def close(self) -> None:
-        """Free context and model."""
         if self._context is not None:
             if self._heads is not None:
                 self._heads.free()

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm_backends.contract import StepResult
+
 
 class Batch:
     """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after another."""
@@ -97,7 +99,7 @@ class LogitsView:
         return self._rows
 
 
-class Rows:
+class Rows(StepResult):
     """Logits of the last step: a view of llama.cpp's own output rows."""
 
     def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import BackendFailure, LoadError, ModelInfo, OutOfMemoryError, StepError
+from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, OutOfMemoryError, StepError
 from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native import c_string, cause, offload, start_native
 from localllm_backends.llamacpp.native_log import log
@@ -24,8 +24,8 @@ _DEFAULT_CTX = 2048
 _MOST_SEQUENCES = 32
 
 
-class LlamaCppEmbedder:
-    """One GGUF embedding model (implements localllm_backends.embedding.Embedder)."""
+class LlamaCppEmbedder(Embedder):
+    """One GGUF embedding model or reranker."""
 
     def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
         self._llama, self._model, self._context = llama, model, context

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import BackendFailure, KvFidelity, KvType, LoadError, LoadSpec
+from localllm_backends.contract import BackendFailure, KvComparison, KvFidelity, KvType, LoadError, LoadSpec
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native import GGML_TYPES
@@ -46,8 +46,8 @@ class _Pair:
         return KvFidelity(self.k, self.v, n, max(0.0, self.divergence / n), self.worst, self.flips / n)
 
 
-class Comparison:
-    """Pairs of KV types against f16 over `tokens`; see `contract.KvComparison`."""
+class Comparison(KvComparison):
+    """Pairs of KV types against f16 over `tokens`."""
 
     def __init__(self, llama: Any, model: Any, spec: LoadSpec, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> None:
         unknown = next((kind for pair in pairs for kind in pair if kind not in GGML_TYPES), None)

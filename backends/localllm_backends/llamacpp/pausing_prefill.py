@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from localllm_backends.contract import Backend, BackendFailure, LoadSpec, StepError
+from localllm_backends.contract import Backend, BackendFailure, LoadSpec, PrefillSlices, StepError
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
@@ -40,7 +40,7 @@ _PIECE_TOKENS = 128
 _LINE, _SPARE = 0, 1
 
 
-class PausingPrefill:
+class PausingPrefill(PrefillSlices):
     """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
 
     def __init__(

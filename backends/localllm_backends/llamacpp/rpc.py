@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from localllm_backends.contract import OtherMachineError
 from localllm_backends.llamacpp.native import ggml_function, start_native
-from localllm_backends.other_machines import OtherMachineError
 
 _NAMES = ("libggml-rpc.so", "libggml-rpc.dylib", "ggml-rpc.dll")
 _CONNECT_S = 5.0

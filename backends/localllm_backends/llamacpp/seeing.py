@@ -17,7 +17,7 @@ from localllm_backends.llamacpp.vision import Projector
 
 
 class SeeingLlamaCppBackend(LlamaCppBackend):
-    """See `contract.SeeingBackend`."""
+    """A model that reads images too."""
 
     def __init__(self, *args: Any, projector: Projector, **options: Any) -> None:
         self._projector = projector

@@ -117,7 +117,7 @@ class Projector:
                 self._context = None
 
     def read(self, parts: Seq[str | Picture], *, add_bos: bool) -> list[list[int] | ImageRun]:
-        """See SeeingBackend.read."""
+        """See `Backend.read`."""
         pictures = [p for p in parts if isinstance(p, Picture)]
         runs: list[list[int] | ImageRun] = []
         # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
@@ -133,7 +133,7 @@ class Projector:
         return runs
 
     def encode(self, run: ImageRun) -> NDArray[np.float32]:
-        """See SeeingBackend.encode."""
+        """See `Backend.encode`."""
         mtmd = self._mtmd
         with self._lock, self._chunks([run.picture], pixels=True, add_bos=False) as chunks:
             images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]

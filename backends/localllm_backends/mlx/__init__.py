@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from localllm_backends.contract import BackendType
 from localllm_backends.mlx.files import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _has_cuda() -> bool:
     return False
 
 
-class MlxType:
+class MlxType(BackendType):
     """Recognises and loads mlx-lm checkpoint folders."""
 
     name = "mlx"

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import (
+    Backend,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -57,7 +58,7 @@ class Loaded:
     n_shares: int = 1
 
 
-class MlxBackend:
+class MlxBackend(Backend):
     """One mlx-lm checkpoint. See sequence_cache.py for how its memory is laid out."""
 
     def __init__(self, loaded: Loaded) -> None:
@@ -92,15 +93,12 @@ class MlxBackend:
     # --- vocabulary (any thread) ---------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
 
     def detokenize(self, tokens: Seq[int]) -> str:
-        """Text of `tokens`."""
         return self._vocabulary.detokenize(tokens)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token."""
         return self._vocabulary.token_bytes(token, special=special)
 
     def is_control(self, token: int) -> bool:
@@ -110,7 +108,6 @@ class MlxBackend:
     # --- sequences -----------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceId:
-        """An empty sequence; NoCellsError when all `n_seq_max` are held."""
         self._check_owner()
         if len(self._lines) >= self.info.n_seq_max:
             raise NoCellsError(f"all {self.info.n_seq_max} sequences are in use")
@@ -135,7 +132,6 @@ class MlxBackend:
         return target
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Cut back to `n_tokens`; CannotRewindError (nothing changed) where the memory can't."""
         self._check_owner()
         line = self._line(sequence)
         if n_tokens >= line.length:
@@ -156,7 +152,6 @@ class MlxBackend:
         line.predicted = None
 
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Would `truncate` go back to `n_tokens` now?"""
         line = self._line(sequence)
         if n_tokens >= line.length or not n_tokens:
             return True
@@ -180,7 +175,6 @@ class MlxBackend:
         line.place(line.computed)
 
     def drop(self, sequence: SequenceId) -> None:
-        """Free the sequence."""
         self._check_owner()
         line = self._line(sequence)
         if self._layout.recurrent:
@@ -193,11 +187,9 @@ class MlxBackend:
             self._bound.at_rest()
 
     def length(self, sequence: SequenceId) -> int:
-        """Tokens held."""
         return self._line(sequence).length
 
     def cells_free(self) -> int:
-        """Tokens that can still be appended."""
         return self._stepper.free()
 
     def _line(self, sequence: SequenceId) -> SequenceCache:
@@ -296,7 +288,6 @@ class MlxBackend:
         return blob.pack(self._identity, blob.Blob(start, stop, parts))
 
     def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
-        """Append tokens [start, stop) of an exported blob."""
         self._check_owner()
         line = self._line(sequence)
         block = blob.unpack(self._identity, data)
@@ -372,7 +363,6 @@ class MlxBackend:
                         assert leaf.offset - line.computed in ((0, 1) if id(line) in ahead else (0,)), "a line moved"
 
     def close(self) -> None:
-        """Free everything."""
         if self._stepper.model is None:
             return
         self._lines.clear()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from localllm_backends.other_machines import OtherMachineError
+from localllm_backends.contract import OtherMachineError
 
 Frame = dict[str, Any]
 HINT = "`ssh` must reach each machine without a password, and find the same releases and files there: docs/many-machines.md"

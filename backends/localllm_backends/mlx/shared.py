@@ -24,14 +24,13 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, Placement, SequenceId
+from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, OtherMachineError, Placement, SequenceId
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
 from localllm_backends.mlx.machines import HINT, Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
 from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.stepping import Result
-from localllm_backends.other_machines import OtherMachineError
 
 _PROGRAM = ("localllm_backends.mlx.shared",)
 _PARTS = struct.Struct("<4sI")

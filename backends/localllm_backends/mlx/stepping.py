@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, Draw, StepError
+from localllm_backends.contract import Chunk, Draw, StepError, StepResult
 from localllm_backends.mlx.drawing import UNSURE, Drawn, draw
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
@@ -36,7 +36,7 @@ class _Group:
 
 
 @dataclass
-class Result:
+class Result(StepResult):
     """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers."""
 
     n_vocab: int

@@ -27,7 +27,7 @@ from localllm.engine.cache.restore import RestorePlan, Restoring
 from localllm.engine.cache.store import MIN_TOKENS, KvStore
 from localllm.engine.cache.tree import Match, PrefixCache
 from localllm.engine.tokens import Tokens, edge
-from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError, StateBackend
+from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
 _STATES: dict[Room, ResidentState] = {"now": "exporting", "later": "awaiting", "never": "refused"}
 # So many tokens to compute again outweigh the copy of a state.
@@ -103,7 +103,7 @@ class SequencePool:
     def __init__(self, backend: Backend, kv: KvStore) -> None:
         self._backend = backend
         self.kv = kv
-        self._stateful = backend if backend.capabilities.states and isinstance(backend, StateBackend) else None
+        self._stateful = backend if backend.capabilities.states else None
         self._residents: list[Resident] = []
         self.restored_tokens = 0
 

@@ -18,7 +18,7 @@ from localllm.engine.cache.block import Block
 from localllm.engine.cache.budget import Room
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache
 from localllm.engine.tokens import Tokens
-from localllm_backends.contract import Backend, BackendFailure, NoCellsError, StateBackend
+from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 # Is reading this block quicker than computing so many of its tokens?
 Worth = Callable[[Block, int], bool]
@@ -234,7 +234,6 @@ class Restoring:
         """What makes the imported KV a line that can go on."""
         states = self.keeper.states
         assert states is not None
-        assert isinstance(self.backend, StateBackend)
         data = self._read(states, block)
         try:
             if data is not None:

@@ -16,7 +16,7 @@ from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.restore import RestorePlan
 from localllm.engine.cache.tree import CachedPart, PrefixCache
 from localllm.engine.tokens import Tokens, edge, next_edge
-from localllm_backends.contract import Backend, BackendFailure, DeviceBackend, StateBackend
+from localllm_backends.contract import Backend, BackendFailure
 
 # Copying fewer tokens than this back is no faster than computing them.
 MIN_TOKENS = 16
@@ -40,9 +40,7 @@ class KvStore:
         self._backend, self._disk = backend, disk
         self.budget = Budget(cache_bytes)
         self.cache = PrefixCache(whole=not backend.capabilities.segments, budget=self.budget)
-        self._stateful = backend if backend.capabilities.states and isinstance(backend, StateBackend) else None
-        device = backend.capabilities.kv_on_device and isinstance(backend, DeviceBackend)
-        self._device: DeviceBackend | None = backend if device and isinstance(backend, DeviceBackend) else None
+        self._stateful = backend if backend.capabilities.states else None
         self.states = PrefixCache(whole=True, budget=self.budget) if self._stateful is not None else None
         self.prefill_tok_s: Callable[[], float | None] = lambda: None
         # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last whole snapshot.
@@ -173,7 +171,8 @@ class KvStore:
     def _piece(self, sequence: int, line: Tokens, start: int, stop: int) -> int:
         """Where the piece of `line` ends that begins at `start`."""
         stop = min(stop, start + PIECE_TOKENS)
-        while self._device is not None and self._device.export_runs(sequence, start, stop) > _MOST_RUNS:
+        on_device = self._backend.capabilities.kv_on_device
+        while on_device and self._backend.export_runs(sequence, start, stop) > _MOST_RUNS:
             stop = start + (stop - start + 1) // 2
         whole = edge(line, stop)
         return whole if whole > start else next_edge(line, stop)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from localllm import paths
-from localllm_backends.contract import Backend, BackendFailure, ComparingBackend, KvComparison, KvFidelity
+from localllm_backends.contract import Backend, BackendFailure, KvComparison, KvFidelity
 
 PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
 # So much memory must be left over: two small contexts, with the rows of logits of a large vocabulary.
@@ -73,7 +73,7 @@ class KvEvidence:
     """Measures what is not known yet, a piece at a time, and keeps it in `folder` (None: nothing is measured)."""
 
     def __init__(self, backend: Backend, folder: str | None) -> None:
-        self._backend = backend if isinstance(backend, ComparingBackend) and folder is not None else None
+        self._backend = backend if backend.capabilities.compares_kv and folder is not None else None
         self._running: KvComparison | None = None
         self._kept = Kept()
         self._left: list[tuple[str, str]] = []

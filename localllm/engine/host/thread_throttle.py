@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from localllm.engine.host.contention import CpuContention, Mark
-from localllm_backends.contract import ThreadedBackend
+from localllm_backends.contract import Backend
 
 _LOOK_S = 0.25
 # Between steps that are further apart it was idle: what others took then says little of now.
@@ -26,7 +26,7 @@ _TAKEN, _BACK = 0.6, 0.4
 class ThreadThrottle:
     """Tells `backends` how many processors the `others` leave."""
 
-    backends: Sequence[ThreadedBackend]
+    backends: Sequence[Backend]
     others: CpuContention
     threads: int = field(init=False)
     _since: Mark | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
-from localllm_backends.contract import BackendFailure, Chunk, DraftingBackend
+from localllm_backends.contract import Backend, BackendFailure, Chunk
 
 _SMOOTHING = 0.2
 _PROBES = 3
@@ -17,7 +17,7 @@ _PROBES = 3
 class MtpDrafter:
     """Drafts for several jobs at once, in the sequences the engine already has. Belongs to the engine's thread."""
 
-    def __init__(self, backend: DraftingBackend, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
         self.backend = backend
         self._clock = clock
         self._eog = frozenset(backend.info.eog_tokens)

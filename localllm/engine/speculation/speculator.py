@@ -18,7 +18,7 @@ from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.speculation.probe import CostProbe
 from localllm.engine.speculation.rates import Acceptance, Gain, HitRates
-from localllm_backends.contract import Backend, BackendFailure, DraftingBackend
+from localllm_backends.contract import Backend, BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
@@ -158,7 +158,7 @@ class Speculator:
         self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
         self._drafters: dict[str, ComputedDrafter] = {} if self.model is None else {"model": self.model}
-        if self.mode == "mtp" and self.backend.capabilities.drafts and isinstance(self.backend, DraftingBackend):
+        if self.mode == "mtp" and self.backend.capabilities.drafts:
             self._drafters["mtp"] = MtpDrafter(self.backend, self.clock)
         self._acceptance = {name: Acceptance() for name in self._drafters}
         self._recent = RecentOutputs()

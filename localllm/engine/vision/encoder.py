@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from localllm import paths
 from localllm.engine.tokens import Placed, laid_out, split
 from localllm.engine.vision import image_files
-from localllm_backends.contract import BackendFailure, ImageRun, Picture, SeeingBackend
+from localllm_backends.contract import Backend, BackendFailure, ImageRun, Picture
 
 Embeddings = NDArray[np.float32]
 # Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known by its size and hash.
@@ -33,7 +33,7 @@ MOST_IMAGES = 64
 class ImageReader:
     """Makes prompts of text and image files into tokens. Belongs to one thread."""
 
-    def __init__(self, backend: SeeingBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pixels: OrderedDict[str, Picture] = OrderedDict()
 
@@ -59,7 +59,7 @@ class Encoder:
     """Encodes what the engine asks for, one image at a time, in a thread of its own; `folder` keeps what came of it
     (None: nowhere). Its methods belong to the engine's thread."""
 
-    backend: SeeingBackend
+    backend: Backend
     folder: Path | None = None
     encodes: int = 0
     encode_s: float = 0.0

@@ -26,8 +26,7 @@ from localllm.errors import (
     OtherMachineGoneError,
     RequestError,
 )
-from localllm_backends.contract import BackendFailure, OutOfMemoryError
-from localllm_backends.other_machines import OtherMachineError
+from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfMemoryError
 
 Message = dict[str, Any]
 # How long a process may take to end once nobody speaks to it any more: it may have gigabytes to write.

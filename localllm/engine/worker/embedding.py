@@ -146,10 +146,7 @@ def _load(options: Message) -> Any:
 
     backend = backends.for_path(options["path"], options.pop("backend"))
     try:
-        load = getattr(backend, "load_embedder", None)
-        if load is None:
-            raise LoadError(f"the {backend.name} backend makes no embeddings")
-        return load(**options)
+        return backend.load_embedder(**options)
     except LoadError as e:
         raise errors.ModelFileError(str(e), hint="serve an embedding model, such as nomic-embed") from e
 

@@ -28,7 +28,7 @@ from localllm.engine.vision.encoder import ImageReader
 from localllm.engine.worker.child_pipe import ChildPipe, Message, reason
 from localllm.engine.worker.watchdog import Pulse
 from localllm.errors import UnsupportedError
-from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement, SeeingBackend
+from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 
 _PROGRESS_STEP = 0.02
 # An idle worker looks this often whether others need the memory of its prefix cache.
@@ -57,7 +57,7 @@ class Worker:
         self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         backend = engine.backend
-        if backend.capabilities.sees and isinstance(backend, SeeingBackend):
+        if backend.capabilities.sees:
             threading.Thread(target=self._prepare, args=[backend], name="pictures", daemon=True).start()
         self._loop(engine)
         # What was read and written so far is worth keeping also where the answer isn't wanted any more.
@@ -191,7 +191,7 @@ class Worker:
         else:
             self._inbox.put({"op": "submit", "request": request, "tokens": tokens})
 
-    def _prepare(self, backend: SeeingBackend) -> None:
+    def _prepare(self, backend: Backend) -> None:
         """The images' own thread: decoding one takes as long as many steps, and nobody else's request waits for it."""
         reader = ImageReader(backend)
         while True:

@@ -14,7 +14,7 @@ from engine.drive import GREEDY, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Chunk
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend, _Result
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 PLAIN_S = 0.0078
 N = 400
@@ -27,7 +27,7 @@ class Timed(ScriptedBackend):
         super().__init__(n_ctx=4096, n_batch=64)
         self.row, self.second, self.now, self.took = row, second, 0.0, [0.0]
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         rows = sum(len(c.tokens) for c in chunks)
         self.took.append(PLAIN_S * (1.0 + self.row * (rows - 1) + self.second * (rows > 1)))
         self.now += self.took[-1]

@@ -19,7 +19,7 @@ from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
-from support.scripted_backend import END, ScriptedBackend, _Result
+from support.scripted_backend import END, ScriptedBackend, ScriptedResult
 
 SCHEMA = {
     "type": "object",
@@ -37,7 +37,7 @@ class Watching(ScriptedBackend):
         super().__init__(n_ctx=1024, n_batch=64)
         self.verified: list[list[int]] = []
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         self.verified += [list(c.tokens) for c in chunks if c.outputs > 1]
         return super().step(chunks)
 

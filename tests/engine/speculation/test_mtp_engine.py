@@ -22,7 +22,7 @@ from localllm.errors import UnsupportedError
 from localllm.planner import memory
 from localllm.planner.types import RunSettings
 from localllm.settings import Settings
-from localllm_backends.contract import Backend, DraftingBackend, LoadSpec
+from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_catalog import gguf
 from localllm_catalog.from_gguf import model_from_gguf
@@ -191,7 +191,7 @@ class Unsure(ScriptedBackend):
 
 def test_heads_that_are_never_sure_count_as_wrong() -> None:
     backend = Unsure()
-    assert isinstance(backend, DraftingBackend)
+    assert backend.capabilities.drafts
     engine = Engine(backend, EngineSettings(draft="mtp"))
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 2: 1.7, 32: 20.0})

@@ -10,7 +10,7 @@ from localllm.engine.host.contention import CpuContention
 from localllm.engine.speculation.controller import StepCost
 from localllm.engine.speculation.probe import CostProbe
 from localllm_backends.contract import Chunk
-from support.scripted_backend import ScriptedBackend, _Result
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 PLAIN_S = 0.01
 
@@ -27,7 +27,7 @@ class Machine(ScriptedBackend):
         self.now += seconds
         self.theirs_s += seconds * self.beside * 2
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         rows = sum(len(c.tokens) for c in chunks)
         self.made += 1
         self.wait(PLAIN_S * (3.0 if self.beside and rows == 1 else 1.0) + PLAIN_S * 0.4 * (rows - 1))

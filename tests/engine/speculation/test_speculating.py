@@ -16,7 +16,7 @@ from localllm.engine.sampling.ranking import Row
 from localllm.engine.speculation.draft_model import vocabulary_difference
 from localllm_backends.contract import Chunk
 from support.requests import request_for
-from support.scripted_backend import ScriptedBackend, _Result
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 
 def engine_of(backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto") -> Engine:
@@ -243,7 +243,7 @@ class Failing(ScriptedBackend):
 
     broken = True
 
-    def step(self, chunks: Seq[Chunk]) -> _Result:
+    def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         if self.broken:
             self.fail_next_step = "the device is gone"
         return super().step(chunks)
@@ -265,7 +265,7 @@ def test_a_probe_verifies_different_tokens() -> None:
     seen: list[list[int]] = []
 
     class Noting(ScriptedBackend):
-        def step(self, chunks: Seq[Chunk]) -> _Result:
+        def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
             seen.extend(list(c.tokens) for c in chunks)
             return super().step(chunks)
 

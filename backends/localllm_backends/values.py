@@ -1,0 +1,250 @@
+"""The values that pass between an engine and a backend (contract.py): what is loaded, what it can do, what goes into a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from localllm_backends.placement import Placement
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SequenceId: TypeAlias = int
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What to load and how much memory to give it; 0 and None mean "the backend's own default".
+
+    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
+    `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
+    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
+    loads the model's own draft heads with it (LoadError where it has none, or they can't run here). `placement` says where
+    layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
+    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model).
+    """
+
+    path: str
+    n_ctx: int = 0
+    n_seq_max: int = 8
+    n_batch: int = 0
+    n_threads: int = 0
+    n_threads_batch: int = 0
+    kv_type_k: KvType = "f16"
+    kv_type_v: KvType = "f16"
+    flash_attention: bool = True
+    n_outputs: int = 0
+    n_rewind: int = 0
+    mtp: bool = False
+    placement: Placement = field(default_factory=Placement)
+    projector: str = ""
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """Layers that the accelerators compute (-1 = all)."""
+        return self.placement.gpu_layers
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
+        """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
+        sent: dict[str, Any] = data.get("placement") or {}
+        placed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()}
+        return cls(**{**data, "placement": Placement(**placed)})
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this loaded model's memory can do; asked of the object, never guessed from a name.
+
+    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens of the step just
+    made, further back only while the memory still holds them; "none" = only to 0.
+    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for each token at once.
+    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
+    Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
+    `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
+    which is kept apart from its KV.
+    `exact_batching`: logits of a sequence do not depend, to the last bit, on what shares its step.
+    `drafts`: longest draft (tokens) the model's own heads write (`Backend.draft`); 0 = it has none, or they are
+    not loaded.
+    `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
+    `draws`: chunks may ask for a token drawn where the logits are, see `Draw`.
+    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there (`Backend.export_runs`).
+    `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
+    `compares_kv`: it can say what its KV types cost in precision, on its own weights (`Backend.compare_kv`).
+    `interruptible`: a step can be ended from another thread (`Backend.interrupt`).
+    `sees`: images can be part of a prompt (`Backend.read`). `whole_images`: the tokens of one see each other, so that
+    all of them must go into one step.
+    """
+
+    rewind: Literal["any", "bounded", "none"]
+    rewind_tokens: int
+    shares_cells: bool
+    segments: bool
+    exact_batching: bool
+    kv_types: tuple[KvType, ...]
+    drafts: int = 0
+    sliced_prefill: bool = False
+    states: bool = False
+    draws: bool = False
+    kv_on_device: bool = False
+    interruptible: bool = False
+    sees: bool = False
+    whole_images: bool = False
+    threaded: bool = False
+    compares_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of the loaded model that the engine, the templates and the faces need.
+
+    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
+    `sees`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
+    its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
+    another one must never be imported.
+    """
+
+    architecture: str
+    description: str
+    fingerprint: str
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_seq_max: int
+    n_batch: int
+    n_outputs: int
+    n_params: int
+    weights_bytes: int
+    eog_tokens: tuple[int, ...]
+    bos_token: int | None
+    eos_token: int | None
+    adds_bos: bool
+    bos_text: str
+    eos_text: str
+    chat_template: str | None
+    kv_type_k: str
+    kv_type_v: str
+    kv_meaning: str = ""
+    sees: bool = False
+    fim_tokens: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back.
+
+    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where they lie, in the
+    engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say. What is mapped from a file counts with
+    the whole of the mapping.
+    """
+
+    weights_bytes: int
+    kv_bytes: int
+    recurrent_bytes: int
+    compute_bytes: int
+    output_bytes: int
+    projector_bytes: int = 0
+    places: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, in bytes."""
+        held = self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+        return held + self.projector_bytes
+
+
+# A `Draw` may keep at most so many tokens by top_k.
+MOST_DRAWN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token behind a chunk's last output is drawn: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
+    (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
+    `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
+
+    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
+    is drawn, as if their logits were -inf."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    uniform: float
+    next_uniform: float | None = None
+    banned: tuple[int, ...] = ()
+
+    def behind(self) -> Draw | None:
+        """How the token after it will be drawn."""
+        return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
+
+    def same(self, other: Draw) -> bool:
+        """Does `other` draw the same token?"""
+        return replace(self, next_uniform=None) == replace(other, next_uniform=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """Decoded pixels: `data` is width × height × 3 bytes, red, green, blue, row by row. `key` is their hash."""
+
+    width: int
+    height: int
+    data: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRun:
+    """Part number `part` of a picture as the model reads it: `n_tokens` cells of KV, which take `n_positions` positions.
+    `grid`: where two-dimensional positions are used, int32 [3, n_tokens] of time, height and width, counted from the run's
+    first position. `key` is the hash of the pixels, the part, and all that turns them into embeddings."""
+
+    picture: Picture
+    part: int
+    key: bytes
+    n_tokens: int
+    n_positions: int
+    grid: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePart:
+    """The tokens of an `ImageRun` from number `start` on that go into a step, with the embeddings [n_tokens, width] of the
+    whole run."""
+
+    run: ImageRun
+    embeddings: NDArray[np.float32]
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `draw` asks
+    for a token behind the last one, where `Capabilities.draws`. With an `image` the tokens are only counted, the model
+    reads its embeddings, and the chunk is alone in its step."""
+
+    sequence: SequenceId
+    tokens: Seq[int]
+    outputs: int = 1
+    draw: Draw | None = None
+    image: ImagePart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvFidelity:
+    """How far logits with a KV cache of types `k` and `v` are from those with f16, over `n_tokens` of one text: KL
+    divergence KL(f16 || type) in nats, its mean and the worst, and `flips`, the share of positions with another best token.
+    """
+
+    k: str
+    v: str
+    n_tokens: int
+    mean_kl: float
+    worst_kl: float
+    flips: float
