@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localllm.planner import kernels
-from localllm.planner.facts import facts
-from localllm.planner.laws import Part
+from localllm.planner.decode_cost import CostTerm
+from localllm.planner.streams import facts
 from localllm_catalog.types import Model
 
 # AMD's GPUs with units for matrices, which llama.cpp's Vulkan uses from RDNA3 on.
@@ -40,7 +40,7 @@ class Age:
     mamba2: bool = False
 
 
-def prefill(age: Age, parts: Mapping[str, Part]) -> dict[str, Part]:
+def prefill(age: Age, parts: Mapping[str, CostTerm]) -> dict[str, CostTerm]:
     """The parts of a prompt's token, as long as that age took for them."""
     matrices, all_of_it = _dense_tiles(age) * _rows_of_experts(age), _states_in_turn(age)
     slower = {"matmul": matrices * all_of_it, "padding": matrices * all_of_it}
@@ -71,10 +71,10 @@ def scores_bytes(model: Model, context: float) -> float:
     return sum(4.0 * _PASSES_OVER_SCORES * heads * tokens for heads, tokens in seen)
 
 
-def decode(age: Age, parts: Mapping[str, Part], weights: float, flops_s: float) -> dict[str, Part]:
+def decode(age: Age, parts: Mapping[str, CostTerm], weights: float, flops_s: float) -> dict[str, CostTerm]:
     """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age took for them."""
     kv = replace(parts["kv"], value=parts["kv"].value * _kv_reads(age))
-    return {**parts, "kv": kv, "older": Part(_k_quants_flops(age) * weights / flops_s, ())}
+    return {**parts, "kv": kv, "older": CostTerm(_k_quants_flops(age) * weights / flops_s, ())}
 
 
 def _dense_tiles(age: Age) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_fit.rows import Row
-from localllm.planner import families, laws
+from localllm.planner import decode_cost, families
 
 # Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known of prompts: products of a
 # mixture cost half more a parameter, a recurrent layer's launches 50 µs.
@@ -66,7 +66,7 @@ SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
-_PEAK = math.log(laws.PEAK_SHARE)
+_PEAK = math.log(decode_cost.PEAK_SHARE)
 
 Floats = NDArray[np.float64]
 Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]
@@ -141,7 +141,7 @@ class Design:
                 for name, power in named:
                     for column in self._columns(row, name):
                         powers[i, j, column] += power
-                if self.law == "decode" and ("eta", -1) in named:  # the cap of laws.decode_terms
+                if self.law == "decode" and ("eta", -1) in named:  # the cap of decode_cost.decode_terms
                     capped[i, j] = 1.0
                     for name, sign in (("eta", 1), ("quant", -1)):
                         for column in self._columns(row, name):

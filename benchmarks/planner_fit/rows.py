@@ -12,9 +12,8 @@ from pathlib import Path
 
 from benchmarks.planner_fit import ages
 from localllm.device import table
-from localllm.planner import families, kernels, laws, power, prefill_law
-from localllm.planner.facts import facts
-from localllm.planner.streams import streamed
+from localllm.planner import decode_cost, families, kernels, power, prefill_cost
+from localllm.planner.streams import facts, streamed
 from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
@@ -25,7 +24,7 @@ TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
 _MAMBA2 = ("nemotron", "granite")
 
-Powers = laws.Powers
+Powers = decode_cost.Powers
 
 
 @dataclass(frozen=True)
@@ -210,24 +209,24 @@ def _era(record: dict[str, str], model: Model) -> str:
     return max(record["era"], min(born, TODAY))
 
 
-def _row(record: dict[str, str], model: Model, variant: Variant, parts: Sequence[laws.Part]) -> Row:
+def _row(record: dict[str, str], model: Model, variant: Variant, parts: Sequence[decode_cost.CostTerm]) -> Row:
     hardware = _hardware(record)
     return Row(
         record["device"], record["engine"], model.id, variant.quant, bool(model.experts),
         int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]), hardware.keys_for(variant),
         _plain(parts), record["source"], _era(record, model), _batch(record),
         2 * _active(model, variant) / _flops_s(record), len(model.layers),
-        _plain(laws.further_parts(model, variant, hardware, _batch(record))),
+        _plain(decode_cost.further_parts(model, variant, hardware, _batch(record))),
     )  # fmt: skip
 
 
-def _plain(parts: Iterable[laws.Part]) -> tuple[tuple[float, Powers], ...]:
+def _plain(parts: Iterable[decode_cost.CostTerm]) -> tuple[tuple[float, Powers], ...]:
     return tuple((part.value, part.powers) for part in parts)
 
 
-def _hardware(record: dict[str, str]) -> laws.Hardware:
+def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
     name, units = record["device"], _units(record)
-    return laws.Hardware(
+    return decode_cost.Hardware(
         families.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
         power_share=power.share(families.part(name), units), clock_ghz=families.clock_ghz(name),
         plain_tflops=families.part_tflops(name, units)[0],
@@ -244,17 +243,17 @@ def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
     )  # fmt: skip
 
 
-def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
+def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[decode_cost.CostTerm]:
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
     hardware = _hardware(record)
-    parts = laws.decode_parts(model, variant, hardware, depth=int(depth), n_sequences=_batch(record))
+    parts = decode_cost.decode_parts(model, variant, hardware, depth=int(depth), n_sequences=_batch(record))
     return tuple(
         ages.decode(_age(record, model, variant), parts, _active(model, variant), hardware.plain_tflops * 1e12).values()
     )
 
 
-def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[laws.Part]:
+def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[decode_cost.CostTerm]:
     length = re.match(r"pp(\d+)", record["test"])
     tokens = int(length.group(1)) if length else 2048
     depth = int(float(record["depth"] or 0))
@@ -262,12 +261,12 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Se
         tokens, depth = depth, 0
     batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
     age, hardware, unfused = _age(record, model, variant), _hardware(record), record["flash"] == "0"
-    parts = prefill_law.prefill_parts(
+    parts = prefill_cost.prefill_parts(
         model, variant, hardware, prompt_tokens=tokens, depth=depth, n_batch=batch,
         masked=kernels.ALL_MASKED if unfused else ages.masked(age, batch),
     )  # fmt: skip
     if unfused:
-        context = prefill_law.mean_context(tokens, depth, min(tokens, batch))
+        context = prefill_cost.mean_context(tokens, depth, min(tokens, batch))
         moved = ages.scores_bytes(model, context) / (hardware.bandwidth_gbps * 1e9)
         parts["activations"] = replace(parts["activations"], value=parts["activations"].value + moved)
     return tuple(ages.prefill(age, parts).values())

@@ -89,13 +89,13 @@ class Sweep:
         if plan is None:
             return {}
         from localllm.device.detect import detect
-        from localllm.planner import laws, speed
+        from localllm.planner import decode_cost, speed
         from localllm.planner.streams import streamed
 
         device, middle = detect(), depth + _TOKENS // 2
         parts = streamed(plan.model, plan.variant)
-        read = parts.total_bytes + laws.kv_read_bytes(plan.model, middle, plan.settings.kv_type)
-        bandwidth_gbps, _ = laws.bandwidth_of(device)
+        read = parts.total_bytes + decode_cost.kv_read_bytes(plan.model, middle, plan.settings.kv_type)
+        bandwidth_gbps, _ = decode_cost.bandwidth_of(device)
         achieved = read * rate / 1e9
         return {
             "predicted_tok_s": speed.decode(device, plan.model, plan.variant, plan.settings, depth=middle).value,

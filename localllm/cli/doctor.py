@@ -59,7 +59,7 @@ def _kv_types(folder: Path) -> list[Check]:
     """What KV types were measured to cost on the models that were used here."""
     from localllm.device.health import Check
     from localllm.engine.host import kv_evidence
-    from localllm.planner.kv_choice import KvEvidence, passes
+    from localllm.planner.kv_choice import KvPrecision, passes
 
     checks = []
     for file in sorted(folder.glob("*.json")):
@@ -67,7 +67,7 @@ def _kv_types(folder: Path) -> list[Check]:
         said = []
         for f in kept.found:
             name = f.k if f.k == f.v else f"{f.k}/{f.v}"
-            known = KvEvidence(name, f.mean_kl, f.flips)
+            known = KvPrecision(name, f.mean_kl, f.flips)
             use = "agents and chat" if passes(known, "coding") else "chat" if passes(known, "chat") else "nothing"
             said.append(f"{name} for {use} ({f.mean_kl:.4f} nats, {f.flips:.1%} of best tokens)")
         if said:

@@ -40,8 +40,8 @@ class ModelDesk:
 
     def plan(self, wish: Wish) -> Planned:
         """See Desk."""
+        from localllm.planner import needs
         from localllm.planner import recommend as planner
-        from localllm.planner import waiting
         from localllm.planner.needs import need_of
 
         catalog = self.catalog
@@ -49,7 +49,7 @@ class ModelDesk:
         workload = _workload(wish)
         answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
         need = need_of(workload)
-        waits = {p.model.id: waiting.answer_s(p, need) for p in answer.plans}
+        waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
         soon = [p for p in answer.plans if not wish.longest_wait_s or waits[p.model.id] <= wish.longest_wait_s]
         here = {} if wish.machine else self._installed(soon)
         offers = tuple(_offer(p, waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon)

@@ -164,7 +164,7 @@ def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Plan
 
 def _physics(plan: Plan | None) -> dict[str, object]:
     from localllm.device.detect import detect
-    from localllm.planner.physics import physics
+    from localllm.planner.serialise import physics
 
     return physics(plan, detect()) if plan is not None else {}
 

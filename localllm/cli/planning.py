@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
-    from localllm.planner.kv_choice import KvEvidence
-    from localllm.planner.placing import Wish
+    from localllm.planner.kv_choice import KvPrecision
+    from localllm.planner.placing import OffloadOptions
     from localllm.planner.speed import Measured
     from localllm.planner.types import Plan
     from localllm.settings import Settings
@@ -27,7 +27,7 @@ def plan_file(
     says what is wrong with it). A context nobody chose is halved until the plan fits. `draft`: the model that drafts."""
     from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import load_catalog
-    from localllm.planner import layouts
+    from localllm.planner import kernels
     from localllm.planner.plan import Overrides, plan_for
     from localllm.planner.types import Workload
 
@@ -36,7 +36,7 @@ def plan_file(
     if model is None or not model.variants:
         return None
     device = detect()
-    types = layouts.types_to_time(device, model.variants[0])
+    types = kernels.types_to_time(device, model.variants[0])
     if types:
         # A second, the first time: a model of some size would take longer to lay its weights out for nothing.
         device = with_matrix_rates(device, measure=True, types=types)
@@ -48,7 +48,7 @@ def plan_file(
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
         draft=settings.value("draft"),
         draft_model=described(draft, catalog) if draft is not None else None,
-        wish=_wish_here(settings, device),
+        offload=_wish_here(settings, device),
     )
     workload = Workload(purpose, settings.value("context") or 0)
     plan = plan_for(device, model, model.variants[0], workload, overrides=overrides)
@@ -58,10 +58,10 @@ def plan_file(
     return plan
 
 
-def wish(settings: Settings) -> Wish:
+def wish(settings: Settings) -> OffloadOptions:
     """Where the person insists on having layers and experts. Raises UsageError for what is no number."""
     from localllm.errors import UsageError
-    from localllm.planner.placing import Wish
+    from localllm.planner.placing import OffloadOptions
 
     def number(name: str) -> int | None:
         text = str(settings.value(name)).lower()
@@ -78,10 +78,10 @@ def wish(settings: Settings) -> Wish:
         split = (-1.0,)
     if any(share < 0 for share in split) or (split and not any(split)):
         raise UsageError(f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}", param="split")
-    return Wish(number("gpu_layers"), number("cpu_moe"), split or None)
+    return OffloadOptions(number("gpu_layers"), number("cpu_moe"), split or None)
 
 
-def _wish_here(settings: Settings, device: Device) -> Wish:
+def _wish_here(settings: Settings, device: Device) -> OffloadOptions:
     """What is wished for of this machine. Where others take layers too (`--with`), shares and counts of layers are of all
     of their devices, which the plan of this one knows nothing of."""
     from localllm.errors import UsageError
@@ -99,7 +99,7 @@ def _wish_here(settings: Settings, device: Device) -> Wish:
     return replace(asked, gpu_layers=None, tensor_split=None)
 
 
-def check_wish(asked: Wish, device: Device) -> Wish:
+def check_wish(asked: OffloadOptions, device: Device) -> OffloadOptions:
     """`asked`, unless `device` has no place for it: then UsageError."""
     from localllm.errors import UsageError
 
@@ -130,15 +130,15 @@ def _measured(device: Device, model: Model, catalog: Catalog) -> tuple[Measured,
     return measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model})
 
 
-def _kv_evidence(local: LocalModel) -> tuple[KvEvidence, ...]:
+def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
     from localllm import paths
     from localllm.engine.host import kv_evidence
-    from localllm.planner.kv_choice import KvEvidence
+    from localllm.planner.kv_choice import KvPrecision
     from localllm_backends.llamacpp.weights import fingerprint
 
     folder = paths.kv_evidence_dir()
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()
     found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
-    return tuple(KvEvidence(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)
+    return tuple(KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)

@@ -133,7 +133,7 @@ def recommend(
         return
     machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
     placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
-    overrides = replace(overrides_for(machine, catalog), wish=placed, sees=sees)
+    overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     if check:
         view.out(view.check(machine, catalog, as_json=as_json))
         return
@@ -248,14 +248,14 @@ def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_
     from localllm.cli import recommend_view as view
     from localllm.device.named import everything
     from localllm.library.names import same_quant
-    from localllm.planner import backwards
+    from localllm.planner import recommend
     from localllm.planner.plan import Overrides
 
     model, quant = asked
     if quant:
         model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
     # Both engines: the question is about machines one does not have, not about this installation.
-    reach = backwards.reaching(everything(), model, workload, tok_s, overrides=Overrides())
+    reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
     view.out(view.reach(model, tok_s, reach, as_json=as_json))
 
 

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm.planner.waiting import span
+from localllm.planner.needs import span
 from localllm.planner.why import gb, mb, rate
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.backwards import Reach
+    from localllm.planner.recommend import Reach
     from localllm.planner.types import Plan, Range, Recommendation
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from localllm.device.types import Device
 from localllm.planner import memory, places, speed
-from localllm.planner.facts import facts
-from localllm.planner.streams import streamed
+from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, Workload
 
 # While a given text is edited nearly every drafted token is right; free text accepts few, and the engine then drafts

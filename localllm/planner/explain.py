@@ -6,9 +6,8 @@ import re
 import textwrap
 
 from localllm.device.types import Device
-from localllm.planner import families, laws, memory, places, prefill_law, quality, speed, tables, timed
-from localllm.planner.facts import facts
-from localllm.planner.streams import streamed
+from localllm.planner import decode_cost, families, kernels, memory, places, prefill_cost, quality, speed
+from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range
 from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
@@ -71,7 +70,7 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     if need.host_bytes:
         lines.append(f"  host memory  {_gb(need.host_bytes):>14}   beside it, in system memory")
     if need.disk_bytes:
-        rows = f"{plan.model.lookup_rows} rows a token, {tables.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
+        rows = f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
         lines.append(f"  on the disk  {_gb(need.disk_bytes):>14}   tables: {rows}")
     lines += _place_lines(plan)
     if plan.kv_bytes_per_1k:
@@ -115,14 +114,14 @@ def _split_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth, basis = laws.bandwidth_of(device)
+    bandwidth, basis = decode_cost.bandwidth_of(device)
     hardware = speed.hardware(device, plan.variant, plan.settings)
     terms, full = (
-        laws.decode_terms(plan.model, plan.variant, hardware, depth=depth, kv_type=plan.settings.kv_type)
+        decode_cost.decode_terms(plan.model, plan.variant, hardware, depth=depth, kv_type=plan.settings.kv_type)
         for depth in (0, plan.settings.n_ctx)
     )
     parts, c = terms.streamed, terms.coefficients
-    eta = laws.weight_share(c, hardware, plan.model, plan.variant)
+    eta = decode_cost.weight_share(c, hardware, plan.model, plan.variant)
     known = facts(plan.model)
     layers, experts, recurrent = known.n_layers, known.n_expert_layers, known.n_recurrent_layers
     lines = [
@@ -136,7 +135,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
         lines.append(
             f"  experts      {_ms(terms.routed_s):>13}   {parts.routed_bytes / 1e9:.3f} GB: {x.n_active} of {x.n_experts}"
         )
-    unpacked_s, wait_us = terms.unpacked_s + terms.routed_unpacked_s, laws.launch_factor(c, hardware) * 1e6
+    unpacked_s, wait_us = terms.unpacked_s + terms.routed_unpacked_s, decode_cost.launch_factor(c, hardware) * 1e6
     if unpacked_s:
         n_params = parts.dense_params + parts.routed_params
         lines.append(
@@ -148,7 +147,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     if recurrent:
         lines.append(
             f"  recurrent    {_ms(terms.recurrent_s + terms.state_s):>13}   {recurrent} × {c['recurrent_layer_s'] * wait_us:.0f} µs, "
-            f"and {laws.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
+            f"and {decode_cost.state_traffic_bytes(plan.model) / 1e6:.0f} MB of states"
         )
     work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""
     if abs(terms.mixture_factor - 1) > 0.005:
@@ -172,7 +171,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
 def _layout_line(plan: Plan, device: Device) -> list[str]:
     if plan.settings.placement.layout != "stored":
         return []
-    stored, usual = (timed.flops_s(device.matrix_rates, plan.model, plan.variant, stored=s) for s in (True, False))
+    stored, usual = (kernels.flops_s(device.matrix_rates, plan.model, plan.variant, stored=s) for s in (True, False))
     if stored is None or usual is None:
         return []
     gain = stored[0] / usual[0]
@@ -182,9 +181,9 @@ def _layout_line(plan: Plan, device: Device) -> list[str]:
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
     tflops, basis = families.nominal_tflops(device, plan.backend)
     hardware = speed.hardware(device, plan.variant, plan.settings)
-    terms = prefill_law.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
-    flops = 2 * prefill_law.matrix_params(plan.model, plan.variant)
-    activation_bytes = prefill_law.activation_bytes(plan.model)
+    terms = prefill_cost.prefill_terms(plan.model, plan.variant, hardware, n_batch=plan.settings.n_batch)
+    flops = 2 * prefill_cost.matrix_params(plan.model, plan.variant)
+    activation_bytes = prefill_cost.activation_bytes(plan.model)
     measured = hardware.timed_flops_s(plan.model, plan.variant)
     tflops = tflops if measured is None else measured[0] / 1e12
     rate = f"{'' if basis == 'measured' else 'nominal '}{tflops:.{1 if tflops >= 1 else 3}f} TFLOP/s ({basis})"

@@ -23,7 +23,7 @@ _LADDER = ("f16", "q8_0", "q8_0/q4_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
-class KvEvidence:
+class KvPrecision:
     """What was measured of a KV type (or "K/V" pair) on this very model: see `localllm_backends.contract.KvFidelity`."""
 
     kv_type: str
@@ -31,12 +31,12 @@ class KvEvidence:
     flips: float
 
 
-def ladder(purpose: Purpose, evidence: Sequence[KvEvidence], *, mixed: bool) -> tuple[str, ...]:
+def ladder(purpose: Purpose, evidence: Sequence[KvPrecision], *, mixed: bool) -> tuple[str, ...]:
     """KV types to try in order for `purpose`. `mixed`: pairs of two types have a fast kernel here."""
     return tuple(k for k in _LADDER if (mixed or "/" not in k) and _will_do(k, purpose, evidence))
 
 
-def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvEvidence]) -> bool:
+def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> bool:
     if kv_type == "f16":
         return True
     known = next((e for e in evidence if e.kv_type == kv_type), None)
@@ -45,13 +45,13 @@ def _will_do(kv_type: str, purpose: Purpose, evidence: Sequence[KvEvidence]) -> 
     return passes(known, purpose)
 
 
-def passes(evidence: KvEvidence, purpose: Purpose) -> bool:
+def passes(evidence: KvPrecision, purpose: Purpose) -> bool:
     """True where what was measured is harmless for `purpose`."""
     most_kl, most_flips = _EXACT if purpose in _EXACTING else _TALK
     return evidence.mean_kl <= most_kl and evidence.flips <= most_flips
 
 
-def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvEvidence]) -> str:
+def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     """What the choice of `kv_type` rests on, in a few words."""
     if kv_type in ("f16", "bf16", "f32"):
         return "exact"

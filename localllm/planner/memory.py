@@ -13,8 +13,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from localllm.device.types import Device
-from localllm.planner import places, tables
-from localllm.planner.facts import facts
+from localllm.planner import places
+from localllm.planner.streams import facts
 from localllm.planner.types import Drafter, MemoryNeed, RunSettings, backend_for
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
@@ -179,8 +179,8 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
     """Bytes of the token embedding table in this variant's format (lookup tables included)."""
     if model.lookup_bits:
         tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=model.params_total - model.lookup_params)
-        rest = replace(variant, file_bytes=weights_bytes(variant) - tables.table_bytes(model, variant), weights_bytes=0)
-        return tables.table_bytes(model, variant) + embedding_bytes(tokens, rest)
+        rest = replace(variant, file_bytes=weights_bytes(variant) - places.table_bytes(model, variant), weights_bytes=0)
+        return places.table_bytes(model, variant) + embedding_bytes(tokens, rest)
     rows = model.vocab_size * model.hidden_size + model.lookup_params
     mix = quants.MIXTURES.get(variant.quant)
     if mix is not None:
@@ -276,7 +276,7 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
     if device is not None and device.kind == "discrete":
         return _need_apart(model, variant, settings, device)
     weights, _ = whole_weights(model, variant, device)
-    on_disk = tables.disk_bytes(model, variant, settings)
+    on_disk = places.disk_bytes(model, variant, settings)
     compute = int(compute_bytes(model, settings) * _gpu_margin(device)) * (device.n_gpus if device is not None else 1)
     return MemoryNeed(
         weights_bytes=weights - on_disk,
@@ -312,7 +312,7 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
     overhead = overhead_bytes(device) if is_used else 0
     drafted = _draft_bytes(model, variant, settings, device)
     logits = output_bytes(model, settings.slots)
-    on_disk = min(host_weights, tables.disk_bytes(model, variant, settings))
+    on_disk = min(host_weights, places.disk_bytes(model, variant, settings))
     cards: tuple[int, ...] = ()
     limits = cards_limits(device)
     if n_cards > 1 and placed.split_mode == "layer":

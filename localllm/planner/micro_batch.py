@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import laws, memory, prefill_law
+from localllm.planner import decode_cost, memory, prefill_cost
 from localllm.planner.types import DEFAULT_BATCH, MemoryNeed, RunSettings, backend_for
 from localllm_catalog.types import Model, Variant
 
@@ -26,8 +26,8 @@ def sizes(device: Device, model: Model, variant: Variant, settings: RunSettings,
     """Micro-batches larger than `settings` has that pay for a prompt of so many tokens on `device`, the largest first."""
     if device.accelerator == "cpu":
         return ()
-    hardware = laws.hardware_of(device, backend_for(variant))
-    held = prefill_law.prefill_terms(
+    hardware = decode_cost.hardware_of(device, backend_for(variant))
+    held = prefill_cost.prefill_terms(
         model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch
     ).total_s
     found: list[int] = []
@@ -36,7 +36,7 @@ def sizes(device: Device, model: Model, variant: Variant, settings: RunSettings,
             continue
         if size > min(prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT):
             break
-        each = prefill_law.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
+        each = prefill_cost.prefill_terms(model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=size).total_s
         if held < each * _PAYS:
             break
         found.insert(0, size)

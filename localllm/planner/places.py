@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from localllm.planner.facts import facts
-from localllm.planner.streams import streamed
+from localllm.planner.streams import facts, streamed
+from localllm.planner.types import RunSettings, backend_for
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identities
@@ -173,7 +173,7 @@ def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int,
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CardShare:
     """Of what one token reads and computes, the share on the devices (0..1), and how often a step changes sides."""
 
     dense: float
@@ -188,15 +188,15 @@ class Shares:
         return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
 
     @property
-    def rest(self) -> Shares:
+    def rest(self) -> CardShare:
         """What is not on the devices."""
-        return Shares(1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings)
+        return CardShare(1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings)
 
 
-WHOLE = Shares(1.0, 1.0, 1.0, 1.0, 0)
+WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
 
 
-def shares(model: Model, variant: Variant, placed: Placement) -> Shares:
+def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     """How `placed` divides a step. KV is counted by layers' own width; a crossing is one copy of the activations."""
     if not placed.is_split:
         return WHOLE
@@ -209,10 +209,44 @@ def shares(model: Model, variant: Variant, placed: Placement) -> Shares:
     n_device = max(0, n - first)
     kv = 0.0 if placed.kv_on_host else n_device / max(1, n)
     crossings = 2 * n_split + (2 if 0 < first <= n else 0) + (2 * n_device if placed.kv_on_host else 0)
-    return Shares(
+    return CardShare(
         dense / max(1, found.dense_bytes + matrix),
         experts / found.expert_bytes if found.expert_bytes else 1.0 if first == 0 else n_device / max(1, n),
         kv,
         n_device / max(1, n),
         crossings,
     )
+
+
+# What llama.cpp reads whole anyway.
+LEAST_BYTES = 4 * 2**30
+# Seconds a row takes that is not in memory. An SSD on PCIe answers 100,000 such reads a second and more (assumed; on a DGX
+# Spark answers were as fast with Qwen3.8-Flash-Next's table cold as with it warm: github.com/0xBakeer/inference-atlas, pull
+# requests 79 to 81); a disk that turns, a hundred.
+ROW_S = 10e-6
+SLOW_ROW_S = 10e-3
+
+
+def table_bytes(model: Model, variant: Variant) -> int:
+    """Bytes of the tables of `variant` that are looked up by rows beside the embedding of the tokens; 0 without any."""
+    if not model.lookup_params:
+        return 0
+    if variant.input_bytes:  # read from the header, together with the tokens' own
+        tokens = model.vocab_size * model.hidden_size
+        return round(variant.input_bytes * model.lookup_params / (model.lookup_params + tokens))
+    bits = model.lookup_bits or 8 * (variant.weights_bytes or variant.file_bytes) / max(1, model.params_total)
+    return round(model.lookup_params * bits / 8)
+
+
+def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
+    """Bytes that this run leaves on the disk; 0 where the engine reads everything."""
+    where = settings.placement.tables
+    if not model.lookup_params or where == "memory" or backend_for(variant) != "llamacpp":
+        return 0
+    found = table_bytes(model, variant)
+    return found if where == "disk" or found > LEAST_BYTES else 0
+
+
+def token_s(model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S) -> float:
+    """Seconds a token waits for its rows from the disk, when none of them is in memory."""
+    return model.lookup_rows * row_s if disk_bytes(model, variant, settings) else 0.0

@@ -21,7 +21,7 @@ _MUCH_KV = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class OffloadOptions:
     """What somebody insists on; None = free. As in `Placement`."""
 
     gpu_layers: int | None = None
@@ -45,7 +45,7 @@ class Wish:
         return settings.placed(**{name: value for name, value in said.items() if value is not None})
 
 
-FREE = Wish()
+FREE = OffloadOptions()
 
 
 def fits(device: Device, need: MemoryNeed) -> bool:
@@ -66,11 +66,11 @@ def over_cards(device: Device, model: Model, variant: Variant, settings: RunSett
 
 
 def best_split(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, wish: Wish = FREE
+    device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions = FREE
 ) -> RunSettings | None:
     """`settings` placed over `device` and its host so that they fit and decode fastest with the context half full; None
     where nothing fits."""
-    search = _Search(device, model, variant, wish.over(settings), wish)
+    search = _Search(device, model, variant, offload.over(settings), offload)
     found = search.candidates()
     if len(found) < 2:
         return found[0] if found else None
@@ -82,8 +82,10 @@ def best_split(
 class _Search:
     """The placements of one run that fit."""
 
-    def __init__(self, device: Device, model: Model, variant: Variant, settings: RunSettings, wish: Wish) -> None:
-        self._device, self._model, self._variant, self._wish = device, model, variant, wish
+    def __init__(
+        self, device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions
+    ) -> None:
+        self._device, self._model, self._variant, self._offload = device, model, variant, offload
         self._settings = settings
         self._book = memory.layer_ledger(model, variant, settings)
         self._limits = memory.cards_limits(device)
@@ -101,12 +103,12 @@ class _Search:
 
     def _fewest_off(self, start: Placement) -> RunSettings | None:
         """`start` with as few experts, else as few layers in system memory as makes the rest fit; as is, if that does."""
-        n, wish = len(self._model.layers), self._wish
+        n, offload = len(self._model.layers), self._offload
         placed: Placement | None = start
         if not self._room(start):
-            experts = wish.experts_on_host is None and any(layer[1] for layer in self._book.layers)
+            experts = offload.experts_on_host is None and any(layer[1] for layer in self._book.layers)
             placed = self._least(1, n, lambda k: replace(start, experts_on_host=k)) if experts else None
-            if placed is None and wish.gpu_layers is None:
+            if placed is None and offload.gpu_layers is None:
                 off = replace(start, experts_on_host=-1) if experts else start
                 placed = self._least(0, n + 1, lambda k: replace(off, gpu_layers=n + 1 - k))
         if placed is None:

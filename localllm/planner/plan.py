@@ -12,23 +12,22 @@ from dataclasses import dataclass, replace
 from localllm.device.types import Device
 from localllm.planner import (
     drafting,
+    kernels,
     kv_choice,
-    layouts,
     memory,
     micro_batch,
     needs,
+    places,
     placing,
     quality,
     speed,
-    tables,
-    waiting,
 )
-from localllm.planner.facts import facts
-from localllm.planner.kv_choice import KvEvidence
+from localllm.planner.kv_choice import KvPrecision
 from localllm.planner.needs import Need
-from localllm.planner.placing import FREE, Wish
+from localllm.planner.placing import FREE, OffloadOptions
 from localllm.planner.projector import listed_bytes
 from localllm.planner.speed import Measured
+from localllm.planner.streams import facts
 from localllm.planner.types import (
     DEFAULT_BATCH,
     DEFAULT_SLOTS,
@@ -72,18 +71,18 @@ class Overrides:
     """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0 / None = free).
 
     `kv_evidence`: what KV types were measured to cost on the very model that is planned.
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`. `wish`: where
+    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`. `offload`: where
     somebody insists on having layers and experts. `sees`: its image projector is loaded too.
     """
 
     measured: tuple[Measured, ...] = ()
     backends: tuple[str, ...] = ()
     kv_type: str = ""
-    kv_evidence: tuple[KvEvidence, ...] = ()
+    kv_evidence: tuple[KvPrecision, ...] = ()
     slots: int = 0
     draft: str = ""
     draft_model: Model | None = None
-    wish: Wish = FREE
+    offload: OffloadOptions = FREE
     sees: bool = False
 
 
@@ -117,7 +116,7 @@ def settings_for(
         drafter=drafter,
         placement=Placement(
             tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
-            layout=layouts.layout(device, model, variant, workload),
+            layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
     )
@@ -125,7 +124,7 @@ def settings_for(
 
 def _has_tables(model: Model, variant: Variant) -> bool:
     """True where the files hold tables that are better left on the disk."""
-    return tables.disk_bytes(model, variant, USUAL) > 0
+    return places.disk_bytes(model, variant, USUAL) > 0
 
 
 def _drafter(variant: Variant, overrides: Overrides) -> Drafter:
@@ -166,12 +165,12 @@ def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
 
 
 def _settle(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], wish: Wish
+    device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], offload: OffloadOptions
 ) -> tuple[RunSettings, MemoryNeed, Fits]:
     """`settings` as they fit: whole with the first of the KV `types` that does, else split over two memories, else not."""
     kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_for(variant))) or ("f16",)
     for kind in kinds:
-        tried = placing.over_cards(device, model, variant, wish.over(settings.with_kv_type(kind)))
+        tried = placing.over_cards(device, model, variant, offload.over(settings.with_kv_type(kind)))
         need = memory.need(model, variant, tried, device)
         fits = verdict(device, need, split=tried.placement.is_split and device.kind == "discrete")
         if fits != "no":
@@ -180,10 +179,10 @@ def _settle(
             break  # no type of cache is small enough
     if device.kind == "discrete" and device.host is not None and variant.format == "gguf":
         start = settings.with_kv_type(kinds[min(1, len(kinds) - 1)])
-        best = placing.best_split(device, model, variant, start, wish)
+        best = placing.best_split(device, model, variant, start, offload)
         if best is not None:
             return best, memory.need(model, variant, best, device), "split"
-    tried = wish.over(settings.with_kv_type(kinds[0]))
+    tried = offload.over(settings.with_kv_type(kinds[0]))
     return tried, memory.need(model, variant, tried, device), "no"
 
 
@@ -193,7 +192,7 @@ def _in_larger_steps(
     variant: Variant,
     settled: tuple[RunSettings, MemoryNeed, Fits],
     prompt_tokens: int,
-    wish: Wish,
+    offload: OffloadOptions,
 ) -> tuple[RunSettings, MemoryNeed, Fits]:
     """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
     mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
@@ -201,12 +200,12 @@ def _in_larger_steps(
     if fits == "yes":
         wider, needed = micro_batch.larger(device, model, variant, settings, need, prompt_tokens)
         return (wider, needed, "yes") if verdict(device, needed) == "yes" else settled
-    if fits != "split" or model.experts is None or not wish.is_free:
+    if fits != "split" or model.experts is None or not offload.is_free:
         return settled
     rate = speed.decode(device, model, variant, settings).value
     for size in micro_batch.sizes(device, model, variant, settings, prompt_tokens):
         start = replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
-        found = placing.best_split(device, model, variant, start, wish)
+        found = placing.best_split(device, model, variant, start, offload)
         if found is not None and speed.decode(device, model, variant, found).value >= _AS_FAST * rate:
             return found, memory.need(model, variant, found, device), "split"
     return settled
@@ -250,10 +249,10 @@ def plan_for(
     wanted = settings_for(device, model, variant, workload, overrides)
     types = (overrides.kv_type,) if overrides.kv_type else _kv_types(device, variant, workload, overrides)
     purpose = needs.need_of(workload)
-    settled = _settle(device, model, variant, wanted, types, overrides.wish)
+    settled = _settle(device, model, variant, wanted, types, overrides.offload)
     prompt = min(purpose.prompt_tokens, wanted.n_ctx // max(1, workload.parallel))
     if not rough:
-        settled = _in_larger_steps(device, model, variant, settled, prompt, overrides.wish)
+        settled = _in_larger_steps(device, model, variant, settled, prompt, overrides.offload)
     settings, need, fits = settled
     speeds = _speeds(device, model, variant, settings, workload, overrides.measured, rough=rough)
     rating = quality.rate(model, workload.purpose)
@@ -340,7 +339,7 @@ def score(plan: Plan, need: Need) -> float:
     rate = plan.decode_tok_s.value * (plan.drafting.value if plan.drafting is not None else 1.0)
     doublings = math.log2(rate / need.good_tok_s)
     points += _SLOW * doublings if doublings < 0 else min(_MOST_SPARE, _SPARE * doublings)
-    points -= waiting.points_lost(plan, need)
+    points -= needs.points_lost(plan, need)
     if plan.fits == "tight":
         points -= 2.0
     if plan.fits == "split":

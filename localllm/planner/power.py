@@ -8,6 +8,12 @@ for memory and stays below the limit.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
+
+from localllm.device.types import Device
+from localllm.planner.types import Range
+
 # Board power in watts by `families.part`: the TDP of the pages that devices.toml names, in its notes; of what has none there
 # techpowerup.com's (Quadro RTX, RTX A4500, Titan V, V620, Instinct) and of a GB10 its maker's, of an Arc Pro B70
 # https://huggingface.co/hardware/arc-pro-b70. A laptop's card is sold with many, so none of them is here.
@@ -42,3 +48,39 @@ def share(part: str, units: float) -> float:
     """Of the nominal rate of `units` of a part, the share that its power lets them hold; 1.0 where it is not known."""
     watts = _BOARD_W.get(part, 0)
     return (watts / units / _REFERENCE_W_PER_UNIT) ** _EXPONENT if watts and units else 1.0
+
+
+_LAPTOP = re.compile(r"\b(laptop|mobile|max-q)\b", re.I)
+_T4 = re.compile(r"\btesla t4\b", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The share of a predicted speed that may be left, and what that rests on."""
+
+    share: float
+    why: str
+
+
+# An RTX 3080 Ti Laptop held to 115 W decoded Qwen3.8-27B at 14.8 tokens/s where 25.6 are predicted (github.com/sudoingX/
+# qwen38-mtp, pull request 56); an RTX 3090 held to 250 of its 350 W at 31.9 of 39 (pull request 42).
+_LAPTOP_LIMIT = Limit(
+    0.6, "a laptop's power limit may leave 60% of these speeds under lasting load (an RTX 3080 Ti held to 115 W: 58%)"
+)
+_T4_LIMIT = Limit(0.6, "70 W may leave a T4 60% of these speeds under lasting load (assumed, as of laptops)")
+
+
+def limit_of(device: Device) -> Limit | None:
+    """The limit of a laptop's graphics card or a T4; None for what holds its speed."""
+    name = f"{device.match or ''} {device.name}"
+    if device.kind != "discrete":
+        return None
+    if _LAPTOP.search(name):
+        return _LAPTOP_LIMIT
+    return _T4_LIMIT if _T4.search(name) else None
+
+
+def within(device: Device, predicted: Range) -> Range:
+    """`predicted` with its lower end where a lasting load may bring it."""
+    limit = limit_of(device)
+    return predicted if limit is None else replace(predicted, low=min(predicted.low, predicted.value * limit.share))

@@ -8,21 +8,19 @@ speed below the purpose's good speed costs, plus a little for spare speed and re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.device.types import Accelerator, Device
 from localllm.planner import (
     drafting,
-    engines,
     families,
     memory,
     needs,
     picks,
+    places,
+    power,
     quality,
     speed,
-    sustained,
-    tables,
-    waiting,
     why,
 )
 from localllm.planner.needs import Need
@@ -43,7 +41,7 @@ def backends_of(device: Device) -> tuple[str, ...]:
 
 def too_slow(plan: Plan, need: Need) -> bool:
     """True when the plan's speed, or its wait for the first token, is not what the purpose can live with."""
-    return plan.decode_tok_s.value < need.least_tok_s or waiting.too_long(plan, need)
+    return plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need)
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
@@ -54,7 +52,7 @@ def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Vari
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
     pool = device.memory.limit_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
-    return [v for v in variants if v.file_bytes - tables.disk_bytes(model, v, USUAL) <= pool]
+    return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= pool]
 
 
 def _is_sound(model: Model, variant: Variant) -> bool:
@@ -144,15 +142,15 @@ def detailed_plan(
     kept = why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value)
     if kept is not None:
         reasons.append(kept)
-    limit = sustained.limit_of(device)
+    limit = power.limit_of(device)
     if limit is not None and "measured" not in plan.decode_tok_s.basis:
         reasons.append(limit.why)
-    thinks = waiting.sentence(plan, needs.need_of(workload))
+    thinks = needs.sentence(plan, needs.need_of(workload))
     if thinks is not None:
         reasons.append(thinks)
     other = _other_engine(device, plan, workload, overrides)
     if other is not None:
-        reasons.append(engines.compare(device, plan, other))
+        reasons.append(picks.compare(device, plan, other))
     kernels = _other_kernels(device, plan)
     if kernels is not None:
         reasons.append(kernels)
@@ -169,7 +167,7 @@ def detailed_plan(
 def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Plan | None:
     """The plan of the same model in files of about the same size on the machine's other engine, if it fits."""
     others = [v for v in _candidates(device, plan.model, overrides) if backend_for(v) != plan.backend]
-    variant = engines.nearest_of_other(plan, others)
+    variant = picks.nearest_of_other(plan, others)
     if variant is None:
         return None
     other = plan_for(device, plan.model, variant, workload, overrides=overrides)
@@ -266,3 +264,49 @@ def variants_of(
     need = needs.need_of(workload)
     plans = [replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need)) for p in plans]
     return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The machines that run a model at a speed, those with the slowest memory first, each in its smallest size that
+    does; and the fastest one that holds the model and does not (None: every one that holds it does)."""
+
+    found: tuple[tuple[Device, Plan], ...]
+    nearest: tuple[Device, Plan] | None
+
+
+def reaching(
+    devices: Iterable[Device],
+    model: Model,
+    workload: Workload,
+    tok_s: float,
+    *,
+    overrides: Overrides = NOTHING_FIXED,
+) -> Reach:
+    """Which of `devices` decode `model` at `tok_s` or more, in its best format of at least that speed.
+
+    A format that loses more than a smaller model would is not considered, nor a plan whose prompt takes too long.
+    """
+    need = needs.need_of(workload)
+    found: dict[str, tuple[Device, Plan]] = {}
+    nearest: tuple[Device, Plan] | None = None
+    for device in sorted(devices, key=lambda d: (_bandwidth(d), d.memory.limit_bytes, d.name)):
+        if device.bandwidth_gbps is None or device.match in found:
+            continue
+        plans = [
+            plan_for(device, model, variant, workload, overrides=overrides)
+            for variant in sound_variants(device, model, overrides)
+        ]
+        whole = [p for p in plans if p.fits in ("yes", "tight") and not needs.too_long(p, need)]
+        fast = [p for p in whole if p.decode_tok_s.value >= tok_s]
+        if fast:
+            found[device.match] = device, max(fast, key=lambda p: (p.quality, p.decode_tok_s.value))
+        elif whole:
+            best = max(whole, key=lambda p: p.decode_tok_s.value)
+            if nearest is None or best.decode_tok_s.value > nearest[1].decode_tok_s.value:
+                nearest = device, best
+    return Reach(tuple(found.values()), nearest)
+
+
+def _bandwidth(device: Device) -> float:
+    return device.bandwidth_gbps.value if device.bandwidth_gbps else 0.0

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from html import escape
 
 from localllm.device.types import Device
-from localllm.planner import families, laws
+from localllm.planner import decode_cost, families
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RooflinePoint:
     """One plan: weight bytes a token reads (GB), predicted tokens/s, and its number in the legend."""
 
     gb_per_token: float
@@ -30,16 +30,18 @@ class Roofline:
     bandwidth_gbps: float
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    points: tuple[Point, ...]
+    points: tuple[RooflinePoint, ...]
     note: str
 
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     """The roofline of `device` with `plans` on it (log-log)."""
-    bandwidth, basis = laws.bandwidth_of(device)
+    bandwidth, basis = decode_cost.bandwidth_of(device)
     tflops, _ = families.nominal_tflops(device)
     points = tuple(
-        Point(streamed(p.model, p.variant).total_bytes / 1e9, p.decode_tok_s.value, f"{p.model.name} {p.variant.quant}")
+        RooflinePoint(
+            streamed(p.model, p.variant).total_bytes / 1e9, p.decode_tok_s.value, f"{p.model.name} {p.variant.quant}"
+        )
         for p in plans
     )
     xs = [p.gb_per_token for p in points] or [1.0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.device.types import Device
+from localllm.planner import decode_cost, families, speed
+from localllm.planner.streams import facts, streamed
 from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
 from localllm_backends.placement import Placement
 
@@ -116,4 +119,34 @@ def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> di
             {"model": r.model.id, "variant": r.variant.quant, "kind": r.kind, "reason": r.reason}
             for r in answer.rejected
         ],
+    }
+
+
+def physics(plan: Plan, device: Device) -> dict[str, Any]:
+    """`weights`: bytes that every token reads, and of the experts it is routed to. `kv_read_bytes`: [depth, bytes] points
+    between which the KV bytes a token reads grow in straight lines. `flops_per_token`: of the matrices, without attention.
+    """
+    parts = streamed(plan.model, plan.variant)
+    bandwidth, basis = decode_cost.bandwidth_of(device)
+    tflops, tflops_basis = families.nominal_tflops(device)
+    measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(plan.model, plan.variant)
+    tflops = tflops if measured is None else measured[0] / 1e12
+    windows = {layer.window for layer, _ in facts(plan.model).groups if layer.kind == "sliding" and layer.window}
+    depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
+    return {
+        "device": device.name,
+        "bandwidth_gbps": round(bandwidth, 1),
+        "bandwidth_basis": basis,
+        "tflops": round(tflops, 2),
+        "tflops_basis": tflops_basis,
+        "quant": plan.variant.quant,
+        "kv_type": plan.settings.kv_type,
+        "n_batch": plan.settings.n_batch,
+        "weights": {"dense_bytes": parts.dense_bytes, "routed_bytes": parts.routed_bytes},
+        "kv_read_bytes": [[d, decode_cost.kv_read_bytes(plan.model, d, plan.settings.kv_type)] for d in depths],
+        "flops_per_token": 2 * (parts.dense_params + parts.routed_params),
+        "decode_tok_s": range_to_json(plan.decode_tok_s),
+        "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
+        "prefill_tok_s": range_to_json(plan.prefill_tok_s),
+        "memory": memory_to_json(plan.memory),
     }

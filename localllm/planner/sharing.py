@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from localllm.device.types import Device
-from localllm.planner import laws, memory, places, speed
+from localllm.planner import decode_cost, memory, places, speed
 from localllm.planner.cluster import Link
 from localllm.planner.streams import streamed
 from localllm.planner.types import Range, RunSettings
@@ -98,8 +98,8 @@ def decode_over(
     n = len(devices)
     slowest = min(devices, key=lambda d: speed.decode(d, model, variant, settings, depth=depth).value)
     alone = speed.decode(slowest, model, variant, settings, depth=depth)
-    read = streamed(model, variant).total_bytes + laws.kv_read_bytes(model, depth, settings.kv_type)
-    saved_s = (1 - 1 / n) * read / (laws.bandwidth_of(slowest)[0] * 1e9)
+    read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, settings.kv_type)
+    saved_s = (1 - 1 / n) * read / (decode_cost.bandwidth_of(slowest)[0] * 1e9)
     best_s, worst_s = _sums_s(model, link)
     usual_s = (best_s * worst_s) ** 0.5
     most = n * alone.high

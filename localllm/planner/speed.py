@@ -1,6 +1,6 @@
 """How fast a model answers: decode, prefill, time to first token, loading; each with its range and its basis.
 
-What the two laws say (laws.py), moved by what was measured on this machine (learned.py). Tokens/s and seconds.
+What the two laws say (decode_cost.py), moved by what was measured on this machine (learned.py). Tokens/s and seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
-from localllm.planner import efficiency, families, laws, learned, places, prefill_law, sustained, tables
+from localllm.planner import decode_cost, efficiency, families, learned, places, power, prefill_cost
 from localllm.planner.streams import streamed
 from localllm.planner.types import USUAL, Range, RunSettings, backend_for
 from localllm_backends.placement import Placement
@@ -62,11 +62,11 @@ class Measured:
 
 def decode_bound(device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16") -> float:
     """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at `depth`)."""
-    read = streamed(model, variant).total_bytes + laws.kv_read_bytes(model, depth, kv_type)
-    return laws.bandwidth_of(device)[0] * 1e9 / read
+    read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, kv_type)
+    return decode_cost.bandwidth_of(device)[0] * 1e9 / read
 
 
-def _basis(table: efficiency.Table, hardware: laws.Hardware, model: Model) -> tuple[str, float]:
+def _basis(table: efficiency.Table, hardware: decode_cost.Hardware, model: Model) -> tuple[str, float]:
     key, n = table.nearest(hardware.keys)
     kind = "MoE" if model.experts is not None else "dense"
     if n == 0:
@@ -97,7 +97,7 @@ def decode(
     backend = backend_for(variant)
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
-        return sustained.within(device, _range(1 / step.total_s, step.spread, step.basis))
+        return power.within(device, _range(1 / step.total_s, step.spread, step.basis))
     seconds, spread, names = _as_measured(device, model, variant, step, here)
     return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
 
@@ -126,23 +126,27 @@ def _step(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, depth: int = 0, n_sequences: int = 1
 ) -> _Step:
     machine = hardware(device, variant, settings)
-    here = laws.decode_terms(model, variant, machine, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
+    here = decode_cost.decode_terms(
+        model, variant, machine, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
+    )
     weights_s, fixed_s, attention_s = here.memory_s - here.kv_s, here.total_s - here.memory_s, here.kv_s
-    from_disk_s = n_sequences * tables.token_s(model, variant, settings)
+    from_disk_s = n_sequences * places.token_s(model, variant, settings)
     fixed_s += from_disk_s
     basis, spread = _basis(efficiency.load()["decode"], machine, model)
-    if laws.bandwidth_of(device)[1] == "assumed":
+    if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
-            row_s = prefill_law.prefill_terms(model, variant, machine).matmul_s
+            row_s = prefill_cost.prefill_terms(model, variant, machine).matmul_s
         fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return _Step(weights_s, fixed_s, attention_s, spread, basis, here.routed_s * here.mixture_factor)
     host = _host(device)
-    there = laws.decode_terms(model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences)
+    there = decode_cost.decode_terms(
+        model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
+    )
     n_copied = share.crossings * n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
     return _Step(
         _divided_weights(here, share) + _divided_weights(there, share.rest),
@@ -159,36 +163,36 @@ def _step(
     )
 
 
-def _divided_weights(terms: laws.Terms, share: places.Shares) -> float:
+def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
     """Seconds of reading the share of the weights that lies there."""
     return (terms.weights_s * share.dense + terms.routed_s * share.experts) * terms.mixture_factor
 
 
-def _divided_fixed(terms: laws.Terms, share: places.Shares) -> float:
+def _divided_fixed(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
     """Seconds of launches, routing and unpacking of the layers that are computed there."""
     layers = (terms.layers_s + terms.recurrent_s) * share.layers
     unpacked = terms.unpacked_s * share.dense + terms.routed_unpacked_s * share.experts
     return (layers + unpacked + terms.experts_s * share.experts) * terms.mixture_factor
 
 
-def hardware(device: Device, variant: Variant, settings: RunSettings) -> laws.Hardware:
+def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:
     """`device` as the laws see it when `variant` is run so."""
     if settings.placement.layout == "stored":
-        return laws.stored_on(device)
-    return laws.hardware_of(device, backend_for(variant))
+        return decode_cost.stored_on(device)
+    return decode_cost.hardware_of(device, backend_for(variant))
 
 
 def _host_basis(device: Device) -> str:
     return device.host_bandwidth_gbps.basis if device.host_bandwidth_gbps else "assumed"
 
 
-def _host(device: Device) -> laws.Hardware:
+def _host(device: Device) -> decode_cost.Hardware:
     """The processor beside a discrete card, which computes the layers that stay in its memory."""
     known = device.host_bandwidth_gbps
-    gbps = laws.ASSUMED_BANDWIDTH_GBPS
+    gbps = decode_cost.ASSUMED_BANDWIDTH_GBPS
     if known is not None:
         gbps = known.value * (1.0 if known.basis == "measured" else NOMINAL_SHARE)
-    return laws.Hardware(("cpu",), gbps, _HOST_TFLOPS, device.n_cpu_cores)
+    return decode_cost.Hardware(("cpu",), gbps, _HOST_TFLOPS, device.n_cpu_cores)
 
 
 def _same(m: Measured, model: Model, variant: Variant) -> bool:
@@ -258,7 +262,7 @@ def prefill(
             "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
         )
     predicted = _range(1 / seconds, spread, basis)
-    return predicted if used else sustained.within(device, predicted)
+    return predicted if used else power.within(device, predicted)
 
 
 def _prompt_seconds(
@@ -266,12 +270,12 @@ def _prompt_seconds(
 ) -> float:
     """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has it."""
 
-    def seconds_on(machine: laws.Hardware) -> float:
-        return prefill_law.prefill_terms(
+    def seconds_on(machine: decode_cost.Hardware) -> float:
+        return prefill_cost.prefill_terms(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
         ).total_s  # fmt: skip
 
-    seconds = seconds_on(hardware(device, variant, settings)) + tables.token_s(model, variant, settings)
+    seconds = seconds_on(hardware(device, variant, settings)) + places.token_s(model, variant, settings)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
         return seconds
@@ -354,12 +358,12 @@ def verify_ratios(
     more of the experts, and every row is computed. Sequences of their own (`decode`) cost more: each has a cache and a state.
     """
     one = _step(device, model, variant, settings)
-    if laws.hardware_of(device, backend_for(variant)).engine == "cpu":
+    if decode_cost.hardware_of(device, backend_for(variant)).engine == "cpu":
         return [_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
     read = streamed(model, variant)
     routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
     if not read.routed_bytes:
         return [1 + (n - 1) * _ROW_SHARE for n in rows]
-    more = [(read.step_bytes(model, laws.apart(n)) - read.total_bytes) * routed for n in rows]
+    more = [(read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows]
     filled = [_MIXTURE_ROW_SHARE + (n - 1) * _ROW_SHARE + extra for n, extra in zip(rows, more, strict=True)]
     return [1 + min((n - 1) * _MIXTURE_ROW_SHARE, most) for n, most in zip(rows, filled, strict=True)]

@@ -15,7 +15,7 @@ SHORTFALL = 0.30
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PredictionCheck:
     """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded); causes if it fell short.
 
     `decode_short`: with the context nearly empty (None: not measured).
@@ -38,7 +38,7 @@ def compare(
     *,
     memory_bytes: int = 0,
     predicted_memory_bytes: int = 0,
-) -> Comparison:
+) -> PredictionCheck:
     """`run` against what the planner would have said without it (but knowing `others`)."""
 
     def at(depth: int) -> Range:
@@ -48,7 +48,7 @@ def compare(
     bound = speed.decode_bound(device, run.model, run.variant)
     causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
     memory = (float(predicted_memory_bytes), float(memory_bytes)) if memory_bytes and predicted_memory_bytes else None
-    return Comparison(
+    return PredictionCheck(
         run.model.name,
         run.variant.quant,
         run.backend,
@@ -83,7 +83,7 @@ def likely_causes(device: Device, predicted: float, measured: float, bound: floa
     return tuple(causes)
 
 
-def to_json(result: Comparison) -> dict[str, Any]:
+def to_json(result: PredictionCheck) -> dict[str, Any]:
     """One comparison as plain data."""
     return {
         "model": result.name,

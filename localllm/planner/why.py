@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.planner import places, speed, tables, waiting
+from localllm.planner import needs, places, speed
 from localllm.planner.needs import Need
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
@@ -63,10 +63,10 @@ def streamed_tok_s(plan: Plan, device: Device) -> float | None:
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
     """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where nothing does."""
-    left, slow = plan.memory.disk_bytes, tables.SLOW_ROW_S
+    left, slow = plan.memory.disk_bytes, places.SLOW_ROW_S
     if not left:
         return None
-    turning = 1 / (1 / tok_s + tables.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
+    turning = 1 / (1 / tok_s + places.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
     return (
         f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: that wants an SSD, "
         f"on a disk that turns about {rate(turning)} tok/s"
@@ -102,7 +102,7 @@ def is_too_slow(plan: Plan, need: Need) -> str:
     if plan.decode_tok_s.value >= need.least_tok_s:
         return (
             f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
-            f"{waiting.span(plan.ttft_s.value)}, too late for {need.what} ({waiting.span(need.ttft_longest_s)} at most)"
+            f"{needs.span(plan.ttft_s.value)}, too late for {need.what} ({needs.span(need.ttft_longest_s)} at most)"
         )
     return (
         f"{plan.variant.quant} fits, but {rate(plan.decode_tok_s.value)} tok/s is too slow for {need.what} "
@@ -114,7 +114,7 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
     """The verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit(plan, device)
-    if plan.decode_tok_s.value < need.least_tok_s or waiting.too_long(plan, need):
+    if plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need):
         return is_too_slow(plan, need)
     head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[plan.fits]
     return f"{head}; {rate(plan.decode_tok_s.value)} tok/s; up to {plan.max_ctx // 1024}k context"

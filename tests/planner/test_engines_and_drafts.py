@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import drafting, engines, explain, memory, recommend, speed
+from localllm.planner import drafting, explain, memory, picks, recommend, speed
 from localllm.planner.plan import Overrides, plan_for
 from localllm.planner.types import Drafter, Plan, RunSettings, Workload
 from localllm_backends.contract import KvType
@@ -96,7 +96,7 @@ def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) ->
             if "of the bandwidth" not in reason:
                 continue
             other = "mlx" if p.backend == "llamacpp" else "llamacpp"
-            assert reason.startswith(f"{engines.NAMES[other]} (")
+            assert reason.startswith(f"{picks.NAMES[other]} (")
 
 
 def test_the_sentence_follows_the_predicted_speeds() -> None:
@@ -104,10 +104,10 @@ def test_the_sentence_follows_the_predicted_speeds() -> None:
     gguf = plan("M4 Max 128GB", "qwen3-8b", "Q4_K_M", fmt="gguf")
     mlx = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
     faster = mlx.decode_tok_s.value > gguf.decode_tok_s.value
-    assert engines.compare(device, gguf, mlx).startswith(
+    assert picks.compare(device, gguf, mlx).startswith(
         f"MLX (4bit) is predicted {'faster' if faster else 'slower'}: {mlx.decode_tok_s.value:.3g}"
     )
-    assert "predicted as fast as" in engines.compare(device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s))
+    assert "predicted as fast as" in picks.compare(device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s))
 
 
 @pytest.mark.parametrize("machine", ["RTX 5090", "DGX Spark", "Strix Halo 128GB"])
@@ -122,7 +122,7 @@ def test_elsewhere_neither_mlx_nor_a_word_of_it(machine: str) -> None:
 def test_files_of_another_size_are_not_compared() -> None:
     big = plan("M4 Max 128GB", "qwen3-8b", "Q8_0", fmt="gguf")
     small = [v for v in big.model.variants if v.quant == "4bit"]
-    assert engines.nearest_of_other(big, small) is None
+    assert picks.nearest_of_other(big, small) is None
 
 
 # --- drafts ---------------------------------------------------------------------------------------------------------

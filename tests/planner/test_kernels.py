@@ -6,23 +6,23 @@ from typing import Literal
 
 import pytest
 
-from localllm.planner import families, kernels, laws, prefill_law
+from localllm.planner import decode_cost, families, kernels, prefill_cost
 from localllm_catalog import catalog
 from localllm_catalog.types import Layer, Variant
 
 MODELS = catalog.load().by_id
 
 
-def machine(name: str, engine: str, gbps: float = 400) -> laws.Hardware:
-    return laws.Hardware(families.hardware_keys(name, engine), gbps, 40)
+def machine(name: str, engine: str, gbps: float = 400) -> decode_cost.Hardware:
+    return decode_cost.Hardware(families.hardware_keys(name, engine), gbps, 40)
 
 
 def file(quant: str, file_format: Literal["gguf", "mlx"] = "gguf", size: int = 5_000_000_000) -> Variant:
     return Variant(file_format, quant, "", (), size)
 
 
-def parts(model: str, variant: Variant, hardware: laws.Hardware) -> dict[str, float]:
-    return {n: p.value for n, p in laws.decode_parts(MODELS[model], variant, hardware).items()}
+def parts(model: str, variant: Variant, hardware: decode_cost.Hardware) -> dict[str, float]:
+    return {n: p.value for n, p in decode_cost.decode_parts(MODELS[model], variant, hardware).items()}
 
 
 def test_mesa_reads_only_the_oldest_formats_at_full_speed_on_intels_gpus() -> None:
@@ -53,7 +53,7 @@ def test_two_and_three_bits_are_arithmetic_under_metal_alone() -> None:
 def test_m5s_units_multiply_experts_in_tiles_of_64_rows() -> None:
     m, mlx = MODELS["qwen3-30b-a3b"], file("4bit", "mlx", 17_000_000_000)
     m5, m4 = (machine(chip, "mlx") for chip in ("Apple M5 Max", "Apple M4 Max"))
-    new, old = (prefill_law.prefill_parts(m, mlx, hardware, n_batch=512)["padding"] for hardware in (m5, m4))
+    new, old = (prefill_cost.prefill_parts(m, mlx, hardware, n_batch=512)["padding"] for hardware in (m5, m4))
     assert new.value == pytest.approx(64 * old.value)
     assert ("tile", 1) in old.powers
     assert ("tile", 1) not in new.powers
@@ -70,6 +70,6 @@ def test_what_the_mask_hides_is_skipped_by_some() -> None:
 def test_a_window_costs_what_is_computed_beside_it() -> None:
     """A sliding layer's attention: its window, and of the micro-batch what the kernel does not skip."""
     layer = Layer("sliding", n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
-    alone, beside = (laws.attention_flops(layer, 64, 4096, beside=b) for b in (0, 1024))
+    alone, beside = (decode_cost.attention_flops(layer, 64, 4096, beside=b) for b in (0, 1024))
     assert beside == alone * (128 + 1024) / 128
-    assert laws.attention_flops(layer, 64, 100, beside=1024) == alone * 100 / 128
+    assert decode_cost.attention_flops(layer, 64, 100, beside=1024) == alone * 100 / 128

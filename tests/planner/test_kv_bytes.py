@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.planner import memory
-from localllm.planner.laws import kv_read_bytes
+from localllm.planner.decode_cost import kv_read_bytes
 from localllm.planner.types import RunSettings
 from localllm_catalog import catalog, quants, shapes
 from localllm_catalog.types import Layer, Model

@@ -8,7 +8,7 @@ import pytest
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
-from localllm.planner import layouts
+from localllm.planner import kernels
 from localllm.planner.plan import plan_for
 from localllm.planner.types import Workload
 from localllm_catalog import catalog
@@ -43,12 +43,12 @@ def of_quant(quant: str) -> tuple[Model, Variant]:
 )
 def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(purpose: Purpose, wanted: str) -> None:
     m, file = of_quant("Q4_K_M")
-    assert layouts.layout(cpu(), m, file, Workload(purpose)) == wanted
+    assert kernels.layout(cpu(), m, file, Workload(purpose)) == wanted
 
 
 def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
     m, file = of_quant("Q4_K_M")
-    assert layouts.layout(cpu(), m, file, Workload("chat", prompt_tokens=64)) == "auto"
+    assert kernels.layout(cpu(), m, file, Workload("chat", prompt_tokens=64)) == "auto"
 
 
 @pytest.mark.parametrize(
@@ -63,27 +63,27 @@ def test_where_answers_are_most_of_the_work_weights_are_laid_out() -> None:
 )
 def test_the_engine_decides_where_nothing_else_is_known_to_be_quicker(device: Device) -> None:
     m, file = of_quant("Q4_K_M")
-    assert layouts.layout(device, m, file, Workload("coding")) == "auto"
+    assert kernels.layout(device, m, file, Workload("coding")) == "auto"
 
 
 def test_a_format_is_laid_out_or_not_by_its_own_rates() -> None:
     m, file = of_quant("Q8_0")
-    assert layouts.layout(cpu(), m, file, Workload("coding")) == "auto"
+    assert kernels.layout(cpu(), m, file, Workload("coding")) == "auto"
     timed = cpu((*ZEN, TypeRates("Q8_0", rates(0.6, 0.07), rates(0.3, 0.08))))
-    assert layouts.layout(timed, m, file, Workload("coding")) == "stored"
+    assert kernels.layout(timed, m, file, Workload("coding")) == "stored"
 
 
 def test_what_decides_is_timed_for_models_that_take_longer_to_load_than_to_time() -> None:
     _, file = of_quant("Q4_K_M")
-    assert layouts.types_to_time(cpu(()), file) == ["Q4_K", "Q6_K"]
-    assert layouts.types_to_time(cpu(()), of_quant("Q8_0")[1]) == ["Q4_K", "Q8_0"]
-    assert layouts.types_to_time(cpu(()), replace(file, weights_bytes=100_000_000)) == []
-    assert layouts.types_to_time(resolve("RTX 4090"), file) == []
+    assert kernels.types_to_time(cpu(()), file) == ["Q4_K", "Q6_K"]
+    assert kernels.types_to_time(cpu(()), of_quant("Q8_0")[1]) == ["Q4_K", "Q8_0"]
+    assert kernels.types_to_time(cpu(()), replace(file, weights_bytes=100_000_000)) == []
+    assert kernels.types_to_time(resolve("RTX 4090"), file) == []
 
 
 def test_a_plan_says_which_and_what_it_gains() -> None:
     from localllm.planner.explain import explain
-    from localllm.planner.physics import physics
+    from localllm.planner.serialise import physics
 
     m, file = of_quant("Q4_K_M")
     plan = plan_for(cpu(), m, file, Workload("coding", context=4096))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure
 from localllm.planner import explain, memory, places, placing, speed
-from localllm.planner.placing import Wish
+from localllm.planner.placing import OffloadOptions
 from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.serialise import plan_to_json
 from localllm.planner.speed import Measured
@@ -51,7 +51,9 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert 0 < placed.experts_on_host < len(m.layers)
     assert plan.memory.kv_bytes == memory.kv_bytes(m, plan.settings)
     # Whole layers instead would be far slower: attention would be read from system memory too.
-    layers = placing.best_split(device, m, variant(m), plan.settings.placed(experts_on_host=0), Wish(experts_on_host=0))
+    layers = placing.best_split(
+        device, m, variant(m), plan.settings.placed(experts_on_host=0), OffloadOptions(experts_on_host=0)
+    )
     assert layers is not None
     assert 0 < layers.n_gpu_layers < len(m.layers)
     assert plan.decode_tok_s.value > 1.3 * speed.decode(device, m, variant(m), layers).value
@@ -104,11 +106,18 @@ def test_unequal_cards_get_unequal_shares() -> None:
 def test_what_somebody_insists_on_is_done() -> None:
     device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
     v = variant(m)
-    for wish in (Wish(experts_on_host=30), Wish(experts_on_host=-1), Wish(gpu_layers=10), Wish(gpu_layers=0)):
-        placed = plan_for(device, m, v, Workload(), overrides=Overrides(wish=wish)).settings.placement
-        assert wish.experts_on_host in (None, placed.experts_on_host)
-        assert wish.gpu_layers in (None, placed.gpu_layers)
-    all_there = plan_for(device, m, v, Workload(), overrides=Overrides(wish=Wish(gpu_layers=-1, experts_on_host=0)))
+    for options in (
+        OffloadOptions(experts_on_host=30),
+        OffloadOptions(experts_on_host=-1),
+        OffloadOptions(gpu_layers=10),
+        OffloadOptions(gpu_layers=0),
+    ):
+        placed = plan_for(device, m, v, Workload(), overrides=Overrides(offload=options)).settings.placement
+        assert options.experts_on_host in (None, placed.experts_on_host)
+        assert options.gpu_layers in (None, placed.gpu_layers)
+    all_there = plan_for(
+        device, m, v, Workload(), overrides=Overrides(offload=OffloadOptions(gpu_layers=-1, experts_on_host=0))
+    )
     assert all_there.fits == "no"
 
 

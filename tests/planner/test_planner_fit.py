@@ -14,7 +14,7 @@ from benchmarks.planner_fit import ages, batched, fit, report
 from benchmarks.planner_fit import rows as planner_rows
 from benchmarks.planner_fit.rows import Row
 from localllm.device.named import resolve
-from localllm.planner import efficiency, families, laws, prefill_law
+from localllm.planner import decode_cost, efficiency, families, prefill_cost
 from localllm_catalog import catalog
 
 
@@ -78,7 +78,7 @@ def _age(device: str, engine: str, **what: object) -> ages.Age:
 
 def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
     """Dense tiles on AMD under Vulkan, the search for experts' tokens, K formats under ROCm, unpacked heads on Volta."""
-    part = laws.Part(1.0, ())
+    part = decode_cost.CostTerm(1.0, ())
     prompt = {"matmul": part, "padding": part, "attention": part}
 
     def tokens(age: ages.Age) -> float:
@@ -109,8 +109,8 @@ def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
     single = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
     step_s, token_s = single[0].seconds, 1e-4
     many = [
-        replace(single[0], batch=n, seconds=step_s + laws.further(n) * token_s * 10,
-                further=((laws.further(n) * token_s, (("many", -1),)),))
+        replace(single[0], batch=n, seconds=step_s + decode_cost.further(n) * token_s * 10,
+                further=((decode_cost.further(n) * token_s, (("many", -1),)),))
         for n in (2, 4, 8, 16)
     ]  # fmt: skip
     design = fit.Design("decode", [*single, *many])
@@ -161,12 +161,12 @@ def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
 
 def test_the_fit_learns_the_very_terms_that_predict() -> None:
     """A row's parts at the coefficients of its machine are the seconds that the law says."""
-    hardware = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
+    hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
     m = catalog.load().by_id["qwen3-30b-a3b"]
     v = next(v for v in m.variants if v.quant == "Q4_K_M")
     c = efficiency.coefficients("prefill", hardware.keys_for(v))
-    parts = prefill_law.prefill_parts(m, v, hardware, prompt_tokens=1024, depth=4096)
-    terms = prefill_law.prefill_terms(m, v, hardware, prompt_tokens=1024, depth=4096)
+    parts = prefill_cost.prefill_parts(m, v, hardware, prompt_tokens=1024, depth=4096)
+    terms = prefill_cost.prefill_terms(m, v, hardware, prompt_tokens=1024, depth=4096)
     assert sum(part.seconds(c) for part in parts.values()) == pytest.approx(terms.total_s)
     row = next(r for r in planner_rows.rows("prefill") if "dgx-spark.md" in r.source)
     assert {powers[0] for _, powers in row.parts} == {part.powers[0] for part in parts.values()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import laws, power, prefill_law
+from localllm.planner import decode_cost, power, prefill_cost
 from localllm_catalog import catalog
 
 MODEL = next(m for m in catalog.load().models if m.id == "llama-3.1-8b-instruct")
@@ -23,23 +23,23 @@ def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
 
 
 def test_matrices_alone_wait_for_power() -> None:
-    limited = laws.hardware_of(resolve("L40"), "llamacpp")
+    limited = decode_cost.hardware_of(resolve("L40"), "llamacpp")
     free = replace(limited, power_share=1.0)
-    a, b = (prefill_law.prefill_terms(MODEL, VARIANT, hardware) for hardware in (limited, free))
+    a, b = (prefill_cost.prefill_terms(MODEL, VARIANT, hardware) for hardware in (limited, free))
     assert a.matmul_s == pytest.approx(b.matmul_s / limited.power_share)
     assert (a.attention_s, a.weights_s, a.layers_s) == (b.attention_s, b.weights_s, b.layers_s)
-    assert laws.decode_terms(MODEL, VARIANT, limited) == laws.decode_terms(MODEL, VARIANT, free)
+    assert decode_cost.decode_terms(MODEL, VARIANT, limited) == decode_cost.decode_terms(MODEL, VARIANT, free)
 
 
 @pytest.mark.parametrize("name", ["M4 Max 128GB", "RTX 4090 Laptop GPU", "Strix Halo 128GB"])
 def test_where_no_one_figure_is_stated_nothing_is_taken_off(name: str) -> None:
-    assert laws.hardware_of(resolve(name), "llamacpp").power_share == 1.0
+    assert decode_cost.hardware_of(resolve(name), "llamacpp").power_share == 1.0
 
 
 def test_large_steps_skip_what_the_mask_hides() -> None:
     """CUDA's attention runs over all of a small micro-batch, masked or not, and of a large one up to each tile's last token."""
-    hardware = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
+    hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
     small, large = (
-        prefill_law.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n) for n in (512, 2048)
+        prefill_cost.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n) for n in (512, 2048)
     )
     assert large.attention_s == pytest.approx(small.attention_s * 1024 / 1280)

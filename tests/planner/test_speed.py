@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
-from localllm.planner import families, laws, memory, recommend, speed, sustained
+from localllm.planner import decode_cost, families, memory, power, recommend, speed
 from localllm.planner.speed import Measured
 from localllm.planner.streams import streamed
 from localllm.planner.types import RunSettings, Workload
@@ -94,8 +94,10 @@ def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
     generated = int(row["test"][2:]) if row["test"].startswith("tg") else 0
     depth = int(float(row["depth"] or 0) + generated / 2)
     tflops = families.part_tflops(row["device"], int(float(row["units"] or 0)))[0]
-    machine = laws.Hardware(hardware, float(row["bandwidth_gbps"]), tflops, clock_ghz=families.clock_ghz(row["device"]))
-    return 1 / laws.decode_terms(m, v, machine, depth=depth).total_s
+    machine = decode_cost.Hardware(
+        hardware, float(row["bandwidth_gbps"]), tflops, clock_ghz=families.clock_ghz(row["device"])
+    )
+    return 1 / decode_cost.decode_terms(m, v, machine, depth=depth).total_s
 
 
 def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
@@ -126,7 +128,8 @@ def test_launches_go_by_the_clock_and_reading_does_not() -> None:
     v = variant(m, "Q4_K_M")
     keys = families.hardware_keys("NVIDIA GeForce RTX 4090", "cuda")
     slow, fast = (
-        laws.decode_terms(m, v, laws.Hardware(keys, 1008, 165, clock_ghz=ghz)) for ghz in (1.4, families.REFERENCE_GHZ)
+        decode_cost.decode_terms(m, v, decode_cost.Hardware(keys, 1008, 165, clock_ghz=ghz))
+        for ghz in (1.4, families.REFERENCE_GHZ)
     )
     assert slow.layers_s > 1.1 * fast.layers_s
     assert (slow.weights_s, slow.unpacked_s, slow.kv_s) == (fast.weights_s, fast.unpacked_s, fast.kv_s)
@@ -134,16 +137,16 @@ def test_launches_go_by_the_clock_and_reading_does_not() -> None:
 
 def test_unpacking_is_arithmetic_that_full_precision_and_processors_spare() -> None:
     m = model("qwen3-30b-a3b")
-    machine = laws.hardware_of(resolve("M4 Max 128GB"), "llamacpp")
-    terms = laws.decode_terms(m, variant(m, "Q4_K_M"), machine)
+    machine = decode_cost.hardware_of(resolve("M4 Max 128GB"), "llamacpp")
+    terms = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), machine)
     assert terms.unpacked_s > 0
     assert terms.routed_unpacked_s > 0
-    twice = laws.decode_terms(m, variant(m, "Q4_K_M"), replace(machine, plain_tflops=2 * machine.plain_tflops))
+    twice = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), replace(machine, plain_tflops=2 * machine.plain_tflops))
     assert twice.unpacked_s == pytest.approx(terms.unpacked_s / 2)
     assert twice.weights_s == terms.weights_s
     for v, hardware in ((Variant("gguf", "BF16", "", (), 61_000_000_000), machine),
-                        (variant(m, "Q4_K_M"), laws.Hardware(("cpu",), 30, 1, 8))):  # fmt: skip
-        spared = laws.decode_terms(m, v, hardware)
+                        (variant(m, "Q4_K_M"), decode_cost.Hardware(("cpu",), 30, 1, 8))):  # fmt: skip
+        spared = decode_cost.decode_terms(m, v, hardware)
         assert spared.unpacked_s == spared.routed_unpacked_s == 0
 
 
@@ -263,7 +266,7 @@ def test_a_sliding_window_stops_costing_once_full() -> None:
     device, m = resolve("RTX 4090"), model("gpt-oss-20b")
     v = variant(m, "MXFP4")
     full_layers = sum(layer.kind == "full" for layer in m.layers)
-    one, two = (laws.kv_read_bytes(m, depth) for depth in (10_000, 20_000))
+    one, two = (decode_cost.kv_read_bytes(m, depth) for depth in (10_000, 20_000))
     assert two - one == 10_000 * full_layers * 8 * 128 * 2
     assert speed.decode(device, m, v, depth=20_000).value < speed.decode(device, m, v).value
 
@@ -359,5 +362,5 @@ def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
     assert desktop.low > 0.7 * desktop.value
     plans = recommend.recommend(resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()).plans
     assert any("lasting load" in reason for reason in plans[0].reasons)
-    assert sustained.limit_of(resolve("Tesla T4")) is not None
-    assert sustained.limit_of(resolve("M4 Max 128GB")) is None
+    assert power.limit_of(resolve("Tesla T4")) is not None
+    assert power.limit_of(resolve("M4 Max 128GB")) is None

@@ -8,7 +8,7 @@ import pytest
 
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import needs, waiting
+from localllm.planner import needs
 from localllm.planner.plan import plan_for, score
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Workload
@@ -24,12 +24,12 @@ def test_a_thinking_model_answers_later_than_its_twin_that_does_not_think() -> N
     silent = replace(model, reasoning_kind="none")
     thinks, answers = (plan_for(device, m, m.variants[0], Workload()) for m in (model, silent))
     thoughts_s = CHAT.thinking_tokens / thinks.decode_tok_s.value
-    assert waiting.answer_s(thinks, CHAT) - waiting.answer_s(answers, CHAT) == pytest.approx(thoughts_s)
+    assert needs.answer_s(thinks, CHAT) - needs.answer_s(answers, CHAT) == pytest.approx(thoughts_s)
     assert score(thinks, CHAT) < score(answers, CHAT)
-    said = waiting.sentence(thinks, CHAT)
+    said = needs.sentence(thinks, CHAT)
     assert said is not None
     assert "600 tokens (assumed)" in said
-    assert waiting.sentence(answers, CHAT) is None
+    assert needs.sentence(answers, CHAT) is None
 
 
 def test_an_agents_prompt_that_takes_many_minutes_is_not_offered() -> None:

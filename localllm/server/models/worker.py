@@ -130,7 +130,7 @@ class ModelFacts:
     `sampling_unthinking` what it gets where it switches reasoning off (None: the same); `n_ctx` the planned context in
     tokens; `details` are facts for lists (quant, bytes, licence …). `embeds`: it makes embeddings
     and no text; `ranks`: it scores texts against a query, and makes no text either. `needs_bytes` is what it was
-    planned to take while loaded; `physics` what a token costs and this machine can do (planner/physics.py)."""
+    planned to take while loaded; `physics` what a token costs and this machine can do (planner/serialise.py)."""
 
     sampling: Sampling = field(default_factory=Sampling)
     sampling_unthinking: Sampling | None = None

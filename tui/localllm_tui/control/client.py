@@ -132,7 +132,7 @@ StreamEvent: TypeAlias = TextDelta | ReasoningDelta | PrefillDone | Waiting | Le
 @dataclass(frozen=True, slots=True)
 class ListedModel:
     """One line of /v1/models; `n_ctx` in tokens, None where the server does not say. `physics`: what a token costs and the
-    machine can do, from a server that plans (localllm/planner/physics.py). `notice`: what its users should know about how
+    machine can do, from a server that plans (localllm/planner/serialise.py). `notice`: what its users should know about how
     it runs now, as a sentence. `sampling` is what a request gets that says none; `has_system`: a conversation without a
     system prompt gets the preset's."""
 

@@ -21,7 +21,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Physics:
-    """A served model on its machine, as localllm/planner/physics.py tells it. `kv_points`: (depth, bytes read)."""
+    """A served model on its machine, as localllm/planner/serialise.py tells it. `kv_points`: (depth, bytes read)."""
 
     device: str
     bandwidth_gbps: float

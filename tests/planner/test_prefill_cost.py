@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from localllm.device.named import resolve
-from localllm.planner import families, kernels, laws, prefill_law
-from localllm.planner.prefill_law import PrefillTerms
+from localllm.planner import decode_cost, families, kernels, prefill_cost
+from localllm.planner.prefill_cost import PrefillTerms
 from localllm_catalog import catalog
 from localllm_catalog.types import Model, Variant
 
 MODELS = catalog.load().by_id
-SPARK = laws.hardware_of(resolve("DGX Spark"), "llamacpp")
-CPU = laws.Hardware(("cpu",), 30, 1, 8)
+SPARK = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
+CPU = decode_cost.Hardware(("cpu",), 30, 1, 8)
 
 
 def file_of(model: Model, quant: str) -> Variant:
@@ -22,17 +22,17 @@ def file_of(model: Model, quant: str) -> Variant:
 
 
 def terms(
-    name: str, hardware: laws.Hardware, *, tokens: int = 2048, depth: int = 0, n_batch: int = 512
+    name: str, hardware: decode_cost.Hardware, *, tokens: int = 2048, depth: int = 0, n_batch: int = 512
 ) -> PrefillTerms:
     m = MODELS[name]
-    return prefill_law.prefill_terms(
+    return prefill_cost.prefill_terms(
         m, file_of(m, "Q4_K_M"), hardware, prompt_tokens=tokens, depth=depth, n_batch=n_batch
     )  # fmt: skip
 
 
 def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> None:
     """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a token."""
-    assert prefill_law.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(20.4e6, rel=0.01)
+    assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(20.4e6, rel=0.01)
     small, large = (terms(name, SPARK) for name in ("qwen3-0.6b", "qwen3-32b"))
     assert small.activations_s / small.matmul_s > 2 * large.activations_s / large.matmul_s
     twice = terms("qwen3-0.6b", replace(SPARK, bandwidth_gbps=2 * SPARK.bandwidth_gbps))
@@ -53,8 +53,8 @@ def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> No
     assert far > 10 * near
     assert far < 100e-6
     m = MODELS["qwen3-8b"]
-    mlx = laws.hardware_of(resolve("M4 Max 128GB"), "mlx")
-    assert prefill_law.prefill_terms(m, file_of(m, "4bit"), mlx, depth=30_000).mask_s == 0
+    mlx = decode_cost.hardware_of(resolve("M4 Max 128GB"), "mlx")
+    assert prefill_cost.prefill_terms(m, file_of(m, "4bit"), mlx, depth=30_000).mask_s == 0
     spared = terms("qwen3-30b-a3b", CPU)
     assert spared.mask_s == spared.activations_s == 0
 
@@ -69,13 +69,13 @@ def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None
     m = MODELS["qwen3-8b"]
     bf16 = Variant("gguf", "BF16", "", (), 16_400_000_000)
     halo, r9700, geforce = (
-        laws.Hardware(families.hardware_keys(name, "vulkan"), 256, 37)
+        decode_cost.Hardware(families.hardware_keys(name, "vulkan"), 256, 37)
         for name in ("AMD Ryzen AI Max+ 395 (Strix Halo)", "AMD Radeon AI PRO R9700", "NVIDIA GeForce RTX 4090")
     )
     shares = [kernels.matrix_share(bf16, hardware.keys) for hardware in (halo, r9700, geforce)]
     assert shares == [0.5, 1.0, 1.0]
     assert kernels.matrix_share(file_of(m, "Q4_K_M"), halo.keys) == 1.0
-    p100, p40 = (laws.Hardware(families.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40"))
+    p100, p40 = (decode_cost.Hardware(families.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40"))
     assert [kernels.matrix_share(file_of(m, "Q4_K_M"), h.keys) for h in (p100, p40)] == [0.5, 1.0]
 
 

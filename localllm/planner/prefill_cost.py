@@ -1,4 +1,4 @@
-"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md; decode: laws.py).
+"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md; decode: decode_cost.py).
 
 t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
     + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.planner import efficiency, kernels
-from localllm.planner.facts import facts
-from localllm.planner.laws import PEAK_SHARE, Hardware, Part, Powers, all_attention_flops, lag
-from localllm.planner.streams import streamed
+from localllm.planner.decode_cost import PEAK_SHARE, CostTerm, Hardware, Powers, all_attention_flops, lag
+from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
@@ -83,7 +82,7 @@ def prefill_parts(
     depth: int = 0,
     n_batch: int = DEFAULT_BATCH,
     masked: tuple[float, float] | None = None,
-) -> dict[str, Part]:
+) -> dict[str, CostTerm]:
     """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is made of: the law without
     its coefficients, which benchmarks/planner_fit finds and `prefill_terms` reads. `masked`: other shares of what the mask
     hides than today's kernels compute (`kernels.masked_share`)."""
@@ -105,16 +104,16 @@ def prefill_parts(
     tile: Powers = () if rows else (("tile", 1),)
     is_cpu = hardware.engine == "cpu"
     return {
-        "matmul": Part(2 * matrix_params(model, variant) / held, matrices),
-        "padding": Part(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
-        "attention": Part(flops / units, (("attention", -1),)),
-        "scan": Part(scan_flops(model) / units, (("scan", -1),)),
-        "activations": Part(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
-        "weights": Part(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
-        "layers": Part(known.n_layers / batch, (("layer_s", 1), *wait)),
-        "experts": Part(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
-        "recurrent": Part(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
-        "mask": Part(
+        "matmul": CostTerm(2 * matrix_params(model, variant) / held, matrices),
+        "padding": CostTerm(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
+        "attention": CostTerm(flops / units, (("attention", -1),)),
+        "scan": CostTerm(scan_flops(model) / units, (("scan", -1),)),
+        "activations": CostTerm(0.0 if is_cpu else activation_bytes(model) / bandwidth, (("activations", -1),)),
+        "weights": CostTerm(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
+        "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
+        "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
+        "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
+        "mask": CostTerm(
             0.0 if is_cpu or hardware.engine == "mlx" else mean_context(prompt_tokens, depth, batch), (("mask_s", 1),)
         ),
     }

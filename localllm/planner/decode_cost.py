@@ -1,4 +1,4 @@
-"""The law of decoding, term by term: seconds of one step, by cause. (Prompts: prefill_law.py.)
+"""The law of decoding, term by term: seconds of one step, by cause. (Prompts: prefill_cost.py.)
 
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localllm.device.types import Device, TypeRates
-from localllm.planner import efficiency, families, kernels, power, timed
-from localllm.planner.facts import facts
-from localllm.planner.streams import Streamed, streamed
+from localllm.planner import efficiency, families, kernels, power
+from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identity
 from localllm_catalog.types import Layer, Model, Variant
@@ -88,11 +87,11 @@ class Hardware:
 
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
         """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was timed on a processor."""
-        return timed.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
+        return kernels.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
         """Seconds of multiplying one of `rows` tokens that are computed together, where its type was timed on a processor."""
-        flops_s = timed.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
+        flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
         read = streamed(model, variant)
         return 2 * (read.dense_params + read.routed_params) / flops_s if flops_s is not None else None
 
@@ -133,7 +132,7 @@ Powers = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CostTerm:
     """One cause in a law: its `value` is seconds, or a count, before the coefficients are applied, each to its power."""
 
     value: float
@@ -150,7 +149,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class DecodeCost:
     """Seconds of one decode step, by cause: what `--explain` prints line by line."""
 
     weights_s: float
@@ -189,7 +188,7 @@ def decode_parts(
     depth: int = 0,
     kv_type: str = "f16",
     n_sequences: int = 1,
-) -> dict[str, Part]:
+) -> dict[str, CostTerm]:
     """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law without its coefficients,
     which benchmarks/planner_fit finds and `decode_terms` reads."""
     bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
@@ -203,21 +202,21 @@ def decode_parts(
     unpacked = 0 if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS else 2
     hard = kernels.unpack_flops(variant, hardware.keys)
     n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked or hard else 0.0
-    kv = Part(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
+    kv = CostTerm(n_sequences * kv_read_bytes(model, depth, kv_type) / bandwidth, (("kv", -1),))
     if known.has_mla:  # every head reads the same latent: arithmetic, not reading, is what it takes
-        kv = Part(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
+        kv = CostTerm(n_sequences * all_attention_flops(model, depth) / units, (("kv_mla", -1),))
     return {
-        "weights": Part(read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights),
-        "routed": Part((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth
+        "weights": CostTerm(read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights),
+        "routed": CostTerm((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth
                        / kernels.experts_read_share(variant, hardware.keys), (*weights, ("routed", 1))),
-        "unpacked": Part(unpacked * read.dense_params / plain_units, unpack),
-        "routed_unpacked": Part(unpacked * n_routed / plain_units, unpack),
-        "hard_unpacked": Part(hard * (read.dense_params + n_routed) / plain_units, core),
-        "layers": Part(known.n_layers, (("layer_s", 1), *wait)),
-        "experts": Part(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
-        "recurrent": Part(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
+        "unpacked": CostTerm(unpacked * read.dense_params / plain_units, unpack),
+        "routed_unpacked": CostTerm(unpacked * n_routed / plain_units, unpack),
+        "hard_unpacked": CostTerm(hard * (read.dense_params + n_routed) / plain_units, core),
+        "layers": CostTerm(known.n_layers, (("layer_s", 1), *wait)),
+        "experts": CostTerm(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
+        "recurrent": CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
         "kv": kv,
-        "state": Part(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
+        "state": CostTerm(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
     }  # fmt: skip
 
 
@@ -229,7 +228,7 @@ def decode_terms(
     depth: int = 0,
     kv_type: str = "f16",
     n_sequences: int = 1,
-) -> Terms:
+) -> DecodeCost:
     """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
     # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
@@ -243,7 +242,7 @@ def decode_terms(
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
-    return Terms(
+    return DecodeCost(
         weights_s=s["weights"],
         routed_s=s["routed"],
         unpacked_s=s["unpacked"] + s["hard_unpacked"],
@@ -261,7 +260,7 @@ def decode_terms(
     )
 
 
-def further_parts(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> tuple[Part, ...]:
+def further_parts(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> tuple[CostTerm, ...]:
     """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little per layer.
     (A processor overlaps it with reading the weights: speed.py counts whichever is longer.)"""
     if n_sequences <= 1 or hardware.engine == "cpu":
@@ -270,9 +269,9 @@ def further_parts(model: Model, variant: Variant, hardware: Hardware, n_sequence
     mixture: Powers = (("moe", 1),) if model.experts is not None else ()
     arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
     return (
-        Part(more * arithmetic, (("many", -1), *mixture)),
-        Part(more * known.n_layers, (("row_s", 1),)),
-        Part(more * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
+        CostTerm(more * arithmetic, (("many", -1), *mixture)),
+        CostTerm(more * known.n_layers, (("row_s", 1),)),
+        CostTerm(more * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
     )
 
 
