@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.clients.brain import DONE, NEW, OLD, TASK, TEXT, Worker
 from localllm.cli.connect import write_file
-from localllm.cli.editors import RECIPES, Recipe, Target
+from localllm.cli.editors.recipes import RECIPES, Recipe, Target
 
 
 @dataclass(frozen=True, slots=True)

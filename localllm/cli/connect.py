@@ -16,7 +16,7 @@ from localllm import paths
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.cli.editors import ConfigFile, Probe, Recipe, Target
+    from localllm.cli.editors.recipes import ConfigFile, Probe, Recipe, Target
 
 _TIMEOUT_S = 120.0
 
@@ -32,7 +32,7 @@ def connect(
     check: Annotated[bool, typer.Option("--check", help="Make that editor's calls to the running server.")] = False,
 ) -> None:
     """Print (or write) the configuration that connects EDITOR to the running server."""
-    from localllm.cli.editors import RECIPES
+    from localllm.cli.editors.recipes import RECIPES
     from localllm.settings import Settings
 
     recipe_of = RECIPES.get(editor.lower())
@@ -55,7 +55,7 @@ def _say(recipe: Recipe, write: bool) -> None:
         if write:
             print(write_file(file), file=sys.stderr)
         else:
-            print(f"# {file.path}\n{_json_text(file)}\n")
+            print(f"# {file.path}\n{file.shown()}\n")
     for name, value in recipe.environment.items():
         print(f"export {name}={value}")
     for step in recipe.steps:
@@ -87,7 +87,7 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
     """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
     import httpx
 
-    from localllm.cli.editors import Target
+    from localllm.cli.editors.recipes import Target
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -108,13 +108,6 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
     embeds = [n for n in served if "embedding" in can[n]]
     n_ctx = int(served[name].get("context_length") or 4096)
     return Target(base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None))
-
-
-def _json_text(file: ConfigFile) -> str:
-    if file.text is not None:
-        return file.text
-    assert file.merge is not None
-    return json.dumps(file.merge[""] if file.merge_list_by else file.merge, indent=2)
 
 
 def write_file(file: ConfigFile) -> str:
@@ -145,7 +138,6 @@ def write_file(file: ConfigFile) -> str:
 
 
 def _merged(file: ConfigFile, old: str | None) -> Any:
-    assert file.merge is not None
     try:
         value = json.loads(old) if old and old.strip() else ([] if file.merge_list_by else {})
     except ValueError as e:
@@ -154,7 +146,7 @@ def _merged(file: ConfigFile, old: str | None) -> Any:
             hint="add the part printed without --write by hand",
         ) from e
     if file.merge_list_by:
-        ours = file.merge[""]
+        ours = file.merge
         names = {e[file.merge_list_by] for e in ours}
         kept = [e for e in value if not (isinstance(e, dict) and e.get(file.merge_list_by) in names)]
         return [*kept, *ours]

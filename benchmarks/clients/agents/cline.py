@@ -1,7 +1,7 @@
 """Cline's CLI: connect says the command that points it at the server."""
 
 from benchmarks.clients.agent import TASK, Agent, Place
-from localllm.cli.editors import RECIPES
+from localllm.cli.editors.recipes import RECIPES
 
 
 def _sign_in(place: Place) -> list[list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from localllm.cli.editors.recipe import Probe
+from localllm.cli.editors.recipes import Probe
 
 _HI = [{"role": "user", "content": "Say hi."}]
 _ASK = [{"role": "user", "content": "Write a note that says hi."}]

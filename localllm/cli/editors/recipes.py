@@ -1,0 +1,150 @@
+"""What connecting a program takes: recipes.toml, filled in for one server."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "fim"]
+
+# Claude Code takes a smaller window for a mistake.
+_LEAST_COMPACT_WINDOW = 100_000
+_PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json)?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server to connect to: `url` without a path, one model of it, its context in tokens, the key if any; and
+    which of its models complete code and make embeddings, where it serves such."""
+
+    url: str
+    model: str
+    n_ctx: int
+    api_key: str | None = None
+    autocomplete: str | None = None
+    embedding: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The key, or the word clients get that insist on one."""
+        return self.api_key or "local"
+
+    @property
+    def answer_tokens(self) -> int:
+        """Room for an answer in clients that want input and output apart."""
+        return max(256, min(8192, self.n_ctx // 4))
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file to write. `merge` is put into the JSON there, `text` is the whole of a file of our own."""
+
+    path: Path
+    merge: Any = None
+    text: str | None = None
+    merge_list_by: str = ""
+
+    def shown(self) -> str:
+        """What to write by hand."""
+        return self.text if self.text is not None else json.dumps(self.merge, indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to connect one program. `checked`: the version that a whole tool loop was run with, on this very
+    configuration ("" = the recipe is from its documentation alone)."""
+
+    name: str
+    files: tuple[ConfigFile, ...] = ()
+    steps: tuple[str, ...] = ()
+    probes: tuple[Probe, ...] = ("models", "chat")
+    environment: Mapping[str, str] = field(default_factory=dict)
+    checked: str = ""
+
+
+def values(target: Target) -> dict[str, Any]:
+    """What recipes may name; None: there is none, and what names it is left out."""
+    here = "127.0.0.1" in target.url
+    fills_in_too = target.autocomplete == target.model
+    return {
+        "url": target.url,
+        "model": target.model,
+        "local_model": f"local/{target.model}",
+        "key": target.key,
+        "api_key": target.api_key,
+        "n_ctx": target.n_ctx,
+        "answer_tokens": target.answer_tokens,
+        "prompt_tokens": target.n_ctx - target.answer_tokens,
+        "compact_window": target.n_ctx if target.n_ctx >= _LEAST_COMPACT_WINDOW else None,
+        "autocomplete": target.autocomplete,
+        "autocomplete_apart": None if fills_in_too else target.autocomplete,
+        "chat_roles": "chat, edit, apply, autocomplete" if fills_in_too else "chat, edit, apply",
+        "embedding": target.embedding,
+        "python": sys.executable,
+        "xcode_provider": (
+            f"`Locally Hosted`, port {urlsplit(target.url).port}" if here else f"`Internet Hosted`, URL {target.url}"
+        ),
+    }
+
+
+def _filled(text: str, known: Mapping[str, Any]) -> str | None:
+    """`text` with its values; None where it is to be left out."""
+    for sign, name, _ in _PLACE.findall(text):
+        if (known[name] is None) != (sign == "!"):
+            return None
+
+    def value(place: re.Match[str]) -> str:
+        sign, name, as_json = place.groups()
+        return "" if sign else json.dumps(known[name]) if as_json else str(known[name])
+
+    return _PLACE.sub(value, text)
+
+
+def _filled_json(value: Any, known: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {_filled(k, known): _filled_json(v, known) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_filled_json(v, known) for v in value]
+    if not isinstance(value, str):
+        return value
+    whole = _PLACE.fullmatch(value)
+    return known[whole[2]] if whole else _filled(value, known)
+
+
+def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(found for text in texts if (found := _filled(text, known)) is not None)
+
+
+def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> ConfigFile:
+    path = home / entry["path"]
+    if "text" in entry:
+        return ConfigFile(path, text="".join(_those_filled((part.lstrip("\n") for part in entry["text"]), known)))
+    merge = _filled_json(json.loads(entry["json"]), known)
+    return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
+
+
+def _recipe(entry: Mapping[str, Any], target: Target, home: Path) -> Recipe:
+    known = values(target)
+    variables = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
+    return Recipe(
+        entry["name"],
+        (_file(entry["file"], known, home),) if "file" in entry else (),
+        _those_filled(entry.get("steps", ()), known),
+        tuple(entry.get("probes", ("models", "chat"))),
+        {k: v for k, v in variables.items() if v is not None},
+        entry.get("checked", ""),
+    )
+
+
+RECIPES: Mapping[str, Callable[[Target, Path], Recipe]] = {
+    name: partial(_recipe, entry)
+    for name, entry in tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8")).items()
+}
