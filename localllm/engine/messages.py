@@ -7,39 +7,56 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 # The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
 _quote = json.encoder.encode_basestring_ascii
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
+# The largest number of tokens a request may name.
+MAX_TOKENS = 2**31 - 1
 DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose tokens. temperature 0 is greedy. Filters apply in the order penalties, DRY, top_k, typical_p, top_p,
-    min_p, XTC, temperature (llama.cpp's default order). Neutral values switch a filter off: dry_multiplier 0 (see
-    engine/sampling/dry.py), xtc_probability 0 or xtc_threshold above 0.5."""
+class Range:
+    """The values that a request may give a parameter, and what they mean; `above`: `least` itself is not among them."""
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
+    least: float
+    most: float
+    about: str = ""
+    above: bool = False
+
+
+_SHARE = Range(0, 1)
+_PENALTY = Range(-2, 2)
+_LAST_N = Range(-1, MAX_TOKENS, "tokens looked at; -1 = the whole context")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. Filters apply in the order penalties, DRY, top_k, typical_p, top_p, min_p, XTC, temperature
+    (llama.cpp's default order). The server's bodies, their checks and the OpenAPI document are made of these fields and
+    their ranges (server/dialects/fields.py)."""
+
+    temperature: Annotated[float, Range(0, 100, "0 is greedy")] = 0.8
+    top_k: Annotated[int, Range(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
+    top_p: Annotated[float, _SHARE] = 0.95
+    min_p: Annotated[float, _SHARE] = 0.05
+    typical_p: Annotated[float, _SHARE] = 1.0
+    repeat_penalty: Annotated[float, Range(0, 10, above=True)] = 1.0
+    repeat_last_n: Annotated[int, _LAST_N] = 64
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1, "-1 draws one")] = None
+    logit_bias: Annotated[dict[int, float], Range(-100, 100)] = field(default_factory=dict)
+    dry_multiplier: Annotated[float, Range(0, 100, "0 switches DRY off")] = 0.0
+    dry_base: Annotated[float, Range(1, 100)] = 1.75
+    dry_allowed_length: Annotated[int, Range(0, MAX_TOKENS)] = 2
+    dry_penalty_last_n: Annotated[int, _LAST_N] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    xtc_probability: Annotated[float, Range(0, 1, "0 switches XTC off; of no effect when greedy")] = 0.0
+    xtc_threshold: Annotated[float, Range(0, 1, "above 0.5 switches XTC off")] = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from localllm.engine.messages import Generation, LoopLimits, Sampling
+from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError, UnsupportedError
 
 # ("json_schema" | "gbnf", source), as `engine.messages.Request.grammar` takes it.
@@ -63,7 +63,6 @@ def of_response_format(response_format: Any) -> Constraint | None:
     )
 
 
-MAX_TOKENS = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -169,37 +168,72 @@ class LoopFields(BaseModel):
         return LoopLimits(self.max_pattern_size, self.min_pattern_size or 1, self.min_count)
 
 
-class SamplingFields(Body):
-    """How tokens are chosen. None takes the model's own default."""
+def _body_field(declared: Any) -> tuple[Any, Any]:
+    """One numeric parameter of `Sampling` as pydantic takes it: None where it was not sent."""
+    number, limits = get_args(declared)
+    least = {"gt" if limits.above else "ge": limits.least}
+    return number | None, Field(None, **least, le=limits.most, description=limits.about or None)
 
-    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy")
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 or -1 switches it off")
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, gt=0, le=10)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
-    repeat_last_n: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="tokens looked at; -1 = the whole context"
+
+_DECLARED = get_type_hints(Sampling, include_extras=True)
+# The parameters that JSON writes otherwise; every other one is a number, with the name and the range of `Sampling`.
+_WRITTEN_OTHERWISE = ("logit_bias", "dry_sequence_breakers")
+if TYPE_CHECKING:
+    _SamplingNumbers = BaseModel
+else:
+    _SamplingNumbers = create_model(
+        "_SamplingNumbers",
+        **{name: _body_field(kind) for name, kind in _DECLARED.items() if name not in _WRITTEN_OTHERWISE},
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1, description="-1 draws one")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
-    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = Field(None, description="no end of the model's own and no stop token before that")
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(max_length=1024)] | None = None
-    dry_multiplier: float | None = Field(None, ge=0, le=100, description="0 switches DRY off")
-    dry_base: float | None = Field(None, ge=1, le=100)
-    dry_allowed_length: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    dry_penalty_last_n: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="tokens looked at; -1 = the whole context"
-    )
+
+
+class GenerationFields(_SamplingNumbers):
+    """What every dialect that generates honours under the same names: the parameters of `Sampling`, and what ends an
+    answer. None takes the model's own default."""
+
     dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
-    xtc_probability: float | None = Field(None, ge=0, le=1, description="0 switches XTC off; of no effect when greedy")
-    xtc_threshold: float | None = Field(None, ge=0, le=1, description="above 0.5 switches XTC off")
+    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    min_tokens: Count | None = Field(None, description="no end of the model's own and no stop token before that")
+    stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
     repetition_detection: LoopFields | None = Field(None, description="ends loops: finish_reason repetition")
+
+    def sent_sampling(self) -> dict[str, Any]:
+        """The parameters of `Sampling` that were sent. A seed of -1 draws one."""
+        sent = {name: getattr(self, name, None) for name in _DECLARED}
+        found = {name: value for name, value in sent.items() if value is not None}
+        if found.get("top_k", 0) < 0:
+            found["top_k"] = 0
+        if found.get("repeat_last_n") == -1:
+            found["repeat_last_n"] = MAX_TOKENS
+        if "seed" in found:
+            found["seed"] = None if found["seed"] == -1 else found["seed"] & (2**63 - 1)
+        if "dry_sequence_breakers" in found:
+            found["dry_sequence_breakers"] = tuple(b for b in found["dry_sequence_breakers"] if b)
+        return found
+
+    def generation_up_to(
+        self, longest: int | None, default: Sampling, *, limit: str = "max_tokens", within: str = ""
+    ) -> Generation:
+        """These fields over the model's defaults. `limit` is the dialect's name of the longest answer, `within` the
+        object these fields stand in. Raises RequestError."""
+        if self.min_tokens and longest is not None and self.min_tokens > longest:
+            raise RequestError(f"min_tokens is {self.min_tokens} and {limit} {longest}", param=f"{within}min_tokens")
+        return Generation(
+            sampling=replace(default, **self.sent_sampling()),
+            max_tokens=longest,
+            stop=stop_texts(self.stop),
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            loops=self.repetition_detection.limits() if self.repetition_detection else None,
+        )
+
+
+class SamplingFields(Body, GenerationFields):
+    """A body that generates, in the words of OpenAI, llama.cpp and vLLM."""
+
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
+    ignore_eos: bool | None = None
     cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     service_tier: str | None = Field(
@@ -209,44 +243,25 @@ class SamplingFields(Body):
     grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
     json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
 
+    def sent_sampling(self) -> dict[str, Any]:
+        """The same, with what other dialects lack."""
+        sent = super().sent_sampling()
+        if self.repetition_penalty is not None:
+            sent.setdefault("repeat_penalty", self.repetition_penalty)
+        if self.logit_bias is not None:
+            sent["logit_bias"] = _bias(self.logit_bias)
+        return sent
+
     def generation(self, default: Sampling) -> Generation:
-        """How the answer is made: these fields over the model's defaults. Raises RequestError."""
-        longest, breakers = self.answer_tokens(), self.dry_sequence_breakers
-        if self.min_tokens and longest is not None and self.min_tokens > longest:
-            raise RequestError(f"min_tokens is {self.min_tokens} and max_tokens {longest}", param="min_tokens")
-        return Generation(
-            sampling=sampling_over(
-                default,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                typical_p=self.typical_p,
-                repeat_penalty=self.repetition_penalty if self.repeat_penalty is None else self.repeat_penalty,
-                repeat_last_n=self.repeat_last_n,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                seed=self.seed,
-                logit_bias=None if self.logit_bias is None else _bias(self.logit_bias),
-                dry_multiplier=self.dry_multiplier,
-                dry_base=self.dry_base,
-                dry_allowed_length=self.dry_allowed_length,
-                dry_penalty_last_n=self.dry_penalty_last_n,
-                dry_sequence_breakers=None if breakers is None else tuple(b for b in breakers if b),
-                xtc_probability=self.xtc_probability,
-                xtc_threshold=self.xtc_threshold,
-            ),
-            max_tokens=longest,
-            stop=stop_texts(self.stop),
+        """How the answer is made. Raises RequestError."""
+        return replace(
+            self.generation_up_to(self.answer_tokens(), default),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
             time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             cache_prompt=self.cache_prompt is not False,
             prediction=self.predicted(),
-            min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
             thinking_tokens=self.thinking_tokens(),
-            loops=self.repetition_detection.limits() if self.repetition_detection else None,
             priority=PRIORITIES.get(self.service_tier or "", 0),
         )
 
@@ -296,18 +311,6 @@ def first_limit(*sent: int | None) -> int | None:
     """The first limit that was sent; None = the remaining window, which a negative one asks for."""
     value = next((n for n in sent if n is not None), None)
     return None if value is None or value < 0 else value
-
-
-def sampling_over(default: Sampling, **sent: Any) -> Sampling:
-    """The values that were sent over the model's own; None was not sent. A seed of -1 draws one."""
-    given = {name: value for name, value in sent.items() if value is not None}
-    if given.get("top_k", 0) < 0:
-        given["top_k"] = 0
-    if given.get("repeat_last_n") == -1:
-        given["repeat_last_n"] = MAX_TOKENS
-    if "seed" in given:
-        given["seed"] = None if given["seed"] == -1 else given["seed"] & (2**63 - 1)
-    return replace(default, **given)
 
 
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -10,11 +10,10 @@ from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Generation, Sampling
+from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import client_tool
 from localllm.server.dialects.fields import (
-    MAX_TOKENS,
     Constraint,
     Count,
     SamplingFields,

@@ -6,30 +6,26 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
-from localllm.engine.messages import Generation, Sampling
+from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import (
-    MAX_TOKENS,
     Body,
     Budget,
     Constraint,
-    Count,
-    LoopFields,
-    StopText,
+    GenerationFields,
     limit_of,
     of_response_format,
     of_schema,
-    sampling_over,
-    stop_texts,
 )
 from localllm.server.dialects.vectors import EmbeddingRequest, Texts, cut, numbers
 from localllm.server.generation import prompt as prompting
@@ -59,40 +55,14 @@ def keep_alive_s(sent: str | float | None) -> float | None:
 
 HINTS = frozenset({"model", "name", "stream"})
 _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
-_SAMPLERS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty",
-    "frequency_penalty", "seed", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "xtc_probability", "xtc_threshold",
-)  # fmt: skip
 
 
-class Options(BaseModel):
+class Options(GenerationFields):
     """`options`: how tokens are chosen. Unknown ones are tolerated and named."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, gt=0, le=10)
-    repeat_last_n: int | None = Field(None, ge=-1, le=2**31 - 1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    num_predict: int | None = Field(None, ge=-2, le=2**31 - 1)
-    stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
+    num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
     thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
-    dry_multiplier: float | None = Field(None, ge=0, le=100, description="0 switches DRY off")
-    dry_base: float | None = Field(None, ge=1, le=100)
-    dry_allowed_length: Count | None = None
-    dry_penalty_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
-    dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
-    xtc_probability: float | None = Field(None, ge=0, le=1, description="0 switches XTC off")
-    xtc_threshold: float | None = Field(None, ge=0, le=1)
-    min_tokens: Count | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
-    repetition_detection: LoopFields | None = None
 
 
 class OllamaBody(Body):
@@ -117,22 +87,10 @@ class OllamaBody(Body):
     def generation(self, default: Sampling) -> Generation:
         """How the answer is made: the options over the model's defaults."""
         options, longest = self._options(), self.answer_tokens()
-        if options.min_tokens and longest is not None and options.min_tokens > longest:
-            raise RequestError(
-                f"min_tokens is {options.min_tokens} and num_predict {longest}", param="options.min_tokens"
-            )
-        breakers = options.dry_sequence_breakers
-        sent: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLERS}
-        sent["dry_sequence_breakers"] = None if breakers is None else tuple(b for b in breakers if b)
-        return Generation(
-            sampling_over(default, **sent),
-            longest,
-            stop_texts(options.stop),
+        return replace(
+            options.generation_up_to(longest, default, limit="num_predict", within="options."),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            min_tokens=options.min_tokens or 0,
-            stop_token_ids=tuple(options.stop_token_ids or ()),
             thinking_tokens=limit_of(options.thinking_budget),
-            loops=options.repetition_detection.limits() if options.repetition_detection else None,
         )
 
     def answer_tokens(self) -> int | None:

@@ -42,6 +42,7 @@ class Response:
         self._open: dict[str, Any] | None = None
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        sent = fields.sent_sampling()
         self.body: dict[str, Any] = {
             "id": "resp_" + secrets.token_hex(12),
             "object": "response",
@@ -58,11 +59,11 @@ class Response:
             "previous_response_id": fields.previous_response_id,
             "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
             "store": fields.store is not False,
-            "temperature": fields.temperature,
+            "temperature": sent.get("temperature"),
             "text": fields.text or {"format": {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",
             "tools": fields.tools or [],
-            "top_p": fields.top_p,
+            "top_p": sent.get("top_p"),
             "truncation": fields.truncation or "disabled",
             "usage": None,
             "metadata": (fields.model_extra or {}).get("metadata") or {},
