@@ -17,8 +17,8 @@ from localllm_backends.contract import (
     BackendFailure,
     CannotRewindError,
     Chunk,
-    Draw,
     NoCellsError,
+    SampleSpec,
 )
 
 # Kernels for different batch shapes round differently; random weights of our tests' size stay well inside this share
@@ -129,36 +129,42 @@ def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
         backend.drop(used)
 
 
-def what_is_drawn_follows_from_the_logits(subject: Subject) -> None:
-    """A drawn token is the one that double precision draws from the chunk's last row, or none is named."""
+def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
+    """A sampled token is the one that double precision samples from the chunk's last row, or none is named."""
     backend = subject.backend
-    if not backend.capabilities.draws:
-        raise NotHere("this backend leaves drawing to the engine")
+    if not backend.capabilities.samples:
+        raise NotHere("this backend leaves sampling to the engine")
     sequence, named = backend.new_sequence(), 0
     backend.step([Chunk(sequence, line(11), outputs=0)])
-    draws = [Draw(1.2, 0, 1.0, 0.0, 0.9), Draw(0.7, 20, 0.9, 0.0, 0.5), Draw(1.0, 40, 0.95, 0.05, 0.1, 0.7)]
-    draws.append(Draw(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)))
-    for i, draw in enumerate(draws):
-        result = backend.step([Chunk(sequence, [20 + i], draw=draw)])
-        token, row = result.drawn(0), result.logits(0)[-1].astype(np.float64)
+    specs = [
+        SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
+        SampleSpec(0.7, 20, 0.9, 0.0, 0.5),
+        SampleSpec(1.0, 40, 0.95, 0.05, 0.1, 0.7),
+    ]
+    specs.append(SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)))
+    for i, spec in enumerate(specs):
+        result = backend.step([Chunk(sequence, [20 + i], sample=spec)])
+        token, row = result.sampled(0), result.logits(0)[-1].astype(np.float64)
         named += token is not None
-        require(token in (None, _drawn(row, draw)), f"{token} was drawn where the logits give {_drawn(row, draw)}")
-    require(named > 0, "of three tokens none was drawn")
+        require(
+            token in (None, _sampled(row, spec)), f"{token} was sampled where the logits give {_sampled(row, spec)}"
+        )
+    require(named > 0, "of three tokens none was sampled")
     backend.drop(sequence)
 
 
-def _drawn(row: NDArray[np.float64], draw: Draw) -> int:
-    """The token that `draw` asks for, by its definition."""
+def _sampled(row: NDArray[np.float64], spec: SampleSpec) -> int:
+    """The token that `spec` asks for, by its definition."""
     row = row.copy()
-    row[list(draw.banned)] = -np.inf
-    ids = np.lexsort((np.arange(len(row)), -row))[: draw.top_k or None]
+    row[list(spec.banned)] = -np.inf
+    ids = np.lexsort((np.arange(len(row)), -row))[: spec.top_k or None]
     share = np.exp(row[ids] - row[ids[0]])
     share /= share.sum()
-    if draw.top_p < 1.0:
-        ids = ids[: int(np.searchsorted(np.cumsum(share), draw.top_p)) + 1]
-    ids = ids[share[: len(ids)] >= draw.min_p * share[0]]
-    heat = np.exp((row[ids] - row[ids[0]]) / draw.temperature)
-    return int(ids[int(np.searchsorted(np.cumsum(heat) / heat.sum(), draw.uniform, side="right"))])
+    if spec.top_p < 1.0:
+        ids = ids[: int(np.searchsorted(np.cumsum(share), spec.top_p)) + 1]
+    ids = ids[share[: len(ids)] >= spec.min_p * share[0]]
+    weights = np.exp((row[ids] - row[ids[0]]) / spec.temperature)
+    return int(ids[int(np.searchsorted(np.cumsum(weights) / weights.sum(), spec.uniform, side="right"))])
 
 
 def no_outputs_means_no_rows(subject: Subject) -> None:
@@ -353,7 +359,7 @@ CHECKS: tuple[Check, ...] = (
     logits_are_the_same_however_the_prompt_is_cut,
     one_step_serves_several_sequences,
     several_outputs_come_in_order_and_argmax_agrees,
-    what_is_drawn_follows_from_the_logits,
+    what_is_sampled_follows_from_the_logits,
     no_outputs_means_no_rows,
     a_fork_at_the_end_continues_independently,
     rewind_is_what_the_capabilities_say,

@@ -31,18 +31,18 @@ from localllm_backends.failures import OtherMachineError as OtherMachineError
 from localllm_backends.failures import OutOfMemoryError as OutOfMemoryError
 from localllm_backends.failures import StepError as StepError
 from localllm_backends.placement import Placement as Placement
-from localllm_backends.values import MOST_DRAWN as MOST_DRAWN
+from localllm_backends.values import MAX_SAMPLED_TOP_K as MAX_SAMPLED_TOP_K
 from localllm_backends.values import Capabilities as Capabilities
 from localllm_backends.values import Chunk as Chunk
-from localllm_backends.values import Draw as Draw
 from localllm_backends.values import ImagePart as ImagePart
+from localllm_backends.values import ImagePixels as ImagePixels
 from localllm_backends.values import ImageRun as ImageRun
 from localllm_backends.values import KvFidelity as KvFidelity
 from localllm_backends.values import KvType as KvType
 from localllm_backends.values import LoadSpec as LoadSpec
 from localllm_backends.values import MemoryReport as MemoryReport
 from localllm_backends.values import ModelInfo as ModelInfo
-from localllm_backends.values import Picture as Picture
+from localllm_backends.values import SampleSpec as SampleSpec
 from localllm_backends.values import SequenceId as SequenceId
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class StepResult(ABC):
     def logits(self, chunk: int) -> Logits:
         """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
 
-    def drawn(self, chunk: int) -> int | None:
-        """The token that the `draw` of chunk number `chunk` asked for, exactly what double precision draws from its logits;
-        None where that takes a look at them. (Capabilities.draws)"""
+    def sampled(self, chunk: int) -> int | None:
+        """The token that the `sample` of chunk number `chunk` asked for, exactly what double precision samples from its logits;
+        None where that takes a look at them. (Capabilities.samples)"""
         return None
 
 
@@ -207,12 +207,12 @@ class Backend(ABC):
 
     # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image is cut in two.
 
-    def read(self, parts: Seq[str | Picture], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
+    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
         """A prompt of text and images as runs of token ids and of images, with what the model wants around each image.
         Any thread. BackendFailure where an image can't be read."""
         raise NotImplementedError
 
-    def encode(self, run: ImageRun) -> Logits:
+    def encode_image(self, run: ImageRun) -> Logits:
         """The embeddings, float32 [n_tokens, width], of `run`. Any thread, one at a time; steps may go on meanwhile."""
         raise NotImplementedError
 
@@ -251,7 +251,7 @@ class Backend(ABC):
         this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
         raise BackendFailure("this backend can't compare KV types")
 
-    def settle(self, spare_bytes: int | None) -> bool:
+    def idle_work(self, spare_bytes: int | None) -> bool:
         """One piece of the backend's own housekeeping, of a few milliseconds, within `spare_bytes` of memory (None: unknown),
         while nobody asks anything; True while there is more. No sequence and no logit changes."""
         return False

@@ -72,12 +72,12 @@ class Capabilities:
     `drafts`: longest draft (tokens) the model's own heads write (`Backend.draft`); 0 = it has none, or they are
     not loaded.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
-    `draws`: chunks may ask for a token drawn where the logits are, see `Draw`.
+    `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
     `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there (`Backend.export_runs`).
     `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
     `compares_kv`: it can say what its KV types cost in precision, on its own weights (`Backend.compare_kv`).
     `interruptible`: a step can be ended from another thread (`Backend.interrupt`).
-    `sees`: images can be part of a prompt (`Backend.read`). `whole_images`: the tokens of one see each other, so that
+    `vision`: images can be part of a prompt (`Backend.tokenize_images`). `whole_images`: the tokens of one see each other, so that
     all of them must go into one step.
     """
 
@@ -90,10 +90,10 @@ class Capabilities:
     drafts: int = 0
     sliced_prefill: bool = False
     states: bool = False
-    draws: bool = False
+    samples: bool = False
     kv_on_device: bool = False
     interruptible: bool = False
-    sees: bool = False
+    vision: bool = False
     whole_images: bool = False
     threaded: bool = False
     compares_kv: bool = False
@@ -104,7 +104,7 @@ class ModelInfo:
     """Facts of the loaded model that the engine, the templates and the faces need.
 
     `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
-    `sees`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
+    `vision`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
     its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
     another one must never be imported.
     """
@@ -130,7 +130,7 @@ class ModelInfo:
     kv_type_k: str
     kv_type_v: str
     kv_meaning: str = ""
-    sees: bool = False
+    vision: bool = False
     fim_tokens: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -159,18 +159,18 @@ class MemoryReport:
         return held + self.projector_bytes
 
 
-# A `Draw` may keep at most so many tokens by top_k.
-MOST_DRAWN = 512
+# A `SampleSpec` may keep at most so many tokens by top_k.
+MAX_SAMPLED_TOP_K = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """How the token behind a chunk's last output is drawn: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
+class SampleSpec:
+    """How the token behind a chunk's last output is sampled: of the tokens ranked by logit (equals by id) top_k (0: all), top_p
     (1: all) and min_p (0: all) leave some, in this order, by their softmax at temperature 1; the softmax of those at
     `temperature` (> 0) is summed up, best first, and the token is the one in which `uniform` in [0, 1) lies.
 
-    `next_uniform` will draw the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
-    is drawn, as if their logits were -inf."""
+    `next_uniform` will sample the token after it, if nothing changes: a backend may begin with that step at once. None of `banned`
+    is sampled, as if their logits were -inf."""
 
     temperature: float
     top_k: int
@@ -180,17 +180,17 @@ class Draw:
     next_uniform: float | None = None
     banned: tuple[int, ...] = ()
 
-    def behind(self) -> Draw | None:
-        """How the token after it will be drawn."""
+    def next(self) -> SampleSpec | None:
+        """How the token after it will be sampled."""
         return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
 
-    def same(self, other: Draw) -> bool:
-        """Does `other` draw the same token?"""
+    def same(self, other: SampleSpec) -> bool:
+        """Does `other` sample the same token?"""
         return replace(self, next_uniform=None) == replace(other, next_uniform=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class ImagePixels:
     """Decoded pixels: `data` is width × height × 3 bytes, red, green, blue, row by row. `key` is their hash."""
 
     width: int
@@ -201,11 +201,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRun:
-    """Part number `part` of a picture as the model reads it: `n_tokens` cells of KV, which take `n_positions` positions.
+    """Part number `part` of an image as the model reads it: `n_tokens` cells of KV, which take `n_positions` positions.
     `grid`: where two-dimensional positions are used, int32 [3, n_tokens] of time, height and width, counted from the run's
     first position. `key` is the hash of the pixels, the part, and all that turns them into embeddings."""
 
-    picture: Picture
+    pixels: ImagePixels
     part: int
     key: bytes
     n_tokens: int
@@ -225,14 +225,14 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `draw` asks
-    for a token behind the last one, where `Capabilities.draws`. With an `image` the tokens are only counted, the model
+    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `sample` asks
+    for a token behind the last one, where `Capabilities.samples`. With an `image` the tokens are only counted, the model
     reads its embeddings, and the chunk is alone in its step."""
 
     sequence: SequenceId
     tokens: Seq[int]
     outputs: int = 1
-    draw: Draw | None = None
+    sample: SampleSpec | None = None
     image: ImagePart | None = None
 
 

@@ -125,7 +125,7 @@ class Engine:
         self._giving_way = ThreadThrottle(computing if self.settings.gives_way else [], others)
 
     def _make_images(self) -> ImageSteps | None:
-        if not self.backend.capabilities.sees:
+        if not self.backend.capabilities.vision:
             return None
         kept = self.settings.disk_dir
         folder = Path(kept) / "images" if kept is not None and self.settings.disk_bytes > 0 else None
@@ -331,7 +331,7 @@ class Engine:
         # One thing at a time, so that a new request waits for no more than that.
         if (
             self.pool.tick(busy=False)
-            or self.backend.settle(self.guard.spare_bytes)
+            or self.backend.idle_work(self.guard.spare_bytes)
             or self.speculator.tick(busy=False, rested_s=rested_s)
         ):
             return True

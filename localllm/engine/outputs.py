@@ -12,7 +12,7 @@ from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.ranking import Row
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed
-from localllm_backends.contract import Backend, Chunk, Draw, ImagePart, StepResult
+from localllm_backends.contract import Backend, Chunk, ImagePart, SampleSpec, StepResult
 
 
 @dataclass
@@ -36,21 +36,21 @@ class OutputProcessor:
             placed = job.image
             if placed is not None:
                 return Chunk(job.sequence, tokens, int(last), image=self._image_part(job, placed))
-            return Chunk(job.sequence, tokens, int(last), self._draw(job) if last else None)
+            return Chunk(job.sequence, tokens, int(last), self._sample_spec(job) if last else None)
         job.draft = job.draft[: grant.n_tokens - 1]
-        draw = None if job.draft else self._draw(job)
-        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, draw)
+        sample = None if job.draft else self._sample_spec(job)
+        return Chunk(job.sequence, [*job.tokens[job.n_kv :], *job.draft], grant.n_tokens, sample)
 
     def _image_part(self, job: RunningRequest, placed: Placed) -> ImagePart:
         assert self.images is not None
         assert self.images.chosen is not None
         return ImagePart(placed.run, self.images.chosen, job.n_kv - placed.start)
 
-    def _draw(self, job: RunningRequest) -> Draw | None:
-        """How the backend may draw the job's next token, where it can and nobody wants to see its logits."""
-        if not self.backend.capabilities.draws or job.request.generation.logprobs is not None:
+    def _sample_spec(self, job: RunningRequest) -> SampleSpec | None:
+        """How the backend may sample the job's next token, where it can and nobody wants to see its logits."""
+        if not self.backend.capabilities.samples or job.request.generation.logprobs is not None:
             return None
-        return job.sampler.drawable(len(job.tokens))
+        return job.sampler.sample_spec(len(job.tokens))
 
     def advance(self, grants: list[Grant], result: StepResult) -> int:
         """Every granted job by one step; returns how many had their first token."""
@@ -82,9 +82,9 @@ class OutputProcessor:
         greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
         greedy = greedy and job.sampler.open(best, len(job.tokens))
-        drawn = None if greedy or draft else self._drawn(job, result, index)
-        best = best if drawn is None else [drawn]
-        rows = None if greedy or drawn is not None else result.logits(index)
+        sampled = None if greedy or draft else self._sampled(job, result, index)
+        best = best if sampled is None else [sampled]
+        rows = None if greedy or sampled is not None else result.logits(index)
         accepted = 0
         before = len(job.tokens)
         said: list[Text] = []
@@ -115,11 +115,11 @@ class OutputProcessor:
         if finish is not None:
             self.jobs.finish(job, finish)
 
-    def _drawn(self, job: RunningRequest, result: StepResult, index: int) -> int | None:
-        """The token that the backend drew for the job; None where it did not."""
-        if self._draw(job) is None:
+    def _sampled(self, job: RunningRequest, result: StepResult, index: int) -> int | None:
+        """The token that the backend sampled for the job; None where it did not."""
+        if self._sample_spec(job) is None:
             return None
-        token = result.drawn(index)
+        token = result.sampled(index)
         if token is not None:
             job.sampler.uniform()  # which drew it
         return token

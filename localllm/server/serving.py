@@ -125,9 +125,9 @@ class Server:
     async def job(self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient) -> GenerationJob:
         """What `task` makes the engine do. Raises RequestError and what rendering ends in."""
         if isinstance(task, ChatRequest):
-            if engine.info.sees:
+            if engine.info.vision:
                 task = replace(task, messages=await self.images.fetched(task.messages))
-            task = await self.pdfs.read(task, sees=engine.info.sees)
+            task = await self.pdfs.read(task, sees=engine.info.vision)
             return await job_for(with_defaults(task, model.defaults), model, engine, self.recall, self.counts)
         return await task(engine)
 

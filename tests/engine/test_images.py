@@ -75,7 +75,7 @@ def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
         while placed.start > at:
             backend.step([Chunk(sequence, tokens[at : min(placed.start, at + 64)], 0)])
             at = min(placed.start, at + 64)
-        embeddings = backend.encode(placed.run)
+        embeddings = backend.encode_image(placed.run)
         n = placed.run.n_tokens
         part = Chunk(sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings))
         best = best_of(part)
@@ -199,18 +199,18 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionModel) -> None:
     engine = load(model)
     backend: Any = engine.backend
-    right = backend.encode
+    right = backend.encode_image
 
     def fails(run: Any) -> Any:
-        if run.picture.width == 300:
+        if run.pixels.width == 300:
             raise BackendFailure("no memory for it")
         return right(run)
 
-    backend.encode = fails
+    backend.encode_image = fails
     outcome = ask(engine, prompt("see {A} now", "good"), prompt("see {B} now", "bad"), prompt("words", "text"))
     assert (outcome.failure("bad").code, outcome.failure("bad").message) == ("invalid_request", "no memory for it")
     assert len(outcome.tokens["good"]) == len(outcome.tokens["text"]) == 12
-    backend.encode = right
+    backend.encode_image = right
     assert len(ask(engine, prompt("see {B} now")).tokens["r"]) == 12
     engine.close()
 

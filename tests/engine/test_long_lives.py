@@ -35,7 +35,7 @@ class OnDevice(Packed):
     def export_runs(self, sequence: int, start: int, stop: int) -> int:
         return stop - start
 
-    def settle(self, spare_bytes: int | None) -> bool:
+    def idle_work(self, spare_bytes: int | None) -> bool:
         return False
 
 

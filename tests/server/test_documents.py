@@ -145,7 +145,7 @@ def test_a_later_turn_reads_no_pdf_again(
 
 @needs_pdf()
 def test_a_model_that_sees_gets_pages_without_text_as_pictures() -> None:
-    engine = ScriptedEngine(["yes"], sees=True)
+    engine = ScriptedEngine(["yes"], vision=True)
     path, body = doors(pdf(["words", ""]), "application/pdf")["chat"]
     with running_server({"tiny": engine}) as running:
         reply = httpx.post(running.url + path, json=body, trust_env=False, timeout=60)

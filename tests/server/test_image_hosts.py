@@ -104,7 +104,7 @@ def trusted(web: Web, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(sees=True)
+    return ScriptedEngine(vision=True)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import io
 import numpy as np
 import pytest
 
-from localllm_backends.contract import Picture
+from localllm_backends.contract import ImagePixels
 
 
 def needs_mtmd() -> pytest.MarkDecorator:
@@ -25,10 +25,10 @@ def needs_pillow() -> pytest.MarkDecorator:
     return pytest.mark.skipif(not found, reason="Pillow is not installed")
 
 
-def pixels(width: int, height: int, seed: int) -> Picture:
+def pixels(width: int, height: int, seed: int) -> ImagePixels:
     """Random pixels, as they are when decoded."""
     data = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
-    return Picture(width, height, data, hashlib.blake2b(data, digest_size=16).digest())
+    return ImagePixels(width, height, data, hashlib.blake2b(data, digest_size=16).digest())
 
 
 def png(width: int, height: int, seed: int, kind: str = "PNG") -> bytes:

@@ -297,7 +297,7 @@ class LlamaCppBackend(Vocabulary, Backend):
     def use_threads(self, most: int) -> None:
         self._interrupts.threads.use(most)
 
-    def settle(self, spare_bytes: int | None) -> bool:
+    def idle_work(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
 

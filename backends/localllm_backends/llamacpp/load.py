@@ -14,7 +14,6 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.native import GGML_TYPES, start_native
 from localllm_backends.llamacpp.native_log import log
-from localllm_backends.llamacpp.seeing import SeeingLlamaCppBackend
 from localllm_backends.llamacpp.weights import check_file, load_model
 
 
@@ -59,7 +58,7 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
             llama.llama_free(context)
         llama.llama_model_free(model)
         raise
-    make: Any = LlamaCppBackend if projector is None else partial(SeeingLlamaCppBackend, projector=projector)
+    make: Any = LlamaCppBackend if projector is None else partial(vision.LlamaCppVisionBackend, projector=projector)
     backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
     if note:
         backend.info.metadata[kv_probe.NOTE_KEY] = note

@@ -1,4 +1,5 @@
-"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings for its prompt."""
+"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings, which go into a sequence as
+tokens do, in steps of their own."""
 
 from __future__ import annotations
 
@@ -11,17 +12,31 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import BackendFailure, ImageRun, LoadError, LoadSpec, OutOfMemoryError, Picture
+from localllm_backends.contract import (
+    BackendFailure,
+    Chunk,
+    ImagePart,
+    ImagePixels,
+    ImageRun,
+    LoadError,
+    LoadSpec,
+    NoCellsError,
+    OutOfMemoryError,
+    SequenceId,
+)
+from localllm_backends.llamacpp.backend import LlamaCppBackend
+from localllm_backends.llamacpp.batch import EmbeddingBatch, Rows
 from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native_log import log
 from localllm_backends.llamacpp.openmp import release_helpers
+from localllm_backends.llamacpp.positions import Placed
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 _TEXT, _IMAGE = 0, 1
@@ -76,7 +91,7 @@ class _Chunks:
 
 
 class Projector:
-    """One loaded mtmd context. `read` may be called by any thread, `encode` by one at a time (it holds a lock)."""
+    """One loaded mtmd context. `tokenize_images` may be called by any thread, `encode_image` by one at a time (it holds a lock)."""
 
     def __init__(self, llama: Any, model: Any, path: Path, spec: LoadSpec) -> None:
         import llama_cpp.mtmd_cpp as mtmd
@@ -116,9 +131,9 @@ class Projector:
                 self._mtmd.mtmd_free(self._context)
                 self._context = None
 
-    def read(self, parts: Seq[str | Picture], *, add_bos: bool) -> list[list[int] | ImageRun]:
-        """See `Backend.read`."""
-        pictures = [p for p in parts if isinstance(p, Picture)]
+    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool) -> list[list[int] | ImageRun]:
+        """See `Backend.tokenize_images`."""
+        pictures = [p for p in parts if isinstance(p, ImagePixels)]
         runs: list[list[int] | ImageRun] = []
         # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
         with self._chunks(parts, pixels=False, add_bos=add_bos) as chunks:
@@ -132,10 +147,10 @@ class Projector:
                     runs.append(self._run(chunk, *next(owners)))
         return runs
 
-    def encode(self, run: ImageRun) -> NDArray[np.float32]:
-        """See `Backend.encode`."""
+    def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
+        """See `Backend.encode_image`."""
         mtmd = self._mtmd
-        with self._lock, self._chunks([run.picture], pixels=True, add_bos=False) as chunks:
+        with self._lock, self._chunks([run.pixels], pixels=True, add_bos=False) as chunks:
             images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]
             code = mtmd.mtmd_encode_chunk(self._context, images[run.part])
             # Steps are computed by another thread, and until the next image by nobody else.
@@ -149,7 +164,7 @@ class Projector:
             )
             return values.astype(np.float32, copy=True)
 
-    def _owners(self, chunks: _Chunks, pictures: list[Picture]) -> Iterator[tuple[Picture, int]]:
+    def _owners(self, chunks: _Chunks, pictures: list[ImagePixels]) -> Iterator[tuple[ImagePixels, int]]:
         """For each image chunk in turn, its picture and its number among the chunks of that picture."""
         ids = [self._mtmd.mtmd_input_chunk_get_id(c) for c in chunks if self._is_image(c)]
         part = 0
@@ -161,7 +176,7 @@ class Projector:
         kind = self._mtmd.mtmd_input_chunk_get_type(chunk)
         return bool(kind == _IMAGE)
 
-    def _run(self, chunk: Any, picture: Picture, part: int) -> ImageRun:
+    def _run(self, chunk: Any, picture: ImagePixels, part: int) -> ImageRun:
         mtmd = self._mtmd
         n = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         grid = None
@@ -173,7 +188,7 @@ class Projector:
         return ImageRun(picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid)
 
     @contextmanager
-    def _chunks(self, parts: Seq[str | Picture], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
+    def _chunks(self, parts: Seq[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[_Chunks]:
         """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
         mtmd = self._mtmd
         native = mtmd.mtmd_input_chunks_init()
@@ -205,3 +220,71 @@ class Projector:
             mtmd.mtmd_input_chunks_free(native)
             for bitmap in bitmaps:
                 mtmd.mtmd_bitmap_free(bitmap)
+
+
+class LlamaCppVisionBackend(LlamaCppBackend):
+    """A model that reads images too."""
+
+    def __init__(self, *args: Any, projector: Projector, **options: Any) -> None:
+        self._projector = projector
+        self._two_dimensional = projector.two_dimensional
+        self._projector_bytes = projector.bytes
+        super().__init__(*args, **options)
+        self.capabilities = replace(self.capabilities, vision=True, whole_images=projector.whole)
+        self.info = replace(self.info, vision=True)
+
+    def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
+        """A prompt as runs of tokens and images. Any thread."""
+        return self._projector.tokenize_images(parts, add_bos=add_bos)
+
+    def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
+        """The run's embeddings. Any thread, one at a time."""
+        return self._projector.encode_image(run)
+
+    def step(self, chunks: Seq[Chunk]) -> Rows:
+        """One llama_decode over all chunks, or over one of an image."""
+        if all(chunk.image is None for chunk in chunks):
+            return super().step(chunks)
+        self._check_owner()
+        if len(chunks) != 1 or chunks[0].image is None:
+            raise BackendFailure("an image goes into a step of its own")
+        chunk, image = chunks[0], chunks[0].image
+        n = len(chunk.tokens)
+        if not 0 < n <= self.info.n_batch:
+            raise BackendFailure(f"a step of {n} tokens is over the batch of {self.info.n_batch}")
+        if n > self._ledger.free:
+            raise NoCellsError(f"{n} KV cells needed, {self._ledger.free} of {self._ledger.capacity} free")
+        start = self._ledger.length(chunk.sequence) - image.start
+        positions = self._places(chunk.sequence, start, image, n)
+        part = image.embeddings[image.start : image.start + n]
+        outputs = min(chunk.outputs, n)
+        batch = EmbeddingBatch(self._llama, chunk.sequence, part, positions, outputs)
+        whole = self.capabilities.whole_images
+        if whole:
+            self._llama.llama_set_causal_attn(self._context, False)
+        try:
+            rows = self._sweep(batch, chunks, [(0, outputs)], outputs)
+        finally:
+            if whole:
+                self._llama.llama_set_causal_attn(self._context, True)
+        if self._two_dimensional:
+            self._positions.place(chunk.sequence, Placed(start, image.run.n_tokens, image.run.n_positions))
+        return rows
+
+    def _can_undo(self, chunks: Seq[Chunk]) -> bool:
+        """Not the middle of an image whose tokens stand at one position: its beginning would go with it."""
+        return not (self._two_dimensional and any(c.image is not None and c.image.start for c in chunks))
+
+    def _places(self, sequence: SequenceId, start: int, image: ImagePart, n: int) -> NDArray[np.int32]:
+        """The positions of the next `n` tokens of an image that begins at token `start`."""
+        first = self._positions.at(sequence, start)
+        if image.run.grid is None:
+            begins = first + image.start
+            return np.arange(begins, begins + n, dtype=np.int32)[None, :]
+        grid = first + image.run.grid[:, image.start : image.start + n]
+        return np.concatenate([grid, np.zeros((1, n), dtype=np.int32)])
+
+    def close(self) -> None:
+        """Free it all."""
+        self._projector.close()
+        super().close()

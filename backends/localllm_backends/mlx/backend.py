@@ -84,7 +84,7 @@ class MlxBackend(Backend):
             exact_batching=False,
             kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
             # On a CPU putting a vocabulary in order takes far longer than our own look at the logits.
-            draws=mx.default_device() != mx.Device(mx.cpu) and loaded.n_shares == 1,
+            samples=mx.default_device() != mx.Device(mx.cpu) and loaded.n_shares == 1,
         )
         self.info = _model_info(loaded)
         self._identity = f"{self.info.fingerprint} {shapes.kv_type}"

@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import Chunk, Draw, StepError, StepResult
-from localllm_backends.mlx.drawing import UNSURE, Drawn, draw
+from localllm_backends.contract import Chunk, SampleSpec, StepError, StepResult
+from localllm_backends.mlx.sampling import UNSURE, DeviceSamples, sample
 from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of
 
 # A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
@@ -41,7 +41,7 @@ class Result(StepResult):
 
     n_vocab: int
     pieces: list[tuple[_Group, int, int] | None] = field(default_factory=list)
-    draws: list[tuple[Drawn, int] | None] = field(default_factory=list)
+    samples: list[tuple[DeviceSamples, int] | None] = field(default_factory=list)
     asked_best: bool = False
     asked_logits: bool = False
 
@@ -50,16 +50,16 @@ class Result(StepResult):
         piece = self.pieces[chunk]
         return [] if piece is None else piece[0].best_tokens()[piece[1] : piece[2]]
 
-    def drawn(self, chunk: int) -> int | None:
+    def sampled(self, chunk: int) -> int | None:
         self.asked_best = True
-        piece = self.draws[chunk]
+        piece = self.samples[chunk]
         token = UNSURE if piece is None else piece[0].on_host()[piece[1]]
         return None if token == UNSURE else token
 
     def next_token(self, chunk: int) -> int | None:
-        """What most likely follows the chunk: what was drawn, else its best token; None where nothing was asked for."""
-        if self.draws[chunk] is not None:
-            return self.drawn(chunk)
+        """What most likely follows the chunk: what was sampled, else its best token; None where nothing was asked for."""
+        if self.samples[chunk] is not None:
+            return self.sampled(chunk)
         piece = self.pieces[chunk]
         return None if piece is None else piece[0].best_tokens()[piece[2] - 1]
 
@@ -79,14 +79,14 @@ class Result(StepResult):
 
 @dataclass
 class _Ahead:
-    """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one drawn for
-    it, and what was drawn from it by the `id()` of its line."""
+    """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one sampled for
+    it, and what was sampled from it by the `id()` of its line."""
 
     lines: list[SequenceCache]
     group: _Group
     batch: SequenceBatch | None
     state: list[list[Any]]
-    draws: dict[int, tuple[Drawn, int]]
+    samples: dict[int, tuple[DeviceSamples, int]]
 
 
 class Stepper:
@@ -121,7 +121,7 @@ class Stepper:
             rest = [i for i in rest if i not in together]
         for i in rest:
             self._call_line(i, chunks[i], lines[i], result, waiting)
-        self._draw(chunks, result, waiting)
+        self._sample(chunks, result, waiting)
         mx.async_eval(waiting)
         for chunk, line in zip(chunks, lines, strict=True):
             line.length += len(chunk.tokens)
@@ -193,26 +193,26 @@ class Stepper:
         if not outputs or self._layout.recurrent:
             waiting.extend(arrays_of(line.leaves))
 
-    def _draw(self, chunks: Seq[Chunk], result: Result, waiting: list[Any]) -> None:
-        """Begin drawing what the chunks ask for and is not under way: all rows of one group together."""
+    def _sample(self, chunks: Seq[Chunk], result: Result, waiting: list[Any]) -> None:
+        """Begin sampling what the chunks ask for and is not under way: all rows of one group together."""
         groups: dict[int, list[int]] = {}
         for i, (chunk, piece) in enumerate(zip(chunks, result.pieces, strict=True)):
-            if chunk.draw is not None and piece is not None and result.draws[i] is None:
+            if chunk.sample is not None and piece is not None and result.samples[i] is None:
                 groups.setdefault(id(piece[0]), []).append(i)
         for which in groups.values():
             pieces = [p for i in which if (p := result.pieces[i]) is not None]
             rows = _gathered([(p[0].logits, p[2] - 1) for p in pieces])
-            drawn = draw(rows, [d for i in which if (d := chunks[i].draw) is not None])
+            sampled = sample(rows, [d for i in which if (d := chunks[i].sample) is not None])
             for at, i in enumerate(which):
-                result.draws[i] = (drawn, at)
-            waiting.append(drawn.tokens)
+                result.samples[i] = (sampled, at)
+            waiting.append(sampled.tokens)
 
     # --- one step ahead ------------------------------------------------------------------------------------------
 
     def _look_ahead(
         self, decoding: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: Result
     ) -> None:
-        """Start the next decode step with the best tokens of this one, or those drawn from it, before anybody has seen them:
+        """Start the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
         building its graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A
         batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
         lines = [all_lines[i] for i in decoding]
@@ -221,14 +221,14 @@ class Stepper:
         if len(lines) > 1 and not self.batch.is_of(lines):
             return
         tokens: dict[int, tuple[Any, int]] = {}
-        behind: dict[int, Draw] = {}
+        behind: dict[int, SampleSpec] = {}
         for i, line in zip(decoding, lines, strict=True):
-            piece, drawn, asked = result.pieces[i], result.draws[i], chunks[i].draw
+            piece, sampled, asked = result.pieces[i], result.samples[i], chunks[i].sample
             if piece is not None:
                 tokens[id(line)] = (piece[0].best, piece[1])
-            if drawn is not None:
-                tokens[id(line)] = (drawn[0].readable, drawn[1])
-            if asked is not None and (following := asked.behind()) is not None:
+            if sampled is not None:
+                tokens[id(line)] = (sampled[0].readable, sampled[1])
+            if asked is not None and (following := asked.next()) is not None:
                 behind[id(line)] = following
         state: list[list[Any]] = []
         batch: SequenceBatch | None = None
@@ -249,15 +249,15 @@ class Stepper:
             lines = list(batch.lines)
             held = batch.leaves
         group = _Group(logits, mx.argmax(logits, axis=-1))
-        drawing = [row for row, line in enumerate(lines) if id(line) in behind]
-        begun: dict[int, tuple[Drawn, int]] = {}
-        if drawing:
-            rows = _gathered([(logits, row) for row in drawing])
-            ahead = draw(rows, [behind[id(lines[row])] for row in drawing])
-            begun = {id(lines[row]): (ahead, at) for at, row in enumerate(drawing)}
+        sampling = [row for row, line in enumerate(lines) if id(line) in behind]
+        begun: dict[int, tuple[DeviceSamples, int]] = {}
+        if sampling:
+            rows = _gathered([(logits, row) for row in sampling])
+            ahead = sample(rows, [behind[id(lines[row])] for row in sampling])
+            begun = {id(lines[row]): (ahead, at) for at, row in enumerate(sampling)}
         self.ahead = _Ahead(lines, group, batch, state if self._layout.recurrent else [], begun)
-        what = [group.best] if len(drawing) < len(lines) else []
-        what += [ahead.tokens] if drawing else []
+        what = [group.best] if len(sampling) < len(lines) else []
+        what += [ahead.tokens] if sampling else []
         mx.async_eval(*what, *(arrays_of(held) if self._layout.recurrent else ()))
 
     def _take_ahead(
@@ -280,15 +280,15 @@ class Stepper:
         for i in asked:
             row = rows[id(lines[i])]
             result.pieces[i] = (ahead.group, row, row + 1)
-            begun, wanted = ahead.draws.get(id(lines[i])), chunks[i].draw
+            begun, wanted = ahead.samples.get(id(lines[i])), chunks[i].sample
             if begun is not None and wanted is not None and wanted.same(begun[0].asked[begun[1]]):
-                result.draws[i] = begun
+                result.samples[i] = begun
                 waiting.append(begun[0].tokens)
             if self._n_rewind:
                 lines[i].undo = Undo(
                     lines[i].length, list(chunks[i].tokens), [[a[row : row + 1] for a in s] for s in ahead.state]
                 )
-        if any(result.draws[i] is None for i in asked):
+        if any(result.samples[i] is None for i in asked):
             waiting.append(ahead.group.best)
         taken = {id(lines[i]) for i in asked}
         for line in ahead.lines:

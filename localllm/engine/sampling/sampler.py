@@ -25,7 +25,7 @@ from localllm.engine.sampling.ranking import HEAD, Row, best_ids, by_rank
 from localllm.engine.sampling.rejection import Distribution, couple
 from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.sampling.top_choices import NOTHING, Excluded
-from localllm_backends.contract import MOST_DRAWN, Draw
+from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 
 class Constraint(Protocol):
@@ -287,18 +287,18 @@ class Sampler:
         """True when each of `tokens` may come in its place, the first of them behind `length` tokens."""
         return not any(token in self._bounds.banned(at) for at, token in enumerate(tokens, length))
 
-    def drawable(self, length: int) -> Draw | None:
-        """How a backend may draw the token behind `length` tokens, and begin with the next; None where that takes a look here
+    def sample_spec(self, length: int) -> SampleSpec | None:
+        """How a backend may sample the token behind `length` tokens, and begin with the next; None where that takes a look here
         (a grammar, penalties and the like)."""
         s, bounds = self.sampling, self._bounds
         plain = not (counted(s) or s.logit_bias or s.dry_multiplier or s.typical_p < 1.0 or _excludes(s))
         forces = bounds.thought is not None and bounds.thought.may_force(length)
-        if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MOST_DRAWN:
+        if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MAX_SAMPLED_TOP_K:
             return None
         while len(self._uniforms) < 2:
             self._uniforms.append(float(self._random.random()))
         uniform, following = self._uniforms[:2]
-        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, bounds.banned(length))
+        return SampleSpec(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, bounds.banned(length))
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""

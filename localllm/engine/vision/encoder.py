@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from localllm import paths
 from localllm.engine.tokens import Placed, laid_out, split
 from localllm.engine.vision import image_files
-from localllm_backends.contract import Backend, BackendFailure, ImageRun, Picture
+from localllm_backends.contract import Backend, BackendFailure, ImagePixels, ImageRun
 
 Embeddings = NDArray[np.float32]
 # Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known by its size and hash.
@@ -35,7 +35,7 @@ class ImageReader:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._pixels: OrderedDict[str, Picture] = OrderedDict()
+        self._pixels: OrderedDict[str, ImagePixels] = OrderedDict()
 
     def read(self, prompt: str, images: dict[str, str], *, add_bos: bool) -> tuple[list[int], tuple[Placed, ...]]:
         """The prompt's tokens, and where its images are. `images`: files in base64, each by its mark. Raises BackendFailure."""
@@ -43,9 +43,9 @@ class ImageReader:
         if sum(image for _, image in parts) > MOST_IMAGES:
             raise image_files.ImageError(f"a prompt may have {MOST_IMAGES} images at most")
         made = [self._picture(images[part]) if image else part for part, image in parts]
-        return laid_out(self._backend.read(made, add_bos=add_bos))
+        return laid_out(self._backend.tokenize_images(made, add_bos=add_bos))
 
-    def _picture(self, file: str) -> Picture:
+    def _picture(self, file: str) -> ImagePixels:
         name = hashlib.sha256(file.encode(errors="surrogatepass")).hexdigest()
         picture = self._pixels.pop(name, None) or image_files.decode(image_files.from_base64(file))
         self._pixels[name] = picture
@@ -129,7 +129,7 @@ class Encoder:
             if found is None:
                 started = time.monotonic()
                 try:
-                    found = self.backend.encode(run)
+                    found = self.backend.encode_image(run)
                 except Exception as e:  # a thread must not end with somebody waiting
                     error = str(e) or type(e).__name__
                 else:

@@ -12,7 +12,7 @@ import io
 import warnings
 from typing import Any
 
-from localllm_backends.contract import BackendFailure, Picture
+from localllm_backends.contract import BackendFailure, ImagePixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_BYTES = 20 * 10**6
@@ -35,7 +35,7 @@ def from_base64(text: str) -> bytes:
         raise ImageError("the image is not valid base64") from e
 
 
-def decode(data: bytes) -> Picture:
+def decode(data: bytes) -> ImagePixels:
     """The first frame, turned as its camera was held, on white where it is transparent. Raises ImageError."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -71,7 +71,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _pixels(opened: Any) -> Picture:
+def _pixels(opened: Any) -> ImagePixels:
     from PIL import Image, ImageOps
 
     opened.seek(0)
@@ -87,7 +87,7 @@ def _pixels(opened: Any) -> Picture:
     picture = picture.convert("RGB")
     data = picture.tobytes()
     key = hashlib.blake2b(data, digest_size=16, key=b"%d %d" % picture.size)
-    return Picture(picture.width, picture.height, data, key.digest())
+    return ImagePixels(picture.width, picture.height, data, key.digest())
 
 
 def _looks_like(data: bytes) -> str:

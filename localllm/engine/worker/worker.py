@@ -57,7 +57,7 @@ class Worker:
         self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         backend = engine.backend
-        if backend.capabilities.sees:
+        if backend.capabilities.vision:
             threading.Thread(target=self._prepare, args=[backend], name="pictures", daemon=True).start()
         self._loop(engine)
         # What was read and written so far is worth keeping also where the answer isn't wanted any more.

@@ -36,7 +36,7 @@ async def job_for(
     chat: ChatRequest, model: ServedModel, engine: EngineClient, recall: Recall, counts: TokenCounts
 ) -> GenerationJob:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
-    told = shown(chat.messages, sees=engine.info.sees)
+    told = shown(chat.messages, sees=engine.info.vision)
     messages, normalised = without_volatile(recall.restore(told.messages))
     if told.files:
         engine = EngineWithImages(engine, told.files)

@@ -119,7 +119,7 @@ class ServedModel:
         if self.info is None or not unread(self.info.chat_template or ""):
             found.append("tools")
         if self.info is not None:
-            if self.info.sees:
+            if self.info.vision:
                 found.append("vision")
             if think_markers(self.info.chat_template or "") is not None:
                 found.append("thinking")

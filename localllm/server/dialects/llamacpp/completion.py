@@ -82,7 +82,7 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
         prompt: str | list[int]
         if isinstance(fields.prompt, PicturedPrompt):
             sent = fields.prompt
-            where, sees = "prompt.multimodal_data", engine.info.sees
+            where, sees = "prompt.multimodal_data", engine.info.vision
             prompt, images = in_text(sent.prompt_string, MARKER, sent.multimodal_data, where, sees=sees)
         else:
             prompt = await _prompt(fields, engine)

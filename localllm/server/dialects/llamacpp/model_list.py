@@ -23,7 +23,7 @@ def props(served: ServedModel) -> dict[str, Any]:
         "total_slots": info.n_seq_max if info else 1,
         "model_alias": served.name,
         "model_path": served.name,
-        "modalities": {"vision": bool(info and info.sees), "audio": False},
+        "modalities": {"vision": bool(info and info.vision), "audio": False},
         "chat_template": template,
         "chat_template_caps": {
             "supports_tools": not unread(template),

@@ -1,8 +1,8 @@
-"""Tokens drawn on the device, so that the next step can begin before anybody here has seen them.
+"""Tokens sampled on the device, so that the next step can begin before anybody here has seen them.
 
-The filters and their order are the contract's (`Draw`). The device computes in single precision and looks at the best 512
+The filters and their order are the contract's (`SampleSpec`). The device computes in single precision and looks at the best 512
 tokens only; wherever that could give another token than double precision over all of them, it says that it is unsure
-(-1), and the owner draws from the logits. So a seed gives the same tokens wherever they are drawn.
+(-1), and the owner samples from the logits. So a seed gives the same tokens wherever they are sampled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from localllm_backends.contract import MOST_DRAWN, Draw
+from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 # A share nearer than this to a limit may lie on its other side: more than single precision errs over a vocabulary.
 _NEAR = 2e-5
@@ -22,11 +22,11 @@ UNSURE = -1
 
 
 @dataclass
-class Drawn:
-    """The tokens drawn by each of `asked`, on their way from the device."""
+class DeviceSamples:
+    """The tokens sampled by each of `asked`, on their way from the device."""
 
     tokens: Any
-    asked: list[Draw]
+    asked: list[SampleSpec]
     host: list[int] | None = None
 
     @property
@@ -41,10 +41,10 @@ class Drawn:
         return self.host
 
 
-def draw(rows: Any, asked: Seq[Draw]) -> Drawn:
-    """Begin drawing one token from each of `rows` (logits [len(asked), n_vocab])."""
+def sample(rows: Any, asked: Seq[SampleSpec]) -> DeviceSamples:
+    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab])."""
     n_vocab = int(rows.shape[-1])
-    n = min(MOST_DRAWN, n_vocab)
+    n = min(MAX_SAMPLED_TOP_K, n_vocab)
     rows = rows.astype(mx.float32)
     if any(d.banned for d in asked):
         at = [(i, token) for i, d in enumerate(asked) for token in d.banned]
@@ -62,16 +62,18 @@ def draw(rows: Any, asked: Seq[Draw]) -> Drawn:
     limited = column([float(0 < d.top_k < n_vocab) for d in asked]) > 0
     top_k = column([float(d.top_k if 0 < d.top_k < n_vocab else n_vocab) for d in asked])
     top_p, min_p = column([d.top_p for d in asked]), column([d.min_p for d in asked])
-    heat, uniform = column([d.temperature for d in asked]), column([d.uniform for d in asked])
+    temperature, uniform = column([d.temperature for d in asked]), column([d.uniform for d in asked])
     inside = mx.arange(n)[None] < top_k
     keep, unsure = _kept(values, rows, inside, limited, top_p, min_p)
     cut = limited | (top_p < 1.0) | (min_p > 0.0)
     # What would be kept behind the last one looked at.
     unsure = unsure | (keep[:, -1:] & cut & (top_k > n) if n < n_vocab else mx.zeros_like(cut))
-    hot = values / heat
+    hot = values / temperature
     best = hot[:, :1]
     weights = mx.where(keep, mx.exp(hot - best), 0.0)
-    total = mx.where(cut, weights.sum(axis=-1, keepdims=True), mx.exp(rows / heat - best).sum(axis=-1, keepdims=True))
+    total = mx.where(
+        cut, weights.sum(axis=-1, keepdims=True), mx.exp(rows / temperature - best).sum(axis=-1, keepdims=True)
+    )
     reached = mx.cumsum(weights / total, axis=-1)
     at = (reached <= uniform).sum(axis=-1, keepdims=True)
     # One token alone is always it: where everything ends is no limit.
@@ -82,7 +84,7 @@ def draw(rows: Any, asked: Seq[Draw]) -> Drawn:
     unsure = unsure | (beyond & mx.logical_not(cut) & (uniform < 1.0) if n < n_vocab else mx.zeros_like(beyond))
     unsure = unsure | mx.logical_not(mx.isfinite(total) & (mx.abs(best) < mx.inf))
     token = mx.take_along_axis(ids, last.astype(mx.uint32), axis=-1).astype(mx.int32)
-    return Drawn(mx.where(unsure, UNSURE, token)[:, 0], list(asked))
+    return DeviceSamples(mx.where(unsure, UNSURE, token)[:, 0], list(asked))
 
 
 def _kept(values: Any, rows: Any, inside: Any, limited: Any, top_p: Any, min_p: Any) -> tuple[Any, Any]:

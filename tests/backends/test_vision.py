@@ -19,10 +19,10 @@ from localllm_backends.contract import (
     CannotRewindError,
     Chunk,
     ImagePart,
+    ImagePixels,
     ImageRun,
     LoadError,
     LoadSpec,
-    Picture,
     Placement,
 )
 from localllm_backends.llamacpp import backend_type, openmp
@@ -70,7 +70,7 @@ def fill(backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: i
         if isinstance(run, list):
             rows = backend.step([Chunk(sequence, run, 1)]).logits(0)[-1].copy()
             continue
-        embeddings = backend.encode(run)
+        embeddings = backend.encode_image(run)
         step = run.n_tokens if backend.capabilities.whole_images else piece
         for start in range(0, run.n_tokens, step):
             n = min(step, run.n_tokens - start)
@@ -79,7 +79,7 @@ def fill(backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: i
     return rows
 
 
-def theirs(model: VisionModel, text: list[str], pictures: list[Picture]) -> NDArray[np.float32]:
+def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> NDArray[np.float32]:
     """The logits that llama.cpp's own helper gets for the prompt, in a context of its own."""
     import llama_cpp
     from llama_cpp import mtmd_cpp as mtmd
@@ -118,7 +118,7 @@ def test_the_logits_are_those_of_llama_cpp_itself(model: VisionModel, backend: A
         width, height = 16 + 37 * seed % 300, 16 + 61 * seed % 400
         picture = pixels(width, height, seed)
         sequence = backend.new_sequence()
-        ours = fill(backend, sequence, backend.read(["look: ", picture, " what is it?"], add_bos=True))
+        ours = fill(backend, sequence, backend.tokenize_images(["look: ", picture, " what is it?"], add_bos=True))
         backend.drop(sequence)
         assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < 2e-4
     backend.check_integrity()
@@ -130,11 +130,11 @@ def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionMo
     backend = backend_type.load(replace(spec_of(model), n_threads=n))
     if n == 1 or openmp._libgomp() is None:
         pytest.skip("needs two processors, and a build with GNU's OpenMP")
-    [run] = [r for r in backend.read([pixels(64, 64, 1)]) if isinstance(r, ImageRun)]
+    [run] = [r for r in backend.tokenize_images([pixels(64, 64, 1)]) if isinstance(r, ImageRun)]
     before, encoded, over = set(os.listdir("/proc/self/task")), threading.Event(), threading.Event()
 
     def encode() -> None:
-        backend.encode(run)
+        backend.encode_image(run)
         encoded.set()
         over.wait()
 
@@ -149,7 +149,7 @@ def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionMo
 
 def test_images_may_follow_each_other_and_are_read_in_pieces(model: VisionModel, backend: Any) -> None:
     pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
-    runs = backend.read(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True)
+    runs = backend.tokenize_images(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True)
     expected = theirs(model, ["a ", "", " b ", " c"], pictures)
     for piece in (256, 5):
         sequence = backend.new_sequence()
@@ -158,7 +158,7 @@ def test_images_may_follow_each_other_and_are_read_in_pieces(model: VisionModel,
 
 
 def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any) -> None:
-    runs = backend.read(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
+    runs = backend.tokenize_images(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
     tail = backend.tokenize(" and then")
     first = backend.new_sequence()
     fill(backend, first, runs)
@@ -194,14 +194,14 @@ def test_an_image_is_never_cut_in_two_where_its_tokens_stand_at_one_place(backen
     if backend.info.architecture != "qwen2vl":
         pytest.skip("its tokens stand one behind the other")
     sequence = backend.new_sequence()
-    fill(backend, sequence, backend.read(["a ", pixels(300, 200, 1), " b"]))
+    fill(backend, sequence, backend.tokenize_images(["a ", pixels(300, 200, 1), " b"]))
     with pytest.raises(CannotRewindError, match="cut in two"):
         backend.truncate(sequence, backend.length(sequence) - 20)
     backend.drop(sequence)
 
 
 def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> None:
-    a, b, c = (backend.read(["", pixels(64, 64, seed)]) for seed in (1, 1, 2))
+    a, b, c = (backend.tokenize_images(["", pixels(64, 64, seed)]) for seed in (1, 1, 2))
     keys = [next(r for r in runs if isinstance(r, ImageRun)).key for runs in (a, b, c)]
     assert keys[0] == keys[1] != keys[2]
 

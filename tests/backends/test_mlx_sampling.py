@@ -1,4 +1,4 @@
-"""Tokens drawn on the device are the tokens our own sampler draws, and the step behind them is begun before they are seen."""
+"""Tokens sampled on the device are the tokens our own sampler chooses, and the step behind them is begun before they are seen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling, Text
 from localllm.engine.sampling.sampler import Bounds, Sampler, distribution
 from localllm_backends import conformance
-from localllm_backends.contract import Draw, LoadSpec
+from localllm_backends.contract import LoadSpec, SampleSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 
@@ -63,15 +63,15 @@ def test_what_is_drawn_there_is_what_would_be_drawn_here(
 ) -> None:
     import mlx.core as mx
 
-    from localllm_backends.mlx.drawing import UNSURE, draw
+    from localllm_backends.mlx.sampling import UNSURE, sample
 
     rows = np.stack([rows_of(n_vocab, seed + i, kind) for i, (_, kind) in enumerate(streams)])
     # Every other stream has two of its better tokens banned.
     bans = [tuple(int(t) for t in np.argsort(row)[-2:]) if i % 2 else () for i, row in enumerate(rows)]
     samplers = [Sampler(sampling, None, Bounds(never=b)) for (sampling, _), b in zip(streams, bans, strict=True)]
-    asked = [d for s in samplers if (d := s.drawable(10)) is not None]
+    asked = [d for s in samplers if (d := s.sample_spec(10)) is not None]
     given_rows = mx.array(rows)
-    found = draw(given_rows, asked).on_host()
+    found = sample(given_rows, asked).on_host()
     assert np.array_equal(np.array(given_rows), rows, equal_nan=True)
     for row, sampler, token in zip(rows, samplers, found, strict=True):
         assert token in (UNSURE, sampler.choose(row, [1]))
@@ -81,14 +81,16 @@ def test_the_device_is_seldom_unsure_and_follows_the_distribution() -> None:
     """Chi-squared over 3,000 draws, with the bound that one fair run in ten thousand exceeds."""
     import mlx.core as mx
 
-    from localllm_backends.mlx.drawing import UNSURE, draw
+    from localllm_backends.mlx.sampling import UNSURE, sample
 
     row = rows_of(600, 1, "words")
     rng = np.random.default_rng(2)
     for sampling in (Sampling(), Sampling(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0)):
         n = 3_000
-        asked = [Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u) for u in rng.random(n)]
-        found = np.array(draw(mx.array(np.tile(row, (n, 1))), asked).on_host())
+        asked = [
+            SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u) for u in rng.random(n)
+        ]
+        found = np.array(sample(mx.array(np.tile(row, (n, 1))), asked).on_host())
         assert (found == UNSURE).mean() < 0.01
         expected = distribution(row, sampling)
         seen = np.bincount(found[found != UNSURE], minlength=len(row))
@@ -131,9 +133,9 @@ class Calls:
 def engines(folder: Callable[[str], Path]) -> Iterator[Callable[..., tuple[Engine, Calls]]]:
     opened: list[Engine] = []
 
-    def opened_on(shape: str, *, draws: bool = True) -> tuple[Engine, Calls]:
+    def opened_on(shape: str, *, samples: bool = True) -> tuple[Engine, Calls]:
         backend = mlx.load(LoadSpec(str(folder(shape)), n_ctx=1024, n_seq_max=4, n_batch=64))
-        backend.capabilities = replace(backend.capabilities, draws=draws)
+        backend.capabilities = replace(backend.capabilities, samples=samples)
         opened.append(Engine(backend, EngineSettings(headroom_bytes=0)))
         return opened[-1], Calls(backend)
 
@@ -169,7 +171,7 @@ def test_sampled_steps_are_started_ahead_with_the_tokens_of_our_own_sampler(
     engines: Callable[..., tuple[Engine, Calls]], shape: str
 ) -> None:
     there, calls = engines(shape)
-    here, plain_calls = engines(shape, draws=False)
+    here, plain_calls = engines(shape, samples=False)
     for seed, sampling in enumerate([HOT, replace(HOT, top_p=0.9, top_k=20)]):
         request = asked("a", replace(sampling, seed=seed), 16)
         calls.n = plain_calls.n = 0
@@ -199,7 +201,7 @@ def test_steps_begun_ahead_are_used(engines: Callable[..., tuple[Engine, Calls]]
 
 
 def test_all_kinds_of_requests_run_beside_each_other(engines: Callable[..., tuple[Engine, Calls]]) -> None:
-    """Drawn there, greedy, penalised and with log-probabilities: each as if it were drawn here."""
+    """Sampled there, greedy, penalised and with log-probabilities: each as if it were sampled here."""
     kinds = [
         asked("a", replace(HOT, seed=1), 20),
         asked("bb", Sampling(temperature=0.0), 8),
@@ -207,14 +209,14 @@ def test_all_kinds_of_requests_run_beside_each_other(engines: Callable[..., tupl
         asked("dddd", replace(HOT, seed=3), 16, logprobs=3),
     ]
     there, _ = engines("llama")
-    here, _ = engines("llama", draws=False)
+    here, _ = engines("llama", samples=False)
     assert tokens_of(there, *kinds) == tokens_of(here, *kinds)
 
 
 def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(engines: Callable[..., tuple[Engine, Calls]]) -> None:
     """A step begun ahead for one that stops, or beside one whose tokens a grammar chooses, changes nobody's tokens."""
     there, _ = engines("llama")
-    here, _ = engines("llama", draws=False)
+    here, _ = engines("llama", samples=False)
     plain = asked("a", replace(HOT, seed=5), 24)
     said = run(there, plain).text["a"]
     kinds = [
@@ -231,8 +233,8 @@ def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(engines: Callable
 def test_drawing_keeps_the_contract(folder: Callable[[str], Path]) -> None:
     """Also on a processor, which doesn't offer it."""
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256, n_batch=64))
-    backend.capabilities = replace(backend.capabilities, draws=True)
-    conformance.what_is_drawn_follows_from_the_logits(conformance.Subject(backend))
+    backend.capabilities = replace(backend.capabilities, samples=True)
+    conformance.what_is_sampled_follows_from_the_logits(conformance.Subject(backend))
     backend.close()
 
 
@@ -251,5 +253,5 @@ def test_a_processor_leaves_drawing_to_the_engine(folder: Callable[[str], Path])
     import mlx.core as mx
 
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256))
-    assert backend.capabilities.draws is (mx.default_device() != mx.Device(mx.cpu))
+    assert backend.capabilities.samples is (mx.default_device() != mx.Device(mx.cpu))
     backend.close()
