@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers [--rounds 5] [--only gguf,drafting,mlx] [--scenarios single,four,…] [--model FILE]
                                [--llama-server PROGRAM] [--without NAME,…] [--page docs/benchmarks.md] [--json FILE]
+    python -m benchmarks.peers --only baseline --baseline CHECKOUT     this tree beside an earlier commit of it
 
 llama-server is built from the sources in llama-cpp-python's own release, unless --llama-server names one; the server of
 llama-cpp-python and mlx_lm.server are installed beside our environment; Ollama is taken along where it is installed. All
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--llama-server", type=Path, default=None)
     parser.add_argument("--without", default="", help="peers to leave out, such as llama-cpp-python")
+    parser.add_argument("--baseline", type=Path, default=None, help="a checkout of an earlier commit, with its .venv")
     parser.add_argument("--page", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
@@ -67,7 +69,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs:
         for title in arguments.only.split(","):
             try:
-                group = GROUPS[title](Wanted(model, arguments.llama_server, Path(logs), arguments.without.split(",")))
+                without = arguments.without.split(",")
+                group = GROUPS[title](
+                    Wanted(model, arguments.llama_server, Path(logs), without, baseline=arguments.baseline)
+                )
                 runs.append(measure(group, names, arguments.rounds))
             except NotHereError as e:
                 print(f"left out: {e}", file=sys.stderr, flush=True)

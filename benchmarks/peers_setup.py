@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be compared: the model's file, the programs named by hand, where logs go, and peers to leave out."""
+    """What is to be compared: the model's file, the programs named by hand, where logs go, and peers to leave out. `baseline`: a
+    checkout of an earlier commit with its own .venv, which ours is held against."""
 
     model: Path
     llama_server: Path | None
     logs: Path
     without: Sequence[str] = ()
+    baseline: Path | None = None
 
     @property
     def threads(self) -> int:
@@ -92,7 +94,19 @@ def mlx(wanted: Wanted) -> Group:
     return Group("The same MLX checkpoint (float32)", [_ours(wanted, folder), server], {server.name: said}, short)
 
 
-GROUPS: Mapping[str, Callable[[Wanted], Group]] = {"gguf": gguf, "drafting": drafting, "mlx": mlx}
+def baseline(wanted: Wanted) -> Group:
+    """This tree beside an earlier commit of ours: `git worktree add ../before COMMIT`, `make -C ../before .venv/.dev`."""
+    python = (wanted.baseline or Path()).absolute() / ".venv" / "bin" / "python"
+    if not python.is_file():
+        raise NotHereError(f"the earlier commit: there is no {python}")
+    before = replace(_ours(wanted, wanted.model), name="before", log=wanted.logs / "before.log")
+    # Without it the folder that this runs in would be imported, not the other checkout.
+    environment = {**before.environment, "PYTHONSAFEPATH": "1"}
+    before = replace(before, command=[str(python), *before.command[1:]], environment=environment)
+    return Group("This tree and an earlier commit", [_ours(wanted, wanted.model), before], {OURS: _version("localllm")})
+
+
+GROUPS: Mapping[str, Callable[[Wanted], Group]] = {"gguf": gguf, "drafting": drafting, "mlx": mlx, "baseline": baseline}
 
 
 def _ours(wanted: Wanted, model: Path) -> Server:
