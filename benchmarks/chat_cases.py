@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpp_cases import Case, Found, read_cases, tool_of
-from localllm.conversation.deltas import CallArguments, CallStart, Content, Delta, ReasoningText
 from localllm.conversation.messages import normalise
-from localllm.conversation.reply import ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
@@ -132,7 +132,7 @@ def run(case: Case, source: Path) -> Result:
 def read(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> Reading:
     """What a served request's client is told of an answer that comes in `pieces`; of a `cut` one without a call that is
     not whole, which the server leaves out of an answer (and marks in a stream)."""
-    parser = reply.parser()
+    parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
     calls: Calls = []
     for d in deltas:

@@ -5,7 +5,7 @@
     │   └── CatalogFileError          a catalog file of the user's says something wrong  400
     ├── RequestError                  a client's request can't be honoured               400  exit 2
     │   ├── UnsupportedError          a known parameter we refuse, with the reason       400
-    │   │   └── UnheldError           a tool format can't write that (conversation)      400
+    │   │   └── NotConstrainableError a tool format can't write that (conversation)      400
     │   ├── ContextLengthError        prompt + answer do not fit the served context      400
     │   ├── AuthError                 Host, Origin or key refused                        403/401
     │   │   └── KeyRequiredError      the key is missing or wrong (server)               401

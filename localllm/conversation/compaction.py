@@ -36,7 +36,7 @@ NOTE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MessageCost:
     """What a message adds to the prompt, in tokens. `passing` of them only until the next question is asked: reasoning
     that the template leaves out of earlier turns."""
 
@@ -82,7 +82,7 @@ class _Replay:
         """True when only what must stay is left."""
         return not self._earlier and len(self._rounds) <= 1
 
-    def add(self, index: int, message: Mapping[str, Any], cost: Cost) -> None:
+    def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
         """One message more; whatever it pushes out is dropped."""
         if message["role"] == "system":
             if not self._at_head:  # those at the head are in the fixed part
@@ -143,7 +143,7 @@ class _Replay:
 
 
 def compact(
-    messages: Sequence[Mapping[str, Any]], costs: Sequence[Cost], *, fixed_tokens: int, budget_tokens: int
+    messages: Sequence[Mapping[str, Any]], costs: Sequence[MessageCost], *, fixed_tokens: int, budget_tokens: int
 ) -> Compacted:
     """What to keep of `messages` (as `conversation.messages.normalise` gives them) within `budget_tokens`.
 

@@ -33,7 +33,7 @@ _ONE_OF = {"images": "image", "files": "file", "documents": "document"}
 
 
 @dataclass
-class Found:
+class Attachments:
     """What flattening a content takes out of it, marks in its place."""
 
     images: list[AttachedImage] = field(default_factory=list)
@@ -77,7 +77,7 @@ def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
         known = ", ".join(("system", "developer", "user", "assistant", "tool"))
         raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
     parts, thoughts = _apart(message.get("content"))
-    found = Found()
+    found = Attachments()
     content, images = flatten(parts, f"{where}.content", omitted, found), found.images
     if message.get("images"):  # Ollama's spelling
         sent = message["images"] if isinstance(message["images"], list) else [message["images"]]
@@ -125,7 +125,7 @@ def flatten(
     content: Any,
     where: str = "content",
     omitted: list[str] | None = None,
-    found: Found | None = None,
+    found: Attachments | None = None,
 ) -> str:
     """Text of a content: a string, null, or an array of parts. `found` gets its images and PDFs, for which marks stand. Of the
     parts that can't be read here `omitted` gets the kinds, and a note stands for them; without it they are refused.
@@ -164,7 +164,7 @@ def flatten(
     return "\n".join(texts)
 
 
-def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Found) -> str:
+def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Attachments) -> str:
     """The text that stands for a file; raises UnsupportedError for one that is asked about and can't be read."""
     plural = _BINARY_PARTS[kind]
     file = documents.attached(part, where, plural, asked=omitted is None)

@@ -3,7 +3,7 @@
 A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox stops it from reaching
 Python's internals (the class of CVE-2024-34359); this module adds what the sandbox leaves open: endless loops and
 texts that grow until memory is gone. Every loop turn and every call counts one step and looks at the clock; every
-operation that can multiply text is measured (metering.py) before it runs.
+operation that can multiply text is measured (sandbox_limits.py) before it runs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from localllm.conversation import metering
-from localllm.conversation.metering import TemplateLimitError
+from localllm.conversation import sandbox_limits as limits
+from localllm.conversation.sandbox_limits import TemplateLimitError
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
-MAX_WRITTEN_BYTES = 2 * metering.MAX_TEXT_BYTES
-MAX_HELD_BYTES = 2 * metering.MAX_TEXT_BYTES
+MAX_WRITTEN_BYTES = 2 * limits.MAX_TEXT_BYTES
+MAX_HELD_BYTES = 2 * limits.MAX_TEXT_BYTES
 _LARGE_BYTES = 4096
 
 
@@ -39,7 +39,7 @@ class TemplateRaisedError(jinja2.TemplateError):
     """The template itself refused the conversation by `raise_exception(message)`."""
 
 
-class _Budget(threading.local):
+class _RenderBudget(threading.local):
     """What is left of this thread's current rendering, and the large values it made that may still be in use."""
 
     steps: int = MAX_STEPS
@@ -51,7 +51,7 @@ class _Budget(threading.local):
         self.held: list[Any] = []
 
 
-_budget = _Budget()
+_budget = _RenderBudget()
 
 
 def start_budget(seconds: float = MAX_SECONDS) -> None:
@@ -90,13 +90,13 @@ def _shown(value: Any) -> Any:
     if isinstance(value, str):
         _write(sys.getsizeof(value) - 40 if len(value) > 64 else len(value))
         return value
-    _write(metering.text_bytes(value))
+    _write(limits.text_bytes(value))
     return value
 
 
 def _made(value: Any) -> Any:
     """`value`, measured, and remembered where it is large: many large texts are as much as one that is too large."""
-    metering.made(value)
+    limits.made(value)
     size = sys.getsizeof(value) if isinstance(value, (str, bytes, list, tuple)) else 0
     if size >= _LARGE_BYTES:
         _budget.held.append(value)
@@ -221,13 +221,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if name == "join" and isinstance(owner, (str, bytes)) and args:
             args = (list(args[0]), *args[1:])
-            metering.joined_exactly(owner, args[0])
-        metering.check_method(owner, name, args, kwargs)
+            limits.joined_exactly(owner, args[0])
+        limits.check_method(owner, name, args, kwargs)
         return _made(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`*`, `**`, `%` and `+` can make a value larger than both sides together."""
-        metering.check_operator(operator, left, right)
+        limits.check_operator(operator, left, right)
         _tick()
         return _made(super().call_binop(context, operator, left, right))
 
@@ -239,7 +239,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
         _tick()
-        metering.check_filter(name, args[given], args[given + 1 :], kwargs)
+        limits.check_filter(name, args[given], args[given + 1 :], kwargs)
         return _made(function(*args, **kwargs))
 
     return measured
@@ -247,14 +247,14 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _concat(*parts: Any) -> str:
     _tick()
-    return str(_made(metering.joined("", parts)))
+    return str(_made(limits.joined("", parts)))
 
 
 @jinja2.pass_environment
 def _join(environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     """Jinja's `join`, counted while it takes its parts."""
     parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
-    return metering.joined(d, parts)
+    return limits.joined(d, parts)
 
 
 def _raise_exception(message: Any = "") -> NoReturn:
@@ -277,7 +277,7 @@ def _tojson(
         raise TemplateLimitError(f"the chat template indents JSON by {indent}")
     if isinstance(value, Iterator):  # what `map` and `select` give
         value = list(value)
-    metering.allow(metering.text_bytes(value, indent=indent or 0) * (6 if ensure_ascii else 1), "tojson")
+    limits.allow(limits.text_bytes(value, indent=indent or 0) * (6 if ensure_ascii else 1), "tojson")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

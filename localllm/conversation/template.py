@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 from localllm.conversation import sandbox
-from localllm.conversation.forms import forms
-from localllm.conversation.metering import TemplateLimitError
+from localllm.conversation.message_variants import forms
+from localllm.conversation.sandbox_limits import TemplateLimitError
 from localllm.errors import RequestError
 
 # ChatML, the most common format, for models that carry no template. Tools are written as text by tools/prompt.py.

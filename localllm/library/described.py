@@ -61,7 +61,7 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     return _of_hub(asked, catalog), asked.quant
 
 
-def _of_catalog(asked: names.Reference, catalog: Catalog) -> Model | None:
+def _of_catalog(asked: names.ModelReference, catalog: Catalog) -> Model | None:
     """The model with those of its files that the catalog knows in this repository; None where it does not know what is asked
     for. A model's own repository, which holds its unconverted weights, means all of its files."""
     repo = asked.repo.lower()
@@ -74,14 +74,14 @@ def _of_catalog(asked: names.Reference, catalog: Catalog) -> Model | None:
     return None
 
 
-def _is_asked(variant: Variant, asked: names.Reference) -> bool:
+def _is_asked(variant: Variant, asked: names.ModelReference) -> bool:
     if asked.file:
         stem = names.stem_of(asked.file)
         return any(names.stem_of(file) == stem for file in variant.files)
     return not asked.quant or names.same_quant(asked.quant, variant.quant)
 
 
-def _of_hub(asked: names.Reference, catalog: Catalog) -> Model:
+def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
     """What a repository holds now, with the bytes of its listing; shapes are the catalog's where it recognises the name, else
     those of a header or a config."""
     listing = hub.list_files(asked.repo, asked.revision)

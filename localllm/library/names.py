@@ -105,7 +105,7 @@ def safe_file(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ModelReference:
     """What a MODEL reference says before anything is looked up.
 
     `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file` is set by URLs that
@@ -120,7 +120,7 @@ class Reference:
     revision: str = ""
 
 
-def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> Reference:
+def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> ModelReference:
     """Read a reference that is not a path: id[:quant], org/name[:quant], or a hub URL.
 
     `hub_hosts` are further hosts whose URLs count as the hub's (HF_ENDPOINT's). Raises UsageError for anything a path
@@ -133,13 +133,13 @@ def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> Reference:
     if "/" in name:
         if not safe_repo(name):
             raise UsageError(f"{name[:100]!r} is not a repository name", hint=_REFERENCE_HINT)
-        return Reference(text, name.partition("/")[2], name, quant)
+        return ModelReference(text, name.partition("/")[2], name, quant)
     if not name or ".." in name or "\\" in name:
         raise UsageError(f"{text[:100]!r} is not a model reference", hint=_REFERENCE_HINT)
-    return Reference(text, name, "", quant)
+    return ModelReference(text, name, "", quant)
 
 
-def _parse_url(text: str, hosts: tuple[str, ...]) -> Reference:
+def _parse_url(text: str, hosts: tuple[str, ...]) -> ModelReference:
     url = urlsplit(text if "://" in text else f"https://{text}")
     host = (url.hostname or "").lower()
     if url.scheme not in ("http", "https") or host not in hosts:
@@ -163,4 +163,4 @@ def _parse_url(text: str, hosts: tuple[str, ...]) -> Reference:
         if kind == "tree":
             # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
             quant, file = quant or quant_of(file), ""
-    return Reference(text, parts[1], repo, quant, file, "" if revision == "main" else revision)
+    return ModelReference(text, parts[1], repo, quant, file, "" if revision == "main" else revision)

@@ -102,7 +102,7 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _PullTarget:
     """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`."""
 
     repo: str
@@ -120,12 +120,12 @@ def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
         raise DownloadError(f"{e.message}, and offline mode forbids fetching it", hint="leave --offline out") from e
 
 
-def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _Wanted | LocalModel:
+def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _PullTarget | LocalModel:
     if _is_local_only(ref):
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref, hub_hosts=hub.hosts())
     if reference.repo:
-        return _Wanted(reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision)
+        return _PullTarget(reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision)
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name)
     if model is None:
@@ -145,7 +145,7 @@ def _wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> _Wanted
     else:
         variant = choose(offered) if choose is not None else variants.usual_variant(offered)
     is_mlx = variant.format == "mlx"
-    return _Wanted(
+    return _PullTarget(
         variant.repo,
         quant="" if is_mlx else reference.quant or variant.quant,
         file=""
@@ -201,7 +201,7 @@ def _with_projector(selection: Selection, listing: Listing, wanted: str) -> Sele
 def _bring(
     listing: Listing,
     selection: Selection,
-    wanted: _Wanted,
+    wanted: _PullTarget,
     say: Callable[[DownloadProgress], None],
     reserve_bytes: int,
     patience: Patience,
@@ -348,7 +348,7 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
         raise transfer.disk_trouble(e, ref) from e
 
 
-def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: _Wanted) -> LocalModel:
+def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: _PullTarget) -> LocalModel:
     snapshot = folder / "snapshots" / listing.commit
     weights = tuple(snapshot / f.name for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors")))
     is_mlx = selection.format == "mlx"

@@ -177,7 +177,7 @@ def _beside(path: Path) -> Path | None:
 # --- a name ---------------------------------------------------------------------------------------------------------
 
 
-def _matching(reference: names.Reference, installed: list[LocalModel]) -> list[LocalModel]:
+def _matching(reference: names.ModelReference, installed: list[LocalModel]) -> list[LocalModel]:
     """Installed models that a reference names, by the strictest rule that finds any."""
     text = reference.text.lower()
     exact = [m for m in installed if text in _spellings(m)]
@@ -211,7 +211,7 @@ def _spellings(model: LocalModel) -> set[str]:
     return {s.lower() for s in spelled}
 
 
-def _by_catalog(reference: names.Reference, installed: list[LocalModel], catalog: Catalog | None) -> LocalModel:
+def _by_catalog(reference: names.ModelReference, installed: list[LocalModel], catalog: Catalog | None) -> LocalModel:
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name) if not reference.repo else known.recognise(reference.repo)
     if model is not None and not reference.repo:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from localllm.conversation.recall import Recall
+from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import LocalLLMError
 from localllm.server.generation.chat import ChatRequest, EngineWithImages, ReasoningRecorder, job_for
@@ -67,7 +67,7 @@ class Server:
         self.settings = settings
         self.store = store
         self.accounts = Accounts(settings.keys, settings.api_key)
-        self.recall = Recall()
+        self.recall = ReasoningCache()
         self.counts = TokenCounts()
         self.images = ImageFetcher(settings.image_hosts)
         self.pdfs = PdfReader()

@@ -132,7 +132,7 @@ class ListedLayer(_Table):
     per_sequence: bool = False
 
 
-class Lookup(_Table):
+class LookupTable(_Table):
     """Tables of which a token reads `rows` rows; `bits` a weight takes in the listed files."""
 
     params: Count
@@ -207,7 +207,7 @@ class ModelTable(_Table):
     shared_kv_layers: Count | None = None
     shared_kv_ffn: Count | None = None
     per_layer_embedding: Count | None = None
-    lookup: Lookup | None = None
+    lookup: LookupTable | None = None
     mla: Mla | None = None
     recurrent: Recurrent | None = None
     experts: ExpertsTable | None = None

@@ -8,7 +8,7 @@ import pytest
 
 from conversation.call_templates import TEMPLATES
 from conversation.test_published_templates import _FILES
-from localllm.conversation.tools import FORMATS, told_from
+from localllm.conversation.tools import FORMATS, detect_format
 from localllm_catalog.templates import tool_format
 
 NAMES = {name.partition(",")[0]: tool_format(template) for name, template in TEMPLATES.items()}
@@ -28,5 +28,5 @@ def test_spellings_of_one_notation_have_one_name(name: str) -> None:
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
 def test_published_templates_are_told_apart_as_the_server_does(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    style = told_from(source)
+    style = detect_format(source)
     assert tool_format(source) == (NAMES[style.name] if style is not None else None)

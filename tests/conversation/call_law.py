@@ -13,11 +13,11 @@ from typing import Any
 from llguidance import LLMatcher
 
 from conversation.test_lazy_calls import CONTROL, ids_of, matcher
-from localllm.conversation.deltas import CallArguments, CallStart, Content, Delta, ReasoningText
 from localllm.conversation.messages import normalise
-from localllm.conversation.reply import ReplyFormat
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools.base import Start
+from localllm.conversation.tools.base import GrammarTrigger
 from localllm.conversation.tools.prompt import Choice
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import Prompt, ResponseOptions
@@ -70,7 +70,7 @@ def written(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Call
     return turn[at:]
 
 
-def held(starts: Mapping[str, Start], turn: str) -> str:
+def held(starts: Mapping[str, GrammarTrigger], turn: str) -> str:
     """The part of `turn` that the grammars took, which is every call in it. Raises LawError."""
     rest, again = turn, True
     while (found := _opening(starts, rest))[0] >= 0:
@@ -90,7 +90,7 @@ def held(starts: Mapping[str, Start], turn: str) -> str:
     return turn[: len(turn) - len(rest)]
 
 
-def _behind(start: Start, text: str) -> str:
+def _behind(start: GrammarTrigger, text: str) -> str:
     state = _matcher(start.grammar).deep_copy()
     taken = taken_by(state, text, [c for c in CONTROL if c in start.grammar[1]])
     if not state.is_accepting():
@@ -135,7 +135,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 def told(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
     """Answer, reasoning and calls of a reply that comes in `pieces`, arguments as their text."""
-    parser = reply.parser()
+    parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
     calls: list[tuple[str, str]] = []
     for d in deltas:
@@ -160,7 +160,7 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _opening(starts: Mapping[str, Start], text: str) -> tuple[int, str]:
+def _opening(starts: Mapping[str, GrammarTrigger], text: str) -> tuple[int, str]:
     """Where the first opening stands, of two at one place the longer; -1 where none does."""
     found = [(at, -len(o), o) for o in starts if (at := text.find(o)) >= 0]
     return (min(found)[0], min(found)[2]) if found else (-1, "")

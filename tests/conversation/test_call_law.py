@@ -13,7 +13,7 @@ from conversation.call_shapes import PLAIN_TOOLS, SHAPES, TOOLS, TWO
 from conversation.call_templates import TEMPLATES
 from conversation.test_published_templates import _FILES, _SOURCE
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools import FORMATS, told_from
+from localllm.conversation.tools import FORMATS, detect_format
 
 PLAIN = set(PLAIN_TOOLS[0]["function"]["parameters"]["properties"])
 # Templates that write no calls of a history: a model's own words hold them.
@@ -38,7 +38,7 @@ UNSAYABLE: dict[str, dict[str, str]] = {
 def test_published_templates(path: Path) -> None:
     name = path.stem
     template = ChatTemplate(path.read_text(encoding="utf-8"), bos_text="<s>", eos_text="</s>")
-    style = told_from(template.source)
+    style = detect_format(template.source)
     if style is None or not template.knows_tools or name in SILENT:
         pytest.skip("writes no calls that are read here")
     check(name, style.name, template)
@@ -47,7 +47,7 @@ def test_published_templates(path: Path) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_reduced_templates(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name])
-    style = told_from(template.source)
+    style = detect_format(template.source)
     assert style is not None
     assert style.name == name.partition(",")[0]
     check(name, style.name, template)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.conversation.compaction import KEEP, NOTE_TOKENS, Compacted, Cost, compact, note
+from localllm.conversation.compaction import KEEP, NOTE_TOKENS, Compacted, MessageCost, compact, note
 
 
 def _said(role: str, text: str, **more: Any) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def conversations(draw: st.DrawFn, late: bool = False) -> list[dict[str, Any]]:
     return messages or [_said("user", "<0>")]
 
 
-def _costs(messages: list[dict[str, Any]]) -> list[Cost]:
-    return [Cost(len(m["content"]), passing=len(m.get("reasoning_content", ""))) for m in messages]
+def _costs(messages: list[dict[str, Any]]) -> list[MessageCost]:
+    return [MessageCost(len(m["content"]), passing=len(m.get("reasoning_content", ""))) for m in messages]
 
 
 def _compact(messages: list[dict[str, Any]], budget: int, fixed: int = 0) -> Compacted:
@@ -174,10 +174,10 @@ def test_the_gap_is_named_in_the_question_beside_it() -> None:
 
 def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
     messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
-    costs = [Cost(3), Cost(3, passing=500), Cost(3)]
+    costs = [MessageCost(3), MessageCost(3, passing=500), MessageCost(3)]
     # While the first answer is the newest turn its reasoning counts, and there is nothing to leave out.
     assert not compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped
-    costs[1] = Cost(503)
+    costs[1] = MessageCost(503)
     assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {0, 1}
 
 

@@ -24,7 +24,7 @@ def reply_format(name: str, thinking: bool = False) -> ReplyFormat:
         call_markers=style.markers,
         new_reader=lambda first, marker: style.reader(first, marker, TOOLS),
         drops=style.drops,
-        in_thought=style.in_thought,
+        calls_in_reasoning=style.calls_in_reasoning,
         quotable=not style.control,
     )
 
@@ -60,7 +60,7 @@ def test_a_value_cut_in_the_middle_is_no_value(writer: str) -> None:
     assert told(reply_format(name), [part], cut=True) == ("", "", [])
 
 
-THOUGHT = [w for w, (name, _) in WRITERS.items() if next(f for f in FORMATS if f.name == name).in_thought]
+THOUGHT = [w for w, (name, _) in WRITERS.items() if next(f for f in FORMATS if f.name == name).calls_in_reasoning]
 
 
 @pytest.mark.parametrize("letters", [False, True])

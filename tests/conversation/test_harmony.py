@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat, ReplyParser
+from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import parameters_of
 
@@ -31,12 +32,14 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 
 def parser(tools: bool = True) -> ReplyParser:
-    return ReplyFormat(
-        think=STYLE.think,
-        call_markers=STYLE.markers if tools else (),
-        new_reader=(lambda first, marker: STYLE.reader(first, marker, TOOLS)) if tools else None,
-        drops=STYLE.drops,
-    ).parser()
+    return ReplyParser(
+        ReplyFormat(
+            think=STYLE.think,
+            call_markers=STYLE.markers if tools else (),
+            new_reader=(lambda first, marker: STYLE.reader(first, marker, TOOLS)) if tools else None,
+            drops=STYLE.drops,
+        )
+    )
 
 
 def read(pieces: list[str], tools: bool = True) -> Read:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
-from localllm.conversation.tools import harmony
+from localllm.conversation.reply_parser import ReplyParser
+from localllm.conversation.tools.notations import harmony
 
 CONTROL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 WORDS = (
@@ -18,17 +19,17 @@ WORDS = (
     "Hello", " a < b", " a <| b", "code", " to=python",
 )  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-PLAIN = ReplyFormat(think=harmony.FORMAT.think, drops=harmony.FORMAT.drops)
+PLAIN = ReplyFormat(think=harmony.FORMATS[0].think, drops=harmony.FORMATS[0].drops)
 WITH_TOOLS = replace(
     PLAIN,
-    call_markers=harmony.FORMAT.markers,
-    new_reader=lambda first, marker: harmony.FORMAT.reader(first, marker, TOOLS),
+    call_markers=harmony.FORMATS[0].markers,
+    new_reader=lambda first, marker: harmony.FORMATS[0].reader(first, marker, TOOLS),
 )
 
 
 def heard(format: ReplyFormat, tokens: list[str]) -> list[Delta]:  # noqa: A002 - the word of the trade
     """What a client is told of a reply that arrives token by token."""
-    parser = format.parser()
+    parser = ReplyParser(format)
     return [d for token in tokens for d in parser.feed(token)] + parser.close()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools import harmony
-from localllm.conversation.tools.lazy import either, starts_of
+from localllm.conversation.tools.constraints import answer_or_call, triggers_of
+from localllm.conversation.tools.notations import harmony
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import ResponseOptions
@@ -42,7 +42,7 @@ def test_call_and_return_end_generation_and_a_header_does_not(backend: Backend) 
 
 def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
     assert not backend.is_control(MESSAGE)  # or else this tests less than it means to
-    start = next(iter(starts_of(harmony.FORMAT, "", TOOLS).values()))
+    start = next(iter(triggers_of(harmony.FORMATS[0], "", TOOLS).values()))
     constraint = GrammarCompiler(backend)(start.grammar)
     text = backend.tokenize("\x02", special=False)
 
@@ -60,7 +60,7 @@ def test_a_call_is_held_by_the_header_s_own_tokens(backend: Backend) -> None:
 
 
 def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
-    lark = either(harmony.FORMAT, "", TOOLS, '{"type": "integer"}', None)
+    lark = answer_or_call(harmony.FORMATS[0], "", TOOLS, '{"type": "integer"}', None)
     assert lark is not None
     constraint = GrammarCompiler(backend)(("lark", lark))
     row = np.zeros(backend.info.n_vocab, dtype=np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from conversation.test_lazy_calls import TOOLS, matcher
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools.holdable import holdable
+from localllm.conversation.tools.constrainable import constrainable
 from localllm.conversation.tools.prompt import Choice
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import Prompt, ResponseOptions
@@ -81,10 +81,10 @@ def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
 
 
 def test_what_can_be_held_is_left_alone() -> None:
-    kept, left_out = holdable(TOOLS)
+    kept, left_out = constrainable(TOOLS)
     assert (kept, left_out) == (TOOLS, ())
     plain = tool({"oneOf": [{"type": "string"}, {"minLength": 2}], "uniqueItems": False})
-    assert holdable([plain])[1] == ()
+    assert constrainable([plain])[1] == ()
 
 
 def test_the_model_is_shown_the_schema_as_it_was_sent() -> None:
@@ -95,11 +95,11 @@ def test_one_nested_without_end_costs_the_others_nothing() -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(2000):
         deep = {"type": "array", "items": deep}
-    kept, left_out = holdable([tool(deep), *TOOLS])
+    kept, left_out = constrainable([tool(deep), *TOOLS])
     assert kept[1:] == TOOLS
     assert left_out
 
 
 def test_parameters_that_mean_nothing_are_held_to_an_object() -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}
-    assert holdable([broken])[1] == ("tools.f.parameters",)
+    assert constrainable([broken])[1] == ("tools.f.parameters",)

@@ -13,10 +13,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS
-from localllm.conversation.tools.base import ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
+from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.lark import SPACE
-from localllm.conversation.tools.lazy import Start, either, starts_of
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -50,7 +51,7 @@ SPELLINGS = {"mistral": ("", "[ARGS]"), "deepseek": ("", "```json"), "glm": ("",
 
 
 CASES = [
-    pytest.param(f, template, starts_of(f, template, TOOLS), id=f"{f.name} {template}".strip())
+    pytest.param(f, template, triggers_of(f, template, TOOLS), id=f"{f.name} {template}".strip())
     for f in FORMATS
     for template in SPELLINGS.get(f.name, ("",))
 ]
@@ -138,12 +139,14 @@ def walk(grammar: tuple[str, str], rng: random.Random) -> str:
 def read(style: ToolFormat, pieces: list[str]) -> list[tuple[str, Any]]:
     """The calls in a reply; fails where anything of it is shown as text."""
     reader = style.reader
-    parser = ReplyFormat(
-        think=style.think,
-        call_markers=style.markers,
-        new_reader=lambda n, m: reader(n, m, TOOLS),
-        drops=style.drops,
-    ).parser()
+    parser = ReplyParser(
+        ReplyFormat(
+            think=style.think,
+            call_markers=style.markers,
+            new_reader=lambda n, m: reader(n, m, TOOLS),
+            drops=style.drops,
+        )
+    )
     calls: list[list[str]] = []
     for delta in [d for piece in pieces for d in parser.feed(piece)] + parser.close():
         assert not isinstance(delta, Content | ReasoningText), delta
@@ -171,7 +174,7 @@ def check(name: str, arguments: Any) -> None:
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
 def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
-    style: ToolFormat, template: str, starts: dict[str, Start]
+    style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     seen = set()
     before = ""
@@ -193,7 +196,7 @@ def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
 def test_a_held_call_is_the_same_however_its_stream_is_cut(
-    style: ToolFormat, template: str, starts: dict[str, Start]
+    style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     opening, start = next(iter(starts.items()))
     for seed in range(3):
@@ -206,13 +209,13 @@ def test_a_held_call_is_the_same_however_its_stream_is_cut(
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, starts: dict[str, Start]) -> None:
+def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     opening, start = next(iter(starts.items()))
     named = "<" in opening and style.control and style.name not in ("llama3", "phi")
     kinds: list[int | None] = [None] if style.name == "llama3" or named else [None, MARKER]
     for marker_id in kinds:
-        lark = either(style, template, TOOLS, json.dumps(answer), marker_id)
+        lark = answer_or_call(style, template, TOOLS, json.dumps(answer), marker_id)
         if style.name == "mistral" and template:
             assert lark is None
             continue
@@ -235,7 +238,7 @@ def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, start
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
 def test_a_grammar_refuses_what_the_tool_would_refuse(
-    style: ToolFormat, template: str, starts: dict[str, Start]
+    style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
 ) -> None:
     """A call the grammar allows, and the same with a unit that the schema doesn't know."""
     for start in starts.values():
@@ -266,7 +269,7 @@ def test_text_that_may_be_null_is_written_without_quotes(name: str, template: st
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "properties": {"old": kind}}},
     }
-    start = next(iter(starts_of(style, template, [tool]).values()))
+    start = next(iter(triggers_of(style, template, [tool]).values()))
     text = written.removeprefix(start.lead.lstrip("\n"))
     state = matcher(start.grammar)
     assert state.validate_tokens(ids_of(text)) == len(text), (start.lead, start.grammar)
@@ -275,13 +278,13 @@ def test_text_that_may_be_null_is_written_without_quotes(name: str, template: st
 def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
     by_name = {f.name: f for f in FORMATS}
     for style in FORMATS:
-        assert starts_of(style, "", TOOLS)
-        assert starts_of(style, "", []) == {}
+        assert triggers_of(style, "", TOOLS)
+        assert triggers_of(style, "", []) == {}
     # Names that Python's notation or Gemma's has no room for.
     odd = [{"type": "function", "function": {"name": "a(b", "parameters": {}}}]
     for name in ("lfm", "function_gemma", "gemma4"):
-        assert starts_of(by_name[name], "", odd) == {}
-        assert either(by_name[name], "", odd, "{}", None) is None
+        assert triggers_of(by_name[name], "", odd) == {}
+        assert answer_or_call(by_name[name], "", odd, "{}", None) is None
 
 
 def test_parameters_named_like_words_of_python_are_read() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from conversation.test_lazy_calls import ids_of, matcher
 from localllm.conversation.tools import FORMATS
-from localllm.conversation.tools.lazy import starts_of
+from localllm.conversation.tools.constraints import triggers_of
 
 ONE_BY_ONE = ("qwen_coder", "glm", "minimax", "lfm", "function_gemma", "gemma4")
 OPEN: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model_and_other_tools_a
 ) -> None:
     closed = tool(CLOSED[3])
     closed["function"]["name"] = "g"
-    start, *_ = starts_of(style(name), "", [closed, tool(schema)]).values()
+    start, *_ = triggers_of(style(name), "", [closed, tool(schema)]).values()
     allowed, refused = map(ids_of, SAID[name])
     state = matcher(start.grammar)
     assert state.validate_tokens(allowed) == len(allowed)
@@ -67,13 +67,13 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model_and_other_tools_a
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 @pytest.mark.parametrize("schema", CLOSED, ids=str)
 def test_a_schema_that_names_its_parameters_is_held(name: str, schema: dict[str, Any]) -> None:
-    assert starts_of(style(name), "", [tool(schema)])
+    assert triggers_of(style(name), "", [tool(schema)])
 
 
 @pytest.mark.parametrize("schema", OPEN, ids=str)
 def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
     for name in ("hermes", "llama3", "mistral", "phi", "harmony", "kimi", "deepseek"):
-        assert starts_of(style(name), "", [tool(schema)]), name
+        assert triggers_of(style(name), "", [tool(schema)]), name
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
 )
 def test_a_constant_text_is_held_as_one(name: str, before: str, after: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "const": "yes"}}, "required": ["a"]}
-    start, *_ = starts_of(style(name), "", [tool(schema)]).values()
+    start, *_ = triggers_of(style(name), "", [tool(schema)]).values()
     state = matcher(start.grammar)
     said = before + "yes" + after
     assert state.validate_tokens(list(said.encode())) == len(said.encode())
@@ -106,7 +106,7 @@ def text_held_to(pattern: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
 def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> None:
-    start, *_ = starts_of(style(name), "", [tool(text_held_to("^(?:a/b|\\+.*\\n)+$"))]).values()
+    start, *_ = triggers_of(style(name), "", [tool(text_held_to("^(?:a/b|\\+.*\\n)+$"))]).values()
     for value, taken in (("+x <b>\n+\n", True), ("a/ba/b", True), ("a/b", True), ("-x\n", False), ("", False)):
         said = (before + value + after).encode()
         assert (matcher(start.grammar).validate_tokens(list(said)) == len(said)) == taken, value
@@ -115,7 +115,7 @@ def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> No
 @pytest.mark.parametrize("pattern", ["a", "^a", "^a|b$", "^(?=a).$", "^(a)\\1$", "^(?!a)b$"])
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
 def test_a_pattern_that_can_not_be_held_leaves_the_text_free(name: str, before: str, after: str, pattern: str) -> None:
-    start, *_ = starts_of(style(name), "", [tool(text_held_to(pattern))]).values()
+    start, *_ = triggers_of(style(name), "", [tool(text_held_to(pattern))]).values()
     said = (before + "whatever" + after).encode()
     assert matcher(start.grammar).validate_tokens(list(said)) == len(said)
 
@@ -143,7 +143,7 @@ NESTED: dict[str, Any] = {
 )  # fmt: skip
 def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> None:
     for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
-        start, *_ = starts_of(style(name), "", [tool(NESTED)]).values()
+        start, *_ = triggers_of(style(name), "", [tool(NESTED)]).values()
         ids = ids_of("call:f" + said.replace("Q", quote))
         state = matcher(start.grammar)
         assert (state.validate_tokens(ids) == len(ids)) is allowed
@@ -166,7 +166,7 @@ def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> No
 def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(described: dict[str, Any], value: str) -> None:
     schema = {"type": "object", "properties": {"a": described, "b": {"type": "integer"}}}
     for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
-        start, *_ = starts_of(style(name), "", [tool(schema)]).values()
+        start, *_ = triggers_of(style(name), "", [tool(schema)]).values()
         ids = ids_of(f"call:f{{a:{value},b:2}}".replace("Q", quote))
         assert matcher(start.grammar).validate_tokens(ids) == len(ids)
         held = ids_of("call:f{b:x")

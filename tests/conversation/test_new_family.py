@@ -12,12 +12,12 @@ import pytest
 
 from conversation.test_lazy_calls import TOOLS, check, matcher, read, walk
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.tools import FORMATS, format_for
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.calls import Tags, tagged_calls
-from localllm.conversation.tools.lazy import either, starts_of
+from localllm.conversation.tools import FORMATS, format_for, notations
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.tagged import typed
+from localllm.conversation.tools.tag_reader import typed
 
 TEMPLATE = "{% if tools %}%call … %end{% endif %}"
 
@@ -39,10 +39,10 @@ class Percent(ToolFormat):
 
         return BlockReader(first, marker, "%end", parse)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One call."""
-        tags = Tags(head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end")
-        return {"%call ": Start("", tagged_calls(tools, tags))}
+        tags = TagGrammar(head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end")
+        return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
 
 def test_a_file_among_the_others_is_all_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "percent_family.py").write_text(
-        "from conversation.test_new_family import Percent\n\nFORMAT = Percent()\n"
+        "from conversation.test_new_family import Percent\n\nFORMATS = (Percent(),)\n"
     )
-    monkeypatch.setattr(tool_formats, "__path__", [*tool_formats.__path__, str(tmp_path)])
-    with_it = tool_formats.found()
+    monkeypatch.setattr(notations, "__path__", [*notations.__path__, str(tmp_path)])
+    with_it = tool_formats.discover()
     assert {f.name for f in with_it} == {*(f.name for f in FORMATS), "percent"}
     monkeypatch.setattr(tool_formats, "FORMATS", with_it)
     assert format_for(TEMPLATE).name == "percent"
@@ -68,7 +68,7 @@ def test_it_is_told_from_its_template(percent: ToolFormat) -> None:
 
 
 def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
-    ((opening, start),) = starts_of(percent, TEMPLATE, TOOLS).items()
+    ((opening, start),) = triggers_of(percent, TEMPLATE, TOOLS).items()
     seen = set()
     for seed in range(15):
         ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, random.Random(seed))])
@@ -78,7 +78,7 @@ def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
 
 
 def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
-    lark = either(percent, TEMPLATE, TOOLS, json.dumps({"type": "boolean"}), None)
+    lark = answer_or_call(percent, TEMPLATE, TOOLS, json.dumps({"type": "boolean"}), None)
     assert lark is not None
     state = matcher(("lark", lark))
     for allowed in (b"true", b"%call stop\n", b"%call get_weather\ncity = "):
@@ -90,7 +90,7 @@ def test_an_answer_in_a_schema_may_be_one_instead(percent: ToolFormat) -> None:
 def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolFormat) -> None:
     free: dict[str, object] = {"type": "object", "additionalProperties": {"type": "string"}}
     open_tool = {"type": "function", "function": {"name": "f", "parameters": free}}
-    (start,) = starts_of(percent, TEMPLATE, [open_tool, TOOLS[1]]).values()
+    (start,) = triggers_of(percent, TEMPLATE, [open_tool, TOOLS[1]]).values()
     said = "f\na = b\nc = d\n%end"
     assert matcher(start.grammar).validate_tokens(list(said.encode())) == len(said)
     assert matcher(start.grammar).validate_tokens(list(b"stop\na = b\n")) == len("stop\n")
@@ -99,7 +99,7 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolForm
 def test_no_format_is_known_by_name_outside_its_file() -> None:
     names = "|".join(f.name for f in FORMATS)
     folder = Path(tool_formats.__file__).parent
-    shared = {"base.py", "lark.py", "lazy.py", "prompt.py", "readers.py", "schemas.py", "tagged.py"}
+    shared = {"base.py", "constraints.py", "lark.py", "prompt.py", "readers.py", "schemas.py", "tag_reader.py"}
     assert {p.name for p in folder.glob("*.py")} >= shared
     for file in shared:
         assert not re.search(rf"[\"']({names})[\"']", (folder / file).read_text()), file

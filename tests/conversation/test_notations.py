@@ -10,7 +10,7 @@ import pytest
 from conversation.test_cut_replies import told
 from conversation.test_tool_formats import TOOLS
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools import unread
+from localllm.conversation.tools import has_unknown_notation
 from localllm.conversation.tools.prompt import Choice
 from localllm.errors import UnsupportedError
 from localllm.server.generation import prompt as prompting
@@ -35,7 +35,7 @@ def read(prompt: Prompt, reply: str, cut: bool = False) -> tuple[str, str, list[
 
 
 def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads() -> None:
-    assert unread(FOREIGN)
+    assert has_unknown_notation(FOREIGN)
     with pytest.raises(UnsupportedError, match="notation") as refused:
         built(FOREIGN)
     assert refused.value.param == "tools"
@@ -43,7 +43,7 @@ def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads()
 
 
 def test_a_template_that_offers_no_tools_is_not_refused() -> None:
-    assert not unread(SAY)
+    assert not has_unknown_notation(SAY)
     assert read(built(SAY), '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [("f", {"n": 1})]
 
 

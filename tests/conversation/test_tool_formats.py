@@ -9,9 +9,10 @@ import pytest
 
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.readers import JsonEnd
-from localllm.conversation.tools.tagged import typed
+from localllm.conversation.tools.tag_reader import typed
 from support.tool_writers import WRITERS, Calls
 
 # Every type a parameter can have, told by the schema where the format itself does not tell.
@@ -83,7 +84,7 @@ def _format(name: str) -> ReplyFormat:
 
 
 def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[str]]]:
-    parser = style.parser()
+    parser = ReplyParser(style)
     deltas = [d for piece in pieces for d in parser.feed(piece)] + parser.close()
     text, thought, calls = "", "", []
     for delta in deltas:
@@ -239,7 +240,7 @@ def test_a_malformed_call_is_text(name: str, reply: str) -> None:
 
 
 def test_arguments_are_streamed_as_they_come() -> None:
-    parser = _format("hermes").parser()
+    parser = ReplyParser(_format("hermes"))
     parser.feed('<tool_call>\n{"name": "write_file", "arguments": {"text": "a')
     assert parser.feed(" b c") == [CallArguments(0, " b c")]
 

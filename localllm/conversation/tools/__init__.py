@@ -1,9 +1,9 @@
-"""Tool-call formats, one file each; a model's format is told from its own template.
+"""The registry of tool-call formats: a model's format is detected from its own chat template.
 
-A new family is one new file here with a ToolFormat called FORMAT: its signs and markers, its reader and its grammar
-(lark.py, calls.py and values.py have the pieces, tagged.py and readers.py those of readers). Nothing else has to learn of
-it. Its tests are a writer in tests/conversation/test_tool_formats.py and a reduced template in call_templates.py; the
-catalog has a name for it in localllm_catalog/templates.py.
+A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader and grammar (the pieces
+of grammars are in lark.py, call_grammars.py and values.py, those of readers in readers.py and tag_reader.py). Nothing else has
+to learn of it. Its tests are a writer in tests/support/tool_writers.py and a reduced template in
+tests/conversation/call_templates.py.
 """
 
 from __future__ import annotations
@@ -11,32 +11,47 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from localllm.conversation.tools import hermes
+from localllm.conversation.tools import notations
 from localllm.conversation.tools.base import ToolFormat
+from localllm.conversation.tools.notations import hermes
 
-DEFAULT = hermes.FORMAT
-
-
-def found() -> tuple[ToolFormat, ...]:
-    """The formats of the files here, in the order of asking: those with a sure sign first."""
-    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
-    formats = [m.FORMAT for m in modules if hasattr(m, "FORMAT")]
-    return tuple(sorted(formats, key=lambda f: (f.unsure, f.name)))
+DEFAULT: ToolFormat = hermes.FORMATS[0]
+# Reasoning between tags that belong to no family: the first are looked for before a family's own, the others after.
+_COMMON_REASONING = (("<think>", "</think>"),)
+_RARE_REASONING = (("<thinking>", "</thinking>"),)
 
 
-FORMATS = found()
+def discover() -> tuple[ToolFormat, ...]:
+    """The formats of all notations, in the order in which templates are tested: unambiguous signs first."""
+    modules = [
+        importlib.import_module(f"{notations.__name__}.{m.name}") for m in pkgutil.iter_modules(notations.__path__)
+    ]
+    return tuple(sorted((f for m in modules for f in m.FORMATS), key=lambda f: (f.ambiguity, f.name)))
 
 
-def told_from(template: str) -> ToolFormat | None:
+FORMATS = discover()
+
+
+def detect_format(template: str) -> ToolFormat | None:
     """The format that `template` shows signs of, if any."""
     return next((f for f in FORMATS if any(sign in template for sign in f.signs)), None)
 
 
 def format_for(template: str) -> ToolFormat:
     """The format that `template` writes; the default where it shows no sign of any."""
-    return told_from(template) or DEFAULT
+    return detect_format(template) or DEFAULT
 
 
-def unread(template: str) -> bool:
+def has_unknown_notation(template: str) -> bool:
     """True where `template` offers tools itself but shows no sign of a format known here."""
-    return "tools" in template and told_from(template) is None
+    return "tools" in template and detect_format(template) is None
+
+
+def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[str, str] | None:
+    """Opening and closing marker of the reasoning: those that belong to the `style` of calls (default: the template's own), else
+    those that the template mentions."""
+    style = style or detect_format(template)
+    if style is not None and style.think is not None:
+        return style.think
+    known = (*_COMMON_REASONING, *(f.may_think for f in FORMATS if f.may_think is not None), *_RARE_REASONING)
+    return next((pair for pair in known if pair[1] in template), None)

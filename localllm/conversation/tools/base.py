@@ -1,4 +1,4 @@
-"""What a tool-call format is. Everything about one way of writing calls stands in that format's own file."""
+"""What a tool-call format is. Everything about one way of writing calls stands in that notation's own file."""
 
 from __future__ import annotations
 
@@ -13,31 +13,22 @@ from localllm.errors import UnsupportedError
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`. A schema under
 `held_to` is what its calls must match, where that is more than the model is shown."""
-Named: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
+NamedSchemas: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 """Functions: name and the JSON schema of the parameters."""
 Grammar: TypeAlias = tuple[str, str]
 """A kind of grammar the engine knows and its source."""
 
 
-class UnheldError(UnsupportedError):
-    """A format's grammar has no way to write some name or value. Its calls are then read as the model writes them."""
+class NotConstrainableError(UnsupportedError):
+    """A format's grammar can't spell some name or value. Its calls are then read as the model writes them."""
 
-    code = "unheld_call"
-
-    def __init__(
-        self,
-        message: str = "this tool format has no way to write that",
-        *,
-        hint: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message, hint=hint, param=param)
+    code = "not_constrainable"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What follows an opening: `lead` always, then what `grammar` allows, then `closing` always. `again`: another call
-    may come behind it."""
+class GrammarTrigger:
+    """What follows the marker that turns a grammar on: `lead` always, then what `grammar` allows, then `closing` always.
+    `again`: another call may follow."""
 
     lead: str
     grammar: Grammar
@@ -46,20 +37,21 @@ class Start:
 
 
 class ToolFormat(ABC):
-    """One way models write calls: how it is told, how it is read, and the grammar that holds a call to its schema.
+    """One way models write calls: how it is detected, how it is read, and the grammar that constrains a call to its schema.
 
-    `signs`: a template that contains one of them writes this format; the more `unsure` they are (other formats' templates
-    have them too), the later it is asked. `markers` open a call. `control`: the markers are
+    `signs`: a template that contains one of them writes this format; formats whose signs stand in other formats' templates too
+    have an `ambiguity`, and those with a higher one are tested later. `markers` open a call. `control`: the markers are
     control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a control token
     between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor call. `opening`
     wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the
-    default. `think`: the reasoning's markers, where the format itself has them. `in_thought`: the model calls at times without
-    ending its reasoning first. `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
+    default. `think`: the reasoning's markers, where the format itself has them; `may_think`: those of models that write it and
+    reason, whose templates mention them. `calls_in_reasoning`: the model calls at times without ending its reasoning first.
+    `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
     """
 
     name: ClassVar[str]
     signs: ClassVar[tuple[str, ...]]
-    unsure: ClassVar[int] = 0
+    ambiguity: ClassVar[int] = 0
     markers: ClassVar[tuple[str, ...]]
     control: ClassVar[bool] = False
     named_tokens: ClassVar[bool] = False
@@ -67,7 +59,8 @@ class ToolFormat(ABC):
     arguments_key: ClassVar[str] = "arguments"
     drops: ClassVar[tuple[Drop, ...]] = ()
     think: ClassVar[tuple[str, str] | None] = None
-    in_thought: ClassVar[bool] = False
+    may_think: ClassVar[tuple[str, str] | None] = None
+    calls_in_reasoning: ClassVar[bool] = False
     header: ClassVar[str] = ""
 
     @abstractmethod
@@ -75,11 +68,11 @@ class ToolFormat(ABC):
         """A reader of the calls behind `marker`, the first of which is the reply's call number `first`."""
 
     @abstractmethod
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """Openings of calls and what may follow them, the first of a reply before those of further calls. Raises
-        UnheldError where the grammar can't write what some tool asks for."""
+        NotConstrainableError where the grammar can't write what some tool asks for."""
 
-    def unmarked_call(self, tools: Named) -> str | None:
+    def unmarked_call(self, tools: NamedSchemas) -> str | None:
         """The Lark of one call, where no marker needs to open it; None where one does."""
         return None
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import Grammar, Named
+from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.schemas import as_object
 
 # As the engine has it for a schema alone (localllm/engine/sampling/grammar.py).
@@ -37,7 +37,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': SPACE}, **schema})}"
 
 
-def json_calls(tools: Named, before: Callable[[str], str]) -> Grammar:
+def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` has for its name, then its arguments as JSON."""
     rules = [f"f{f}: {before(name)} {json_value(as_object(schema))}" for f, (name, schema) in enumerate(tools)]
     return "lark", "\n".join([f"start: {any_of(tools)}", *rules]) + "\n"
@@ -71,7 +71,7 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {k: schema[k] for k in ("$defs", "definitions") if k in schema}
 
 
-def any_of(tools: Named) -> str:
+def any_of(tools: NamedSchemas) -> str:
     """One of the rules f0, f1, …, which stand for the tools."""
     return " | ".join(f"f{f}" for f in range(len(tools)))
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.conversation.tools.base import Grammar, Tool, ToolFormat, parameters_of
-from localllm.conversation.tools.schemas import arguments, one_call
+from localllm.conversation.tools.base import Tool, parameters_of
 from localllm.errors import RequestError, UnsupportedError
 
 # For models whose template knows no tools: Hermes' instruction, which many small models have seen.
@@ -139,19 +138,3 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         ]
         plain["content"] = "\n".join([plain["content"], *blocks]).strip()
     return plain
-
-
-def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:
-    """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
-
-    One possible function: everything up to its arguments is given, and the schema is that of the arguments. Several:
-    the model chooses the name inside a schema of alternatives.
-    """
-    assert style.opening is not None
-    key = style.arguments_key
-    wanted = [parameters_of(t) for t in tools if choice.name in (None, parameters_of(t)[0])]
-    if len(wanted) == 1:
-        name, schema = wanted[0]
-        prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-        return prefix, arguments(schema)
-    return style.opening, one_call(wanted, key)

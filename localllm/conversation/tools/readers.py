@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta
+from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
 
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
@@ -53,7 +53,7 @@ class JsonEnd:
         return -1
 
 
-class JsonReader:
+class JsonReader(CallReader):
     """Calls whose arguments are a JSON object after a recognisable head.
 
     `head` matches up to the arguments' `{` with the name in its first non-empty group; `end` closes the block (None:
@@ -76,14 +76,12 @@ class JsonReader:
         self._names = names
         self._held = ""
         self._scan: JsonEnd | None = None
-        self.rest: str | None = None
 
     def begin(self, text: str) -> None:
         """Count the marker itself as the beginning of the block."""
         self._opening, self._held = "", text
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text."""
         out: list[Delta] = []
         while self.rest is None:
             if self._scan is not None:
@@ -151,7 +149,7 @@ class JsonReader:
         self.rest, self._held = "", ""
 
 
-class BlockReader:
+class BlockReader(CallReader):
     """Calls in a block that is read whole once its `end` came: for formats that are not JSON. `tail`: punctuation that
     may stand behind the end. `is_open` says of a block that its end belongs to a value, so that another must come; where
     none does, the first was it."""
@@ -171,10 +169,8 @@ class BlockReader:
         self._held = ""
         self._seen = 0  # up to here no end stands in `_held` that could be the block's
         self._ended = False
-        self.rest: str | None = None
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text."""
         out: list[Delta] = []
         self._held += text
         if not self._ended:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.conversation.tools.base import Grammar, Named
+from localllm.conversation.tools.base import Grammar, NamedSchemas
 
 # Words of a schema that say something about the arguments as a whole.
 _BEYOND = frozenset(
@@ -106,19 +106,19 @@ def arguments(schema: Mapping[str, Any]) -> Grammar:
     return "json_schema", json.dumps(as_object(schema))
 
 
-def one_call(tools: Named, key: str = "arguments") -> Grammar:
+def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
     """One call as JSON."""
     return "json_schema", json.dumps(any_call(tools, key))
 
 
-def call_list(tools: Named, more: Mapping[str, Any] | None = None) -> Grammar:
+def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
     """A JSON array of calls. `more`: what may stand behind the arguments."""
     call = any_call(tools, "arguments", more)
     schema = {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "$defs": call["$defs"]}
     return "json_schema", json.dumps(schema)
 
 
-def any_call(tools: Named, key: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def any_call(tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The JSON schema of a call of one of `tools`, with the arguments under `key`.
 
     The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
@@ -137,7 +137,7 @@ def any_call(tools: Named, key: str, more: Mapping[str, Any] | None = None) -> d
     }
 
 
-def moved(tools: Named) -> dict[str, Any]:
+def moved(tools: NamedSchemas) -> dict[str, Any]:
     """The parameters of `tools` as definitions tool0, tool1, … of another schema."""
     return {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)}
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from localllm.conversation.images import shown
-from localllm.conversation.recall import Recall
-from localllm.conversation.volatile import without_volatile
+from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.engine.worker.api import EngineClient
 from localllm.server.generation import prompt as prompting
@@ -33,11 +32,11 @@ class ChatRequest:
 
 
 async def job_for(
-    chat: ChatRequest, model: ServedModel, engine: EngineClient, recall: Recall, counts: TokenCounts
+    chat: ChatRequest, model: ServedModel, engine: EngineClient, recall: ReasoningCache, counts: TokenCounts
 ) -> GenerationJob:
     """Render the conversation with the model's template and describe the generation. Raises RequestError."""
     told = shown(chat.messages, sees=engine.info.vision)
-    messages, normalised = without_volatile(recall.restore(told.messages))
+    messages, normalised = without_changing_lines(recall.restore(told.messages))
     if told.files:
         engine = EngineWithImages(engine, told.files)
     template = model.template(engine.info)
@@ -70,7 +69,7 @@ async def job_for(
 class ReasoningRecorder:
     """A ReplyWriter in front of another that keeps each choice's reasoning for `recall`."""
 
-    def __init__(self, inner: ReplyWriter, recall: Recall, asked: str) -> None:
+    def __init__(self, inner: ReplyWriter, recall: ReasoningCache, asked: str) -> None:
         self._inner, self._recall, self._asked = inner, recall, asked
         self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
 

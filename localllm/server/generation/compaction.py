@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from localllm.conversation.compaction import Compacted, Cost, compact
+from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError
@@ -112,16 +112,18 @@ async def _size(engine: EngineClient, prompt: Prompt) -> int:
     return len(await engine.tokenize(prompt.text, add_bos=prompting.wants_bos(engine.info, prompt.text)))
 
 
-async def _costs(engine: EngineClient, template: ChatTemplate, messages: Messages, counts: TokenCounts) -> list[Cost]:
+async def _costs(
+    engine: EngineClient, template: ChatTemplate, messages: Messages, counts: TokenCounts
+) -> list[MessageCost]:
     frame = await _frame_tokens(engine, template, counts)
     stays = await asyncio.to_thread(_keeps_reasoning, template)
 
-    async def cost(message: Mapping[str, Any]) -> Cost:
+    async def cost(message: Mapping[str, Any]) -> MessageCost:
         tokens = frame + await counts.of(engine, message["content"])
         for call in message.get("tool_calls", ()):
             tokens += frame + await counts.of(engine, json.dumps(call["function"], ensure_ascii=False))
         thought = await counts.of(engine, message.get("reasoning_content") or "")
-        return Cost(tokens + thought) if stays else Cost(tokens, passing=thought)
+        return MessageCost(tokens + thought) if stays else MessageCost(tokens, passing=thought)
 
     return list(await asyncio.gather(*map(cost, messages)))
 

@@ -8,7 +8,8 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyParser
+from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText
+from localllm.conversation.reply_parser import ReplyParser
 from localllm.engine.messages import (
     Event,
     Failure,
@@ -109,7 +110,7 @@ async def _choice(
         begun=answer.begun,
         images=job.images,
     )
-    parser = None if answer.reply.plain else answer.reply.parser()
+    parser = None if answer.reply.plain else ReplyParser(answer.reply)
     voice = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
     before: Finish | None = None
     if answer.reasons_first:

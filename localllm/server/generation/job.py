@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 from localllm.conversation.reply import ReplyFormat
-from localllm.conversation.tools.lazy import Start
+from localllm.conversation.tools.base import GrammarTrigger
 from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
 
 _MAX_NOTE_CHARS = 500
@@ -32,7 +32,7 @@ class AnswerPlan:
     reply: ReplyFormat = field(default_factory=ReplyFormat)
     grammar: tuple[str, str] | None = None
     prefix: str = ""
-    calls: Mapping[str, Start] = field(default_factory=dict)
+    calls: Mapping[str, GrammarTrigger] = field(default_factory=dict)
     control: bool = False
     begun: str = ""
     marks: tuple[str, ...] = ()

@@ -9,12 +9,12 @@ from typing import Any
 
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.messages import unfinished
-from localllm.conversation.reply import ReplyFormat, think_markers, turn_ends
+from localllm.conversation.reply import ReplyFormat, turn_ends
 from localllm.conversation.template import DEFAULT_MARKS, ChatTemplate
-from localllm.conversation.tools.base import Tool, ToolFormat
-from localllm.conversation.tools.holdable import holdable
-from localllm.conversation.tools.lazy import Start, answer_alone, either, starts_of
-from localllm.conversation.tools.prompt import Choice, forced, with_instruction
+from localllm.conversation.tools.base import GrammarTrigger, Tool, ToolFormat
+from localllm.conversation.tools.constrainable import constrainable
+from localllm.conversation.tools.constraints import answer_or_call, forced, framed_answer, triggers_of
+from localllm.conversation.tools.prompt import Choice, with_instruction
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
@@ -80,7 +80,7 @@ def _build(
 ) -> Prompt:
     kwargs, ignored = _variables(template, options)
     tools, style = options.offered, _style(template)
-    if tools and template.knows_tools and tool_formats.unread(template.source):
+    if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
         raise UnsupportedError(
             "this model's chat template asks for tool calls in a notation that can't be read here: they would come as "
             "plain text",
@@ -94,7 +94,7 @@ def _build(
     render = template.render_continued if begun else template.render
     shown = [{"type": t["type"], "function": t["function"]} for t in tools]
     text = render(messages, tools=shown or None, **kwargs)
-    think = style.think or think_markers(template.source)
+    think = tool_formats.reasoning_markers(template.source, style)
     if begun:
         text, thinking = _continued(text, messages[-1]["content"], think)
     else:
@@ -107,7 +107,7 @@ def _build(
         lead=style.header if style.header and text.endswith(style.header) else "",
     )
     if tools:
-        held, left_out = holdable(tools)
+        held, left_out = constrainable(tools)
         ignored += left_out
         answer = _with_tools(replace(options, tools=held), tools, style, template.source, reply, marker_id)
     else:
@@ -157,7 +157,7 @@ def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyForm
     elif reply.think is not None:
         begun = begun.rpartition(reply.think[1])[2].lstrip() if reply.think[1] in begun else begun
     if grammar is not None and grammar[0] == "json_schema" and not begun:
-        shaped = answer_alone(style, grammar[1])
+        shaped = framed_answer(style, grammar[1])
         grammar = ("lark", shaped) if shaped is not None else grammar
     return AnswerPlan(reply, grammar, control=style.control and style.think is not None, begun=begun)
 
@@ -180,7 +180,7 @@ def _with_tools(
     has the tools as a grammar holds them, `offered` as they were sent, which is how calls are read."""
     tools, grammar, parallel = options.offered, options.grammar, options.parallel
     prefix = ""
-    calls: Mapping[str, Start] = {}
+    calls: Mapping[str, GrammarTrigger] = {}
     if options.choice.mode == "required":
         if grammar is not None:
             raise RequestError("a required tool call and a response format exclude each other", param="tool_choice")
@@ -189,7 +189,7 @@ def _with_tools(
         parallel = False
     elif grammar is not None:
         kind, schema = grammar
-        both = either(style, source, tools, schema, marker_id) if kind == "json_schema" else None
+        both = answer_or_call(style, source, tools, schema, marker_id) if kind == "json_schema" else None
         if both is None:
             raise UnsupportedError(
                 f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
@@ -198,7 +198,7 @@ def _with_tools(
             )
         grammar = ("lark", both)
     else:
-        calls = starts_of(style, source, tools)
+        calls = triggers_of(style, source, tools)
     # A model that was told of the default by words may still write what it was trained to.
     own = tool_formats.format_for(source)
     readers = {m: f.reader for f in (own, style) for m in f.markers}
@@ -207,7 +207,7 @@ def _with_tools(
         call_markers=list(readers),
         new_reader=lambda first, marker: readers[marker](first, marker, offered),
         parallel=parallel,
-        in_thought=style.in_thought,
+        calls_in_reasoning=style.calls_in_reasoning,
         quotable=not style.control,
     )
     return AnswerPlan(reply, grammar, prefix, calls, style.control or own.control)

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from localllm.conversation.reply import think_markers
-from localllm.conversation.tools import unread
+from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.api import EngineClient, Host
 from localllm.server.models.worker import ModelFacts, ModelWorker
@@ -116,12 +115,12 @@ class ServedModel:
         if self.ranks:
             return ["rerank"]
         found = ["completion"]
-        if self.info is None or not unread(self.info.chat_template or ""):
+        if self.info is None or not has_unknown_notation(self.info.chat_template or ""):
             found.append("tools")
         if self.info is not None:
             if self.info.vision:
                 found.append("vision")
-            if think_markers(self.info.chat_template or "") is not None:
+            if reasoning_markers(self.info.chat_template or "") is not None:
                 found.append("thinking")
             if {"pre", "suf", "mid"} <= set(self.info.fim_tokens):
                 found.append("insert")
@@ -135,7 +134,7 @@ class ServedModel:
         source = info.chat_template or ""
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
-            if unread(source):
+            if has_unknown_notation(source):
                 log.warning("%s writes tool calls in a notation that can't be read here: tools are refused", self.name)
         return self._templates[source]
 

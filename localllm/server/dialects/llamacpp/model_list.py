@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
-from localllm.conversation.tools import format_for, unread
+from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.server.models.router import ModelRouter, ServedModel
 
 _LOOK_S, _KEEPALIVE_S = 0.5, 10.0
@@ -26,11 +26,11 @@ def props(served: ServedModel) -> dict[str, Any]:
         "modalities": {"vision": bool(info and info.vision), "audio": False},
         "chat_template": template,
         "chat_template_caps": {
-            "supports_tools": not unread(template),
-            "supports_tool_calls": not unread(template),
+            "supports_tools": not has_unknown_notation(template),
+            "supports_tool_calls": not has_unknown_notation(template),
             "supports_system_role": True,
             "supports_parallel_tool_calls": True,
-            "native_format": format_for(template).name if info and not unread(template) else None,
+            "native_format": format_for(template).name if info and not has_unknown_notation(template) else None,
         },
         "bos_token": info.bos_text if info else "",
         "eos_token": info.eos_text if info else "",

@@ -1,14 +1,16 @@
-"""Gemma's notation: JSON with a control token for a text's quotes and none at keys, read and held."""
+"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as a text's quotes and none around keys."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from localllm.conversation.tools.base import Grammar, Named, UnheldError
-from localllm.conversation.tools.calls import Listing, listed_calls
-from localllm.conversation.tools.readers import Call, as_json
+from localllm.conversation.reply import TurnEnd
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.values import QuotedValues
 
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
@@ -17,7 +19,7 @@ _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.-]+")
 
 
-def calls_in(quote: str) -> Callable[[str], list[Call] | None]:
+def _calls_in(quote: str) -> Callable[[str], list[Call] | None]:
     """A parser of one call's block in Gemma's notation: JSON without quotes around keys, and `quote` around texts."""
 
     def parse(block: str) -> list[Call] | None:
@@ -98,10 +100,39 @@ def _behind_space(block: str, at: int) -> int:
     return match.end() if match is not None else at
 
 
-def gemma_calls(tools: Named, quote: str) -> Grammar:
-    """One call of `tools` with `quote` (a control token) around texts. Raises UnheldError where some name has no place
-    in the notation."""
-    if not all(_NAME.fullmatch(name) for name, _ in tools):
-        raise UnheldError
-    listing = Listing(head=lambda name: f"call:{name}{{", end="}")
-    return listed_calls(tools, listing, QuotedValues(quote, _NAME.pattern))
+class FunctionGemma(ToolFormat):
+    """One call between two control tokens; a third one stands for the quotes of its texts."""
+
+    name = "function_gemma"
+    markers: ClassVar[tuple[str, ...]] = ("<start_function_call>",)
+    signs = markers
+    control = True
+    named_tokens = True
+    closing: ClassVar[str] = "<end_function_call>"
+    quote: ClassVar[str] = "<escape>"
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        return BlockReader(first, marker, self.closing, _calls_in(self.quote))
+
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        if not all(_NAME.fullmatch(name) for name, _ in tools):
+            raise NotConstrainableError("this notation has no way to write some name")
+        call = ListGrammar(head=lambda name: f"call:{name}{{", end="}")
+        grammar = listed_calls(tools, call, QuotedValues(self.quote, _NAME.pattern))
+        return {self.markers[0]: GrammarTrigger("", grammar, self.closing, again=True)}
+
+
+class Gemma4(FunctionGemma):
+    """The same with other tokens, and thoughts in a channel before the call."""
+
+    name = "gemma4"
+    markers = ("<|tool_call>",)
+    signs = markers
+    closing = "<tool_call|>"
+    quote = '<|"|>'
+    # A channel opened twice is one. A result is for somebody else to write.
+    drops = ("<channel|>", "<|channel>", TurnEnd("<|tool_response>"))
+    think = ("<|channel>thought", "<channel|>")
+
+
+FORMATS = (FunctionGemma(), Gemma4())

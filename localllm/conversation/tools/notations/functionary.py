@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.lark import json_calls, text
 from localllm.conversation.tools.readers import JsonReader
 
@@ -21,12 +21,10 @@ class Functionary(ToolFormat):
     markers = (_OPEN,)
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments."""
         return JsonReader(first, marker, _HEAD, end=_CLOSE)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Any number of calls, one behind the other."""
-        return {_OPEN: Start("", json_calls(tools, lambda name: text(f"{name}>")), _CLOSE, again=True)}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {_OPEN: GrammarTrigger("", json_calls(tools, lambda name: text(f"{name}>")), _CLOSE, again=True)}
 
 
-FORMAT = Functionary()
+FORMATS = (Functionary(),)

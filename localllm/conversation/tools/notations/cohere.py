@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.lark import any_of, json_value, text
 from localllm.conversation.tools.readers import JsonReader
 from localllm.conversation.tools.schemas import as_object
@@ -29,10 +29,9 @@ class Cohere(ToolFormat):
     think = ("<|START_THINKING|>", "<|END_THINKING|>")
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments of one call after the other."""
         return JsonReader(first, marker, _HEAD, end=_CLOSE)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One array, which holds every call; each on a line of its own."""
         rules = [
             f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", \\"parameters\\": " '
@@ -44,7 +43,7 @@ class Cohere(ToolFormat):
             r"gap: /\s{0,8}/",
             f'call: "{{" gap ("\\"tool_call_id\\": \\"" /[0-9]{{1,3}}/ "\\", ")? ({any_of(tools)})',
         ]
-        return {_OPEN: Start("", ("lark", "\n".join([*lark, *rules]) + "\n"), _CLOSE)}
+        return {_OPEN: GrammarTrigger("", ("lark", "\n".join([*lark, *rules]) + "\n"), _CLOSE)}
 
 
-FORMAT = Cohere()
+FORMATS = (Cohere(),)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, parameters_of
-from localllm.conversation.tools.calls import Listing, listed_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kinds_of, options_of
-from localllm.conversation.tools.tagged import as_kind
+from localllm.conversation.tools.tag_reader import as_kind
 from localllm.conversation.tools.values import SpelledValues
 
 _MARK = "]<]minimax[>["
@@ -27,7 +27,7 @@ _MOST_NESTED = 32
 _ANYTHING = "v_any"
 
 
-class _Values(SpelledValues):
+class _MiniMaxValues(SpelledValues):
     """Every value up to the separator in front of its closing tag."""
 
     comma = ""
@@ -40,7 +40,7 @@ class _Values(SpelledValues):
         return _ANYTHING if _ANYTHING in found else found
 
     def anything(self) -> str:
-        """Tags or text: no rule tells one from the other."""
+        """TagGrammar or text: no rule tells one from the other."""
         return _ANYTHING
 
     def open_object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
@@ -161,13 +161,13 @@ class MiniMaxM3(ToolFormat):
     think = ("<mm:think>", "</mm:think>")
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the block up to its closing tag."""
         return BlockReader(first, marker, _CLOSE, partial(_parse, tools))
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """One block, which holds every call."""
-        listing = Listing(head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark)
-        return {_OPEN: Start("\n", listed_calls(tools, listing, _Values(), start=f"call+ {_lark(_CLOSE)}"))}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        listing = ListGrammar(head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark)
+        return {
+            _OPEN: GrammarTrigger("\n", listed_calls(tools, listing, _MiniMaxValues(), start=f"call+ {_lark(_CLOSE)}"))
+        }
 
 
-FORMAT = MiniMaxM3()
+FORMATS = (MiniMaxM3(),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat, parameters_of
 from localllm.conversation.tools.lark import json_value
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import any_call, arguments
@@ -21,7 +21,7 @@ class Llama3(ToolFormat):
 
     name = "llama3"
     signs = (_TAG, "Environment: ipython")
-    unsure = 3
+    ambiguity = 3
     markers = (_TAG, '{"name"', '{ "name"', '{"type": "function"')
     control = True
     opening = ""
@@ -35,13 +35,13 @@ class Llama3(ToolFormat):
             reader.begin(marker)
         return reader
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """An answer in JSON may begin like a call: only a known name with its parameters is one."""
-        return {f'{{"name": {json.dumps(n)}, "parameters": ': Start("", arguments(s), "}") for n, s in tools}
+        return {f'{{"name": {json.dumps(n)}, "parameters": ': GrammarTrigger("", arguments(s), "}") for n, s in tools}
 
-    def unmarked_call(self, tools: Named) -> str:
+    def unmarked_call(self, tools: NamedSchemas) -> str:
         """The call's JSON."""
         return json_value(any_call(tools, self.arguments_key))
 
 
-FORMAT = Llama3()
+FORMATS = (Llama3(),)

@@ -34,7 +34,7 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _INERT = frozenset({"const", "enum", "default", "examples", "example", "required"})
 
 
-def holdable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
+def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
     """`tools` with schemas that a grammar can keep, and what was left out of them, as tools.NAME.WORD."""
     kept: list[Tool] = []
     left_out: list[str] = []

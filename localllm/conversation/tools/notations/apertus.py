@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Grammar, Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import Grammar, GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import moved
 
@@ -32,15 +32,13 @@ class Apertus(ToolFormat):
     control = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the array up to its closing token."""
         return BlockReader(first, marker, "<|tools_suffix|>", _parse)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """One array, which holds every call."""
-        return {self.markers[0]: Start("", _array(tools), "<|tools_suffix|>")}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {self.markers[0]: GrammarTrigger("", _array(tools), "<|tools_suffix|>")}
 
 
-def _array(tools: Named) -> Grammar:
+def _array(tools: NamedSchemas) -> Grammar:
     definitions = moved(tools)
     calls = [
         {
@@ -55,4 +53,4 @@ def _array(tools: Named) -> Grammar:
     return "json_schema", json.dumps(schema)
 
 
-FORMAT = Apertus()
+FORMATS = (Apertus(),)

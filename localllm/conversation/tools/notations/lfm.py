@@ -6,12 +6,12 @@ import ast
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat, UnheldError
-from localllm.conversation.tools.calls import Listing, listed_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
-from localllm.conversation.tools.literals import literal_at
 from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
 from localllm.conversation.tools.schemas import parameters
+from localllm.conversation.tools.tag_reader import literal_at
 from localllm.conversation.tools.values import PythonValues
 
 # What can stand for a name in a call of Python's.
@@ -21,7 +21,7 @@ _HEAD = re.compile(rf"[\s,]*({_WORD})\(")
 _KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
 
 
-class _Values(PythonValues):
+class _LfmValues(PythonValues):
     """As its template writes them: a text may go over several lines. Names tell parameters apart, not their order."""
 
     any_order = True
@@ -84,24 +84,23 @@ class Lfm(ToolFormat):
     name = "lfm"
     # Instruct templates write the offer only; the calls stand in the model's own words.
     signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
-    unsure = 1
+    ambiguity = 1
     markers = ("<|tool_call_start|>",)
-    in_thought = True
+    calls_in_reasoning = True
     control = True
     named_tokens = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the list up to its closing token."""
         return BlockReader(first, marker, "<|tool_call_end|>", _parse)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One list, which holds every call, with literals of Python's or JSON."""
         words = [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
         if not all(map(_NAME.fullmatch, words)):
-            raise UnheldError
-        listing = Listing(head=lambda name: f"{name}(", end=")", before=_before)
-        lark = listed_calls(tools, listing, _Values(), start='"[" call (", " call)* "]"')
-        return {"<|tool_call_start|>": Start("", lark, "<|tool_call_end|>")}
+            raise NotConstrainableError("this notation has no way to write some name")
+        listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)
+        lark = listed_calls(tools, listing, _LfmValues(), start='"[" call (", " call)* "]"')
+        return {"<|tool_call_start|>": GrammarTrigger("", lark, "<|tool_call_end|>")}
 
 
-FORMAT = Lfm()
+FORMATS = (Lfm(),)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.conversation.tools.base import Grammar, Named
+from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.lark import any_of, in_any_order, slashed, spelled, text, whole_pattern
 from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
 from localllm.conversation.tools.values import JsonValues, SpelledValues, Values
@@ -25,7 +25,7 @@ _KINDS = ("string", "number", "boolean", "null", "object", "array")
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class TagGrammar:
     """How a notation writes a call with tagged parameters: `head` for a function's name, `before` for a parameter's key
     and the JSON type of its value, `after` a value and `end`. `text` is the Lark of any text and what follows it, where
     that is not all up to `after`. `values` spells what is no text. `loose`: newlines may be left out or doubled.
@@ -74,7 +74,9 @@ class Tags:
         return f"free: until {self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: /(?s:.*)/"
 
 
-def tagged_calls(tools: Named, tags: Tags, *, lead: str = "", repeat: bool = False, closing: str = "") -> Grammar:
+def tagged_calls(
+    tools: NamedSchemas, tags: TagGrammar, *, lead: str = "", repeat: bool = False, closing: str = ""
+) -> Grammar:
     """A call, or several behind one another (`repeat`), between `lead` and `closing`."""
     values = tags.values()
     rules: list[str] = []
@@ -95,7 +97,7 @@ def tagged_calls(tools: Named, tags: Tags, *, lead: str = "", repeat: bool = Fal
     return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]) + "\n"
 
 
-def _parameter(tags: Tags, values: Values, key: str, described: Any, root: Mapping[str, Any]) -> str:
+def _parameter(tags: TagGrammar, values: Values, key: str, described: Any, root: Mapping[str, Any]) -> str:
     """The Lark of a parameter: what its value may be, in alternatives that differ in what stands before them."""
     ways: dict[str, list[str]] = {}
     options = options_of(described, root)
@@ -116,7 +118,7 @@ def _parameter(tags: Tags, values: Values, key: str, described: Any, root: Mappi
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ListGrammar:
     """How a notation writes a call with its parameters in a list: `head` for a function's name, and the `end`. `before`
     is the Lark in front of a parameter's value, of any parameter's where no key is given; without it, parameters are
     written as members of an object. `lark` makes Lark of `head` and `end`."""
@@ -133,7 +135,7 @@ class Listing:
         return values.any_member(value) if key is None else values.member(key, value)
 
 
-def listed_calls(tools: Named, listing: Listing, values: SpelledValues, *, start: str = "call") -> Grammar:
+def listed_calls(tools: NamedSchemas, listing: ListGrammar, values: SpelledValues, *, start: str = "call") -> Grammar:
     """Calls in a list; `start` makes the whole of `call`s."""
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.reply import CallArguments, CallReader, CallStart, Delta, TurnEnd
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.lark import json_calls, spelled, text
 from localllm.conversation.tools.readers import JsonEnd
 
@@ -20,17 +20,15 @@ _HEADERS = ("<|channel|>commentary", "<|channel|>analysis", "<|start|>assistant"
 _OVER = ("<|call|>", "<|end|>", "<|return|>")
 
 
-class _Reader:
+class _Reader(CallReader):
     """One call: its header, then its arguments. A message that is no JSON object is shown as what it says."""
 
     def __init__(self, first: int) -> None:
         self._index = first
         self._held = ""
         self._scan: JsonEnd | None = None
-        self.rest: str | None = None
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text."""
         out: list[Delta] = []
         if self._scan is None:
             self._held += text
@@ -99,7 +97,7 @@ class Harmony(ToolFormat):
         """Reads the rest of the header and streams the message."""
         return _Reader(first)
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One call: <|call|> ends the turn, so none comes behind it."""
         # In a history the template leaves <|constrain|> out.
         kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
@@ -109,10 +107,10 @@ class Harmony(ToolFormat):
         either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
         in_commentary, in_analysis, before_channel = self.markers
         return {
-            in_commentary: Start("", inside, "<|call|>"),
-            in_analysis: Start("", inside, "<|call|>"),
-            before_channel: Start("", outside, "<|call|>"),
-            " to=functions.": Start("", either, "<|call|>"),
+            in_commentary: GrammarTrigger("", inside, "<|call|>"),
+            in_analysis: GrammarTrigger("", inside, "<|call|>"),
+            before_channel: GrammarTrigger("", outside, "<|call|>"),
+            " to=functions.": GrammarTrigger("", either, "<|call|>"),
         }
 
     def framed(self, choices: str, answer: str) -> str:
@@ -122,4 +120,4 @@ class Harmony(ToolFormat):
         return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
 
 
-FORMAT = Harmony()
+FORMATS = (Harmony(),)

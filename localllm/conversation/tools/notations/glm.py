@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.readers import BlockReader
-from localllm.conversation.tools.tagged import Tagged, in_tags, tagged_reader
+from localllm.conversation.tools.tag_reader import TagPatterns, tagged_reader, typed_calls
 
-_TAGGED = Tagged(
+_PATTERNS = TagPatterns(
     re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)"),
     "",
     re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>", re.DOTALL),
     "</arg_value>",
 )
 # The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
-_TAGS = Tags(
+_GRAMMAR = TagGrammar(
     head=lambda name: f"{name}\n",
     before=lambda key, kind: f"<arg_key>{key}</arg_key>\n<arg_value>",
     after="</arg_value>\n",
@@ -32,15 +32,15 @@ class Glm(ToolFormat):
     name = "glm"
     signs = ("<arg_key>",)
     markers = ("<tool_call>",)
-    in_thought = True
+    calls_in_reasoning = True
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the block up to its closing tag."""
-        return tagged_reader(first, marker, "</tool_call>", _TAGGED, lambda block: in_tags(block, tools, _TAGGED))
+        return tagged_reader(
+            first, marker, "</tool_call>", _PATTERNS, lambda block: typed_calls(block, tools, _PATTERNS)
+        )
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Any number of calls, one behind the other."""
-        return {"<tool_call>": Start("", tagged_calls(tools, _TAGS), again=True)}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {"<tool_call>": GrammarTrigger("", tagged_calls(tools, _GRAMMAR), again=True)}
 
 
-FORMAT = Glm()
+FORMATS = (Glm(),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import one_call
 
@@ -15,18 +15,16 @@ class Hermes(ToolFormat):
 
     name = "hermes"
     signs = ("<tool_call>",)
-    unsure = 2
+    ambiguity = 2
     markers = ("<tool_call>",)
-    in_thought = True
+    calls_in_reasoning = True
     opening = "<tool_call>\n"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments of a JSON call."""
         return JsonReader(first, marker, JSON_HEAD, end="</tool_call>")
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Any number of calls, one behind the other."""
-        return {"<tool_call>": Start("\n", one_call(tools), "\n</tool_call>", again=True)}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {"<tool_call>": GrammarTrigger("\n", one_call(tools), "\n</tool_call>", again=True)}
 
 
-FORMAT = Hermes()
+FORMATS = (Hermes(),)

@@ -6,15 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.readers import BlockReader
-from localllm.conversation.tools.tagged import Opened, Tagged, read_calls, tagged_reader, typed
+from localllm.conversation.tools.tag_reader import RawParameter, TagPatterns, read_calls, tagged_reader, typed
 from localllm.conversation.tools.values import PythonValues
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
-_TAGGED = Tagged(re.compile(r'([^">]+)"\s*>'), "", re.compile(r'\s*<param name="([^">]+)">'), "</param>")
-_TAGS = Tags(
+_PATTERNS = TagPatterns(re.compile(r'([^">]+)"\s*>'), "", re.compile(r'\s*<param name="([^">]+)">'), "</param>")
+_GRAMMAR = TagGrammar(
     head=lambda name: f'{name}">',
     before=lambda key, kind: f'<param name="{key}">',
     after="</param>",
@@ -32,9 +32,8 @@ class MiniCpm(ToolFormat):
     markers = ('<function name="',)
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the block up to its closing tag."""
 
-        def valued(function: re.Match[str], pairs: list[Opened]) -> dict[str, Any]:
+        def valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
             values: dict[str, Any] = {}
             for opening, value in pairs:
                 quoted = _CDATA.match(value)
@@ -42,12 +41,11 @@ class MiniCpm(ToolFormat):
             return values
 
         return tagged_reader(
-            first, marker, "</function>", _TAGGED, lambda block: read_calls(block, tools, _TAGGED, valued)
+            first, marker, "</function>", _PATTERNS, lambda block: read_calls(block, tools, _PATTERNS, valued)
         )
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """Any number of calls, one behind the other."""
-        return {self.markers[0]: Start("", tagged_calls(tools, _TAGS), again=True)}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {self.markers[0]: GrammarTrigger("", tagged_calls(tools, _GRAMMAR), again=True)}
 
 
-FORMAT = MiniCpm()
+FORMATS = (MiniCpm(),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import one_call
 
@@ -23,9 +23,8 @@ class GigaChat(ToolFormat):
         """Streams the arguments. Nothing closes the call: it lasts to the end of the reply."""
         return JsonReader(first, marker, JSON_HEAD, end="\0")
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
-        """One call."""
-        return {(_TOKEN if _TOKEN in template else _ROLE): Start("", one_call(tools))}
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {(_TOKEN if _TOKEN in template else _ROLE): GrammarTrigger("", one_call(tools))}
 
 
-FORMAT = GigaChat()
+FORMATS = (GigaChat(),)

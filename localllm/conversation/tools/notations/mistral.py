@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import arguments, call_list
 
@@ -22,27 +22,28 @@ class Mistral(ToolFormat):
 
     name = "mistral"
     signs = ("[TOOL_CALLS]",)
-    unsure = 1
+    ambiguity = 1
     markers = ("[TOOL_CALLS]",)
     control = True
     opening = "[TOOL_CALLS]"
+    may_think = ("[THINK]", "[/THINK]")
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
         """Streams the arguments. The block has no closing marker: it lasts to the end of the reply."""
         return JsonReader(first, marker, _HEAD, end="\0")
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One array of calls; in the newer spelling an opening for each function."""
         if "[ARGS]" not in template:
             # Where the template writes ids, one of nine letters may stand behind the arguments.
             more = {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}} if _ID in template else {}
-            return {"[TOOL_CALLS]": Start("", call_list(tools, more))}
-        starts: dict[str, Start] = {}
+            return {"[TOOL_CALLS]": GrammarTrigger("", call_list(tools, more))}
+        triggers: dict[str, GrammarTrigger] = {}
         for name, schema in tools:
-            starts[f"[TOOL_CALLS]{name}[ARGS]"] = Start("", arguments(schema), again=True)
+            triggers[f"[TOOL_CALLS]{name}[ARGS]"] = GrammarTrigger("", arguments(schema), again=True)
             # An id is for the model alone: clients get one of ours.
-            starts[f"[TOOL_CALLS]{name}[CALL_ID]"] = Start("000000000[ARGS]", arguments(schema), again=True)
-        return starts
+            triggers[f"[TOOL_CALLS]{name}[CALL_ID]"] = GrammarTrigger("000000000[ARGS]", arguments(schema), again=True)
+        return triggers
 
 
-FORMAT = Mistral()
+FORMATS = (Mistral(),)

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import Tool, parameters_of
-from localllm.conversation.tools.literals import literal
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kind_of, kinds_of, parameters
 
-Opened: TypeAlias = tuple[re.Match[str], str]
+RawParameter: TypeAlias = tuple[re.Match[str], str]
 """A parameter's opening and its value."""
 Parse: TypeAlias = Callable[[str], list[Call] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged:
+class TagPatterns:
     """How calls with tagged parameters are recognised: opening and closing of a function (no closing: it lasts to the
     end) and of a parameter. Names are the first groups of the openings. `wrapped`: a value stands on lines of its own."""
 
@@ -34,15 +33,15 @@ class _OpenError(Exception):
     """A value is not closed."""
 
 
-def tagged_reader(first: int, opening: str, end: str, tags: Tagged, parse: Parse, **more: Any) -> BlockReader:
+def tagged_reader(first: int, opening: str, end: str, tags: TagPatterns, parse: Parse, **more: Any) -> BlockReader:
     """A reader of a block up to `end`, which may stand in a value as well."""
     return BlockReader(first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more)
 
 
-def in_tags(block: str, tools: Sequence[Tool], tags: Tagged) -> list[Call] | None:
+def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:
     """The calls of `block` with values as their schemas say."""
 
-    def valued(function: re.Match[str], pairs: list[Opened]) -> dict[str, Any]:
+    def valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
         name = function[1]
         return {m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs}
 
@@ -52,8 +51,8 @@ def in_tags(block: str, tools: Sequence[Tool], tags: Tagged) -> list[Call] | Non
 def read_calls(
     block: str,
     tools: Sequence[Tool],
-    tags: Tagged,
-    valued: Callable[[re.Match[str], list[Opened]], dict[str, Any]],
+    tags: TagPatterns,
+    valued: Callable[[re.Match[str], list[RawParameter]], dict[str, Any]],
 ) -> list[Call] | None:
     """The calls of `block`, whose arguments `valued` makes of a function's opening and its parameters. None where it
     can't be read whole: half of a call is none."""
@@ -65,7 +64,7 @@ def read_calls(
     return calls or None
 
 
-def is_open(block: str, tags: Tagged) -> bool:
+def is_open(block: str, tags: TagPatterns) -> bool:
     """True where `block` ends within a value."""
     try:
         _functions(block, (), tags, strict=True)
@@ -75,17 +74,17 @@ def is_open(block: str, tags: Tagged) -> bool:
 
 
 def _functions(
-    block: str, tools: Sequence[Tool], tags: Tagged, *, strict: bool
-) -> list[tuple[re.Match[str], list[Opened]]] | None:
+    block: str, tools: Sequence[Tool], tags: TagPatterns, *, strict: bool
+) -> list[tuple[re.Match[str], list[RawParameter]]] | None:
     """Each function's opening and parameters; None where anything else stands in `block`. A closing tag that the model
     forgot is made up for where the next tag stands; `strict` raises _OpenError there."""
-    found: list[tuple[re.Match[str], list[Opened]]] = []
+    found: list[tuple[re.Match[str], list[RawParameter]]] = []
     at = 0
     while at < len(block) and not block[at:].isspace():
         function = tags.function.match(block, at)
         if function is None:
             return None
-        pairs: list[Opened] = []
+        pairs: list[RawParameter] = []
         at = function.end()
         names = _names(function[1], tools)
         while (parameter := tags.parameter.match(block, at)) is not None:
@@ -109,7 +108,7 @@ def _names(function: str, tools: Sequence[Tool]) -> frozenset[str]:
 
 
 def _end_of_value(
-    block: str, parameter: re.Match[str], tags: Tagged, names: frozenset[str], strict: bool
+    block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str], strict: bool
 ) -> tuple[int, int]:
     """Where the value that `parameter` opened ends, and where its closing tag does. A value may hold the tag itself: it
     ends where a parameter, the function's end or nothing stands behind it."""
@@ -131,7 +130,7 @@ def _end_of_value(
     return forgotten, forgotten
 
 
-def _forgotten(block: str, parameter: re.Match[str], tags: Tagged, names: frozenset[str]) -> int | None:
+def _forgotten(block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str]) -> int | None:
     """Where a parameter begins whose predecessor was not closed: at a line's start, and one that the function has."""
     for following in tags.parameter.finditer(block, parameter.end()):
         known = following[1] in names and following[1] != parameter[1]
@@ -141,7 +140,7 @@ def _forgotten(block: str, parameter: re.Match[str], tags: Tagged, names: frozen
     return None
 
 
-def _tag_follows(block: str, at: int, tags: Tagged, strict: bool) -> bool:
+def _tag_follows(block: str, at: int, tags: TagPatterns, strict: bool) -> bool:
     rest = block[at:].lstrip()
     if not rest:
         return not (strict and tags.function_end)
@@ -183,3 +182,112 @@ def _in_python(value: str, kinds: set[str]) -> Any:
     except (ValueError, RecursionError):
         return value
     return read if kind_of(read) in kinds - {"string"} else value
+
+
+# --- values written as Python's literals or as JSON, or half in one and half in the other
+
+_SPACE = re.compile(r"\s*")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|inf|nan)(?![\w.])")
+_PLAIN = re.compile(r"[^'\"\\]+")
+_ESCAPE = re.compile(r"u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})")
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_WORD = re.compile(r"(?:true|True|false|False|null|None)(?!\w)")
+_LETTERS = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+
+
+def literal(text: str) -> object:
+    """The one value that `text` is. Raises ValueError, or RecursionError."""
+    value, at = literal_at(text, 0)
+    if _behind_space(text, at) != len(text):
+        raise ValueError(f"more than one value: {text[at : at + 20]!r}")
+    return value
+
+
+def literal_at(text: str, at: int) -> tuple[object, int]:
+    """The value at `at` and where it ends. Raises ValueError where there is none, or RecursionError."""
+    at = _behind_space(text, at)
+    opened = text[at : at + 1]
+    if opened and opened in "'\"":
+        return _text(text, at)
+    if opened == "{":
+        return _dict_members(text, at + 1)
+    if opened and opened in "[(":
+        return _list_items(text, at + 1, {"[": "]", "(": ")"}[opened])
+    if word := _WORD.match(text, at):
+        return _WORDS[word[0]], word.end()
+    if number := _NUMBER.match(text, at):
+        if number[0].endswith("."):
+            return float(number[0]), number.end()
+        return json.loads(number[0].replace("inf", "Infinity").replace("nan", "NaN")), number.end()
+    raise ValueError(f"no value: {text[at : at + 20]!r}")
+
+
+def _list_items(text: str, at: int, closing: str) -> tuple[list[object], int]:
+    items: list[object] = []
+    at = _behind_space(text, at)
+    while not text.startswith(closing, at):
+        item, at = literal_at(text, at)
+        items.append(item)
+        at = _behind_comma(text, at, closing)
+    return items, at + 1
+
+
+def _dict_members(text: str, at: int) -> tuple[dict[str, object], int]:
+    members: dict[str, object] = {}
+    at = _behind_space(text, at)
+    while not text.startswith("}", at):
+        key, at = literal_at(text, at)
+        at = _behind_space(text, at)
+        if not text.startswith(":", at):
+            raise ValueError("a key without a value")
+        # JSON's keys are texts: Python's may be numbers.
+        members[key if isinstance(key, str) else json.dumps(key)], at = literal_at(text, at + 1)
+        at = _behind_comma(text, at, "}")
+    return members, at + 1
+
+
+def _text(text: str, at: int) -> tuple[str, int]:
+    quote, at = text[at], at + 1
+    said: list[str] = []
+    while not text.startswith(quote, at):
+        if plain := _PLAIN.match(text, at):
+            said.append(plain[0])
+            at = plain.end()
+        elif text.startswith("\\", at):
+            escaped, at = _escaped(text, at + 1)
+            said.append(escaped)
+        elif at < len(text):
+            said.append(text[at])  # the other quote
+            at += 1
+        else:
+            raise ValueError("a text without an end")
+    joined = "".join(said)
+    try:  # two halves of a letter outside the first plane are one
+        return joined.encode("utf-16", "surrogatepass").decode("utf-16"), at + 1
+    except UnicodeDecodeError:
+        return joined, at + 1
+
+
+def _escaped(text: str, at: int) -> tuple[str, int]:
+    if code := _ESCAPE.match(text, at):
+        return chr(int(code[1] or code[2] or code[3], 16)), code.end()
+    letter = text[at : at + 1]
+    if not letter:
+        raise ValueError("a text without an end")
+    return _LETTERS.get(letter, "\\" + letter), at + 1
+
+
+def _behind_comma(text: str, at: int, closing: str) -> int:
+    at = _behind_space(text, at)
+    if text.startswith(",", at):
+        return _behind_space(text, at + 1)
+    if not text.startswith(closing, at):
+        raise ValueError("a list without an end")
+    return at
+
+
+def _behind_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match is not None else at

@@ -1,4 +1,5 @@
-"""Remembers what the model reasoned behind each answer, to put it back when a client sends the answer without it.
+"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused: reasoning that a client
+leaves out is put back, lines that an agent changes every time are taken out.
 
 Templates that write earlier reasoning into the prompt produce another prompt when it is missing, and the whole prefix
 is computed again (measured by others: minutes instead of seconds, https://github.com/nibor1896/Crow/issues/60).
@@ -8,15 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MAX_ENTRIES = 4096
 _MAX_CHARS = 64 * 2**20
+# Claude Code puts its billing header, with a fresh checksum each time, first into the system prompt:
+# https://github.com/ollama/ollama/pull/14918, https://github.com/bman654/clodex/pull/93
+_CHANGING_LINES = (
+    ("billing-header", re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE)),
+)
 
 
-class Recall:
+class ReasoningCache:
     """Reasoning by the answer it led to, in memory only, the oldest forgotten first."""
 
     def __init__(self) -> None:
@@ -63,3 +70,19 @@ def _canonical(arguments: Any) -> str:
 def _key(asked: str, text: str, calls: Sequence[tuple[str, str]]) -> str:
     said = json.dumps([asked.strip(), text.strip(), list(calls)])
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The messages without the lines that agents change with every request, and the names of what was taken out."""
+    found: list[str] = []
+    cleaned: list[dict[str, Any]] = []
+    for message in messages:
+        plain = dict(message)
+        if plain["role"] == "system":
+            for name, pattern in _CHANGING_LINES:
+                text, count = pattern.subn("", plain["content"])
+                if count:
+                    plain["content"] = text
+                    found.append(name)
+        cleaned.append(plain)
+    return cleaned, tuple(dict.fromkeys(found))

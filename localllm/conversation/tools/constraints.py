@@ -9,24 +9,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import Start, Tool, ToolFormat, UnheldError, parameters_of
+from localllm.conversation.tools.base import (
+    Grammar,
+    GrammarTrigger,
+    NotConstrainableError,
+    Tool,
+    ToolFormat,
+    parameters_of,
+)
 from localllm.conversation.tools.lark import json_value, spelled, text
+from localllm.conversation.tools.prompt import Choice
+from localllm.conversation.tools.schemas import arguments, one_call
 
-__all__ = ["Start", "answer_alone", "either", "starts_of"]
 
-
-def starts_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[str, Start]:
+def triggers_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[str, GrammarTrigger]:
     """Openings of calls in `style` and what may follow them, the first of a reply before those of further calls; {} for
     calls that no grammar here describes (they are read as the model writes them)."""
     if not tools:
         return {}
     try:
-        return style.starts(template, [parameters_of(t) for t in tools])
-    except UnheldError:
+        return style.triggers(template, [parameters_of(t) for t in tools])
+    except NotConstrainableError:
         return {}
 
 
-def either(style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None) -> str | None:
+def answer_or_call(
+    style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None
+) -> str | None:
     """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None where the format's
     calls can't be described. `marker_id`: the opening marker's token, where it is one."""
     unmarked = style.unmarked_call([parameters_of(t) for t in tools])
@@ -37,25 +46,25 @@ def either(style: ToolFormat, template: str, tools: Sequence[Tool], schema: str,
     return (style.framed(choices, answer) or f"start: {choices}\nanswer: {answer}\n") + call
 
 
-def answer_alone(style: ToolFormat, schema: str) -> str | None:
+def framed_answer(style: ToolFormat, schema: str) -> str | None:
     """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema says it all."""
     return style.framed("answer", json_value(json.loads(schema)))
 
 
 def _marked_call(style: ToolFormat, template: str, tools: Sequence[Tool], marker_id: int | None) -> str | None:
     """The rules of `call_`: the first marker, then what its grammar allows."""
-    starts = starts_of(style, template, tools)
-    if not starts:
+    triggers = triggers_of(style, template, tools)
+    if not triggers:
         return None
-    opening, start = next(iter(starts.items()))
+    opening, trigger = next(iter(triggers.items()))
     if opening not in style.markers:
         return None  # each function has its own opening, and may have a control token in it that no grammar can spell
     if style.named_tokens:
-        head = f"{spelled(opening)} {spelled(start.lead)}"
+        head = f"{spelled(opening)} {spelled(trigger.lead)}"
     else:
         marker = f"<[{marker_id}]>" if marker_id is not None else text(opening)
-        head = f"{marker} {text(start.lead) if start.lead else ''}"
-    kind, source = start.grammar
+        head = f"{marker} {text(trigger.lead) if trigger.lead else ''}"
+    kind, source = trigger.grammar
     body, rules = (
         (json_value(json.loads(source)), "")
         if kind == "json_schema"
@@ -63,3 +72,19 @@ def _marked_call(style: ToolFormat, template: str, tools: Sequence[Tool], marker
     )
     # A closing marker may be a control token, which text can't spell: the reader does without it at the reply's end.
     return f"call_: {head} {body}\n{rules}"
+
+
+def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:
+    """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
+
+    One possible function: everything up to its arguments is given, and the schema is that of the arguments. Several:
+    the model chooses the name inside a schema of alternatives.
+    """
+    assert style.opening is not None
+    key = style.arguments_key
+    wanted = [parameters_of(t) for t in tools if choice.name in (None, parameters_of(t)[0])]
+    if len(wanted) == 1:
+        name, schema = wanted[0]
+        prefix = f'{style.opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        return prefix, arguments(schema)
+    return style.opening, one_call(wanted, key)

@@ -9,23 +9,23 @@ import re
 from collections.abc import Sequence
 
 from localllm.conversation.reply import TurnEnd
-from localllm.conversation.tools.base import Named, Start, Tool, ToolFormat
-from localllm.conversation.tools.calls import Tags, tagged_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.lark import spelled, text
 from localllm.conversation.tools.readers import BlockReader, Call
-from localllm.conversation.tools.tagged import Tagged, in_tags, is_open
+from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
 
 _HEADER = "<|start|>assistant"
 _FUNCTIONS = re.compile(r"[^<]*<\|message\|>\s*<atem:function_calls>")
 _LINE = "\n"
 _OPEN, _CLOSE = "<atem:function_calls>", "</atem:function_calls>"
-_TAGGED = Tagged(
+_PATTERNS = TagPatterns(
     re.compile(r'\s*<atem:invoke name="([^"]+)">'),
     "</atem:invoke>",
     re.compile(r'\s*<atem:parameter name="([^"]+)"[^>]*>'),
     "</atem:parameter>",
 )
-_TAGS = Tags(
+_GRAMMAR = TagGrammar(
     head=lambda name: f'<atem:invoke name="{name}">\n',
     before=lambda key, kind: f'<atem:parameter name="{key}">',
     after="</atem:parameter>\n",
@@ -45,7 +45,6 @@ class Muse(ToolFormat):
     header = _HEADER
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the message up to its calls' closing tag."""
 
         def calls_of(block: str) -> str | None:
             head = _FUNCTIONS.match(block)
@@ -53,17 +52,19 @@ class Muse(ToolFormat):
 
         def parse(block: str) -> list[Call] | None:
             calls = calls_of(block)
-            return None if calls is None else in_tags(calls, tools, _TAGGED)
+            return None if calls is None else typed_calls(calls, tools, _PATTERNS)
 
-        return BlockReader(first, marker, _CLOSE, parse, is_open=lambda block: is_open(calls_of(block) or "", _TAGGED))
+        return BlockReader(
+            first, marker, _CLOSE, parse, is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS)
+        )
 
-    def starts(self, template: str, tools: Named) -> dict[str, Start]:
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """The calls of a message. The header of its first one is not the model's to write."""
-        return {_OPEN: Start(_LINE, tagged_calls(tools, _TAGS, repeat=True, closing=_CLOSE), again=True)}
+        return {_OPEN: GrammarTrigger(_LINE, tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE), again=True)}
 
-    def unmarked_call(self, tools: Named) -> str:
+    def unmarked_call(self, tools: NamedSchemas) -> str:
         """A message to a function."""
-        calls = tagged_calls(tools, _TAGS, repeat=True, closing=_CLOSE)[1].replace("start:", "calls:", 1)
+        calls = tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)[1].replace("start:", "calls:", 1)
         return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
 
     def framed(self, choices: str, answer: str) -> str:
@@ -71,4 +72,4 @@ class Muse(ToolFormat):
         return f"start: {choices}\nanswer: {spelled(' to=user<|message|>')} {answer}\n"
 
 
-FORMAT = Muse()
+FORMATS = (Muse(),)

@@ -1,0 +1,93 @@
+"""DeepSeek: JSON between <｜tool▁call…｜> tokens up to V3.1, DSML tags since V3.2."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.lark import json_calls, spelled, text
+from localllm.conversation.tools.readers import BlockReader, JsonReader
+from localllm.conversation.tools.tag_reader import RawParameter, TagPatterns, read_calls, tagged_reader
+
+_HEAD = re.compile(
+    r"[\s`]*(?:<｜tool▁call▁end｜>)?\s*(?:<｜tool▁call▁begin｜>)?\s*"
+    r"(?:function\s*<｜tool▁sep｜>\s*([^\s<{`]+)\s*(?:```json)?|([^\s<{`]+)\s*<｜tool▁sep｜>)\s*(?=\{)"
+)
+_SECTION, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeek(ToolFormat):
+    """V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template tells which."""
+
+    name = "deepseek"
+    signs = (_SECTION,)
+    markers = (_SECTION,)
+    control = True
+    named_tokens = True
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        return JsonReader(first, marker, _HEAD, end="<｜tool▁calls▁end｜>")
+
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        """The section opens the first call, its own token every other one."""
+        if "```json" in template:  # V3 and R1
+            lead, end = "function<｜tool▁sep｜>", f"\n```{_END}"
+            lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
+        else:
+            lead, end = "", _END
+            lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
+        return {
+            _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),
+            _CALL: GrammarTrigger(lead, lark, end, again=True),
+        }
+
+
+_PATTERNS = TagPatterns(
+    re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">'),
+    "</｜DSML｜invoke>",
+    re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
+    "</｜DSML｜parameter>",
+)
+_GRAMMAR = TagGrammar(
+    head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
+    before=lambda key, kind: f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">',
+    after="</｜DSML｜parameter>\n",
+    end="</｜DSML｜invoke>\n",
+    loose=True,  # V4 writes an empty line where there is no parameter
+)
+
+
+def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
+    return {m[1]: json.loads(v) if m[2] == "false" else v for m, v in pairs}
+
+
+class Dsml(ToolFormat):
+    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>…`, where each value
+    says itself whether it is text or JSON."""
+
+    name = "dsml"
+    signs = ("<｜DSML｜", "｜DSML｜")
+    markers = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    calls_in_reasoning = True
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        return tagged_reader(
+            first,
+            marker,
+            marker.replace("<", "</"),
+            _PATTERNS,
+            lambda block: read_calls(block, tools, _PATTERNS, _valued),
+        )
+
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        return {
+            marker: GrammarTrigger("\n", tagged_calls(tools, _GRAMMAR, repeat=True, closing=marker.replace("<", "</")))
+            for marker in self.markers
+        }
+
+
+FORMATS = (DeepSeek(), Dsml())
