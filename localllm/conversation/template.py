@@ -36,8 +36,8 @@ class TemplateError(RequestError):
 class ChatTemplate:
     """A compiled template. `render` may be called from any thread.
 
-    A template that refuses the conversation as sent gets it in the other forms that templates are known to want (see
-    forms.py); when it refuses them all, the error is that of the conversation as sent.
+    A template that refuses the conversation as sent gets it in the variants that templates are known to want (see
+    message_variants.py); when it refuses them all, the error is that of the conversation as sent.
     """
 
     def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = "") -> None:
