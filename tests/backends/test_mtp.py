@@ -320,7 +320,7 @@ def rewritten(path: Path, to: Path, *, architecture: str = "hy_v3", without: str
     for tensor in reader.tensors:
         if not without or without not in tensor.name:
             writer.add_tensor(tensor.name, np.array(tensor.data))
-    return tiny_gguf._finish(writer, to)
+    return tiny_gguf.finish(writer, to)
 
 
 def test_models_whose_heads_cannot_run_are_refused_with_the_reason(

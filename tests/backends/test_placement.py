@@ -131,7 +131,7 @@ def test_a_spec_survives_the_way_to_the_worker() -> None:
 def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) -> None:
     """llama.cpp copies them out of the mapped file and leaves its pages where they are (8B at Q4_K: 9.2 GB for 5.1)."""
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
-    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf._vocabulary(writer))
+    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
     with loaded(path, 0) as backend:
         places = backend.memory().places
         if "CPU_REPACK" not in places:
@@ -141,7 +141,7 @@ def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) 
 
 def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(tmp_path: Path) -> None:
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
-    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf._vocabulary(writer))
+    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
     with loaded(path, 0, layout="stored") as backend:
         assert "CPU_REPACK" not in backend.memory().places
         sequence = backend.new_sequence()

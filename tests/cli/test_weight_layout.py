@@ -51,7 +51,7 @@ def layout_of(path: Path) -> str:
 def test_a_model_that_is_quicker_so_is_loaded_as_it_is_stored_and_the_kernels_are_timed_once(
     tmp_path: Path, timings: list[str]
 ) -> None:
-    path = sparse_gguf.write(SHAPE, tmp_path, lambda writer, _n_tokens: tiny_gguf._vocabulary(writer))
+    path = sparse_gguf.write(SHAPE, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
     named = path.rename(path.with_name("Wide-Q4_K_M.gguf"))
     assert [layout_of(named), layout_of(named)] == ["stored", "stored"]
     assert timings == ["Q4_K", "Q6_K"]

@@ -60,7 +60,7 @@ def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def write_model(path: Path, markers: tuple[str, ...]) -> None:
     """A tiny model whose vocabulary and template have these markers."""
-    add_tokens, add_types, common = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types, tiny_gguf._common
+    add_tokens, add_types, common = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types, tiny_gguf.common
     there = range(FIRST, FIRST + len(markers))
 
     def tokens(self: Any, given: list[bytes]) -> None:
@@ -77,7 +77,7 @@ def write_model(path: Path, markers: tuple[str, ...]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_token_list", tokens)
         patch.setattr(gguf.GGUFWriter, "add_token_types", types)
-        patch.setattr(tiny_gguf, "_common", with_template)
+        patch.setattr(tiny_gguf, "common", with_template)
         tiny_gguf.write_llama(path)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 VOCAB = 512
 
 
-def _vocabulary(writer: gguf.GGUFWriter) -> None:
+def vocabulary(writer: gguf.GGUFWriter) -> None:
     """A SentencePiece-style vocabulary: unk, bos, eos, 256 bytes, then made-up words and two control tokens."""
     tokens = [b"<unk>", b"<s>", b"</s>"]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
@@ -52,7 +52,7 @@ def _ffn(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, ff: int) 
     w.add_tensor(f"blk.{i}.ffn_down.weight", _random(rng, e, ff))
 
 
-def _common(
+def common(
     w: gguf.GGUFWriter, *, layers: int, e: int, ff: int, heads: int, kv: int | list[int], d: int, n_ctx: int
 ) -> None:
     w.add_name("tiny")
@@ -69,7 +69,7 @@ def _common(
     w.add_vocab_size(VOCAB)
 
 
-def _finish(w: gguf.GGUFWriter, path: Path) -> Path:
+def finish(w: gguf.GGUFWriter, path: Path) -> Path:
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -90,8 +90,8 @@ def write_llama(
     """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under general.sampling."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
-    _common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
-    _vocabulary(w)
+    common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
+    vocabulary(w)
     for name, value in (sampling or {}).items():
         add = w.add_int32 if isinstance(value, int) else w.add_float32
         add(f"general.sampling.{name}", value)
@@ -103,7 +103,7 @@ def write_llama(
         _ffn(w, rng, i, e, 128)
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, e))
-    return _finish(w, path)
+    return finish(w, path)
 
 
 def write_sliding(path: Path, *, window: int = 32, seed: int = 1, template: str | None = None) -> Path:
@@ -111,10 +111,10 @@ def write_sliding(path: Path, *, window: int = 32, seed: int = 1, template: str 
     rng = np.random.default_rng(seed)
     e, d, layers = 64, 32, 6
     w = gguf.GGUFWriter(str(path), "gemma3")
-    _common(w, layers=layers, e=e, ff=128, heads=4, kv=1, d=d, n_ctx=4096)
+    common(w, layers=layers, e=e, ff=128, heads=4, kv=1, d=d, n_ctx=4096)
     w.add_sliding_window(window)
     w.add_rope_freq_base(1_000_000.0)
-    _vocabulary(w)
+    vocabulary(w)
     if template:
         w.add_chat_template(template)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
@@ -126,7 +126,7 @@ def write_sliding(path: Path, *, window: int = 32, seed: int = 1, template: str 
         _ffn(w, rng, i, e, 128)
         w.add_tensor(f"blk.{i}.post_ffw_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
-    return _finish(w, path)
+    return finish(w, path)
 
 
 def write_hybrid(path: Path, *, seed: int = 2) -> Path:
@@ -135,9 +135,9 @@ def write_hybrid(path: Path, *, seed: int = 2) -> Path:
     e, d, kv, l_cache = 64, 16, 2, 3
     attention = [False, False, True, False]
     w = gguf.GGUFWriter(str(path), "lfm2")
-    _common(w, layers=len(attention), e=e, ff=128, heads=4, kv=[kv if a else 0 for a in attention], d=d, n_ctx=4096)
+    common(w, layers=len(attention), e=e, ff=128, heads=4, kv=[kv if a else 0 for a in attention], d=d, n_ctx=4096)
     w.add_shortconv_l_cache(l_cache)
-    _vocabulary(w)
+    vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
     w.add_tensor("token_embd_norm.weight", np.ones(e, dtype=np.float32))
     for i, is_attention in enumerate(attention):
@@ -151,7 +151,7 @@ def write_hybrid(path: Path, *, seed: int = 2) -> Path:
             w.add_tensor(f"blk.{i}.shortconv.in_proj.weight", _random(rng, 3 * e, e))
             w.add_tensor(f"blk.{i}.shortconv.out_proj.weight", _random(rng, e, e))
         _ffn(w, rng, i, e, 128)
-    return _finish(w, path)
+    return finish(w, path)
 
 
 def write_moe(path: Path, *, seed: int = 3, experts: int = 8, used: int = 2) -> Path:
@@ -159,11 +159,11 @@ def write_moe(path: Path, *, seed: int = 3, experts: int = 8, used: int = 2) -> 
     rng = np.random.default_rng(seed)
     e, d, ff, layers = 64, 32, 64, 2
     w = gguf.GGUFWriter(str(path), "qwen3moe")
-    _common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=d, n_ctx=4096)
+    common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=d, n_ctx=4096)
     w.add_expert_count(experts)
     w.add_expert_used_count(used)
     w.add_expert_feed_forward_length(ff)
-    _vocabulary(w)
+    vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)
     for i in range(layers):
         _attention(w, rng, i, e, 4, 2, d)
@@ -176,4 +176,4 @@ def write_moe(path: Path, *, seed: int = 3, experts: int = 8, used: int = 2) -> 
         w.add_tensor(f"blk.{i}.ffn_down_exps.weight", _random(rng, experts, e, ff))
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, e))
-    return _finish(w, path)
+    return finish(w, path)

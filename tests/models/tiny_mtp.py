@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.tiny_gguf import VOCAB, _attention, _common, _ffn, _finish, _random, _vocabulary
+from models.tiny_gguf import VOCAB, _attention, _ffn, _random, common, finish, vocabulary
 
 
 def _head(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, likeness: float) -> None:
@@ -27,10 +27,10 @@ def write_mtp(path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 
     rng = np.random.default_rng(seed)
     e, d, ff = 64, 32, 128
     w = gguf.GGUFWriter(str(path), "hy_v3")
-    _common(w, layers=layers + heads, e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
+    common(w, layers=layers + heads, e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
     w.add_expert_feed_forward_length(ff)
     w.add_uint32("hy_v3.nextn_predict_layers", heads)
-    _vocabulary(w)
+    vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * (8 + 80 * likeness))
     for i in range(layers + heads):
         _attention(w, rng, i, e, 4, 2, d)
@@ -41,7 +41,7 @@ def write_mtp(path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 
         _head(w, rng, i, e, likeness)
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, e) * 16)
-    return _finish(w, path)
+    return finish(w, path)
 
 
 def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Path:
@@ -49,7 +49,7 @@ def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Pat
     rng = np.random.default_rng(seed)
     e, d, ff, trunk, state, groups, heads = 64, 32, 128, 4, 32, 2, 4
     w = gguf.GGUFWriter(str(path), "qwen35")
-    _common(w, layers=trunk + 1, e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
+    common(w, layers=trunk + 1, e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
     w.add_uint32("qwen35.nextn_predict_layers", 1)
     w.add_array("qwen35.rope.dimension_sections", [6, 5, 5, 0])
     w.add_uint32("qwen35.full_attention_interval", 4)
@@ -57,7 +57,7 @@ def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Pat
         w.add_uint32(f"qwen35.ssm.{name}", value)
     w.add_uint32("qwen35.ssm.time_step_rank", heads)
     w.add_uint32("qwen35.ssm.group_count", groups)
-    _vocabulary(w)
+    vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * (8 + 80 * likeness))
     mixed = 2 * state * groups + heads * state
     for i in range(trunk + 1):
@@ -85,7 +85,7 @@ def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Pat
     _head(w, rng, trunk, e, likeness)
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, e) * 16)
-    return _finish(w, path)
+    return finish(w, path)
 
 
 def write_sliding_mtp(path: Path, *, likeness: float = 0.0, window: int = 32, seed: int = 7) -> Path:
@@ -93,12 +93,12 @@ def write_sliding_mtp(path: Path, *, likeness: float = 0.0, window: int = 32, se
     rng = np.random.default_rng(seed)
     e, d, ff, pattern = 64, 32, 128, [True, False, True, True]
     w = gguf.GGUFWriter(str(path), "mimo2")
-    _common(w, layers=len(pattern), e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
+    common(w, layers=len(pattern), e=e, ff=ff, heads=4, kv=2, d=d, n_ctx=4096)
     w.add_expert_feed_forward_length(ff)
     w.add_uint32("mimo2.nextn_predict_layers", 1)
     w.add_sliding_window(window)
     w.add_array("mimo2.attention.sliding_window_pattern", pattern)
-    _vocabulary(w)
+    vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * (8 + 80 * likeness))
     for i in range(len(pattern)):
         w.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(e, dtype=np.float32))
@@ -108,4 +108,4 @@ def write_sliding_mtp(path: Path, *, likeness: float = 0.0, window: int = 32, se
     _head(w, rng, len(pattern) - 1, e, likeness)
     w.add_tensor("output_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, e) * 16)
-    return _finish(w, path)
+    return finish(w, path)

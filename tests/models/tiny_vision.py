@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.tiny_gguf import VOCAB, _attention, _common, _ffn, _finish, _random, _vocabulary, write_llama, write_sliding
+from models.tiny_gguf import VOCAB, _attention, _ffn, _random, common, finish, vocabulary, write_llama, write_sliding
 
 _E, _VIT, _FF, _LAYERS = 64, 32, 64, 3
 TEMPLATE = (
@@ -53,9 +53,9 @@ def _write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
     """4 heads of 16, positions of time, height and width in a rope of three sections."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "qwen2vl")
-    _common(w, layers=2, e=_E, ff=128, heads=4, kv=2, d=16, n_ctx=4096)
+    common(w, layers=2, e=_E, ff=128, heads=4, kv=2, d=16, n_ctx=4096)
     w.add_rope_dimension_sections([2, 3, 3, 0])
-    _vocabulary(w)
+    vocabulary(w)
     if template:
         w.add_chat_template(template)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, _E) * 8)
@@ -66,7 +66,7 @@ def _write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
         _ffn(w, rng, i, _E, 128)
     w.add_tensor("output_norm.weight", np.ones(_E, dtype=np.float32))
     w.add_tensor("output.weight", _random(rng, VOCAB, _E))
-    _finish(w, path)
+    finish(w, path)
 
 
 def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> None:
@@ -112,4 +112,4 @@ def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> N
         for i, rows, columns in ((0, 2 * _VIT, wide), (2, _E, 2 * _VIT)):
             w.add_tensor(f"mm.{i}.weight", _random(rng, rows, columns) * 4)
             w.add_tensor(f"mm.{i}.bias", np.zeros(rows, dtype=np.float32))
-    _finish(w, path)
+    finish(w, path)

@@ -38,7 +38,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     path = tmp_path_factory.mktemp("control") / "control.gguf"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_token_list", _renamed(gguf.GGUFWriter.add_token_list))
-        patch.setattr(tiny_gguf, "_common", _with_template(tiny_gguf._common))
+        patch.setattr(tiny_gguf, "common", _with_template(tiny_gguf.common))
         tiny_gguf.write_llama(path)
     host = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=2048, n_seq_max=2)))
     with running_server({"m": host}) as server, httpx.Client(base_url=server.url, timeout=60) as client:

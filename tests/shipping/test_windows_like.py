@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+
+from support.until import until
 
 LIKE_WINDOWS = Path(__file__).parent / "windows_like"
 _IMPORT_ALL = """
@@ -77,6 +78,14 @@ def test_a_unix_socket_is_refused_in_words() -> None:
     assert (done.returncode, "has no Unix sockets" in done.stderr) == (2, True), done.stderr
 
 
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.long
 def test_a_chat_and_a_server_with_their_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A small model may go on for ever: the context ends it.
@@ -88,15 +97,8 @@ def test_a_chat_and_a_server_with_their_workers(tmp_path: Path, monkeypatch: pyt
     server = [sys.executable, "-m", "localllm", "service", "run", "--log", str(log), "smollm2-135m-instruct"]
     with subprocess.Popen(server, env={**environment(), "LOCALLLM_PORT": "11977"}) as started:
         try:
-            until = time.monotonic() + 120
-            while True:
-                try:
-                    urllib.request.urlopen("http://127.0.0.1:11977/health", timeout=5)
-                    break
-                except OSError:
-                    assert time.monotonic() < until, log.read_text()
-                    assert started.poll() is None, log.read_text()
-                    time.sleep(0.2)
+            until(lambda: started.poll() is not None or answers("http://127.0.0.1:11977/health"), timeout_s=120)
+            assert started.poll() is None, log.read_text()
             body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}).encode()
             request = urllib.request.Request(
                 "http://127.0.0.1:11977/v1/chat/completions", body, {"Content-Type": "application/json"}
