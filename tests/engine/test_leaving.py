@@ -179,7 +179,9 @@ def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(smollm2: Path) -> N
 
     backend.step = looked_at  # type: ignore[method-assign, assignment]
     run(engine, request_for("new", list(range(2000, 2400)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
-    assert held[:2] == [0, 256]
+    # How large its pieces are is a matter of speed; what is held beside them is none of another's.
+    assert held[0] == 0
+    assert held[1] <= 256
     backend.step = step  # type: ignore[method-assign]
     outcome = run(engine, request_for("again", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
     assert outcome.finish("again").usage.cached_tokens == 1199

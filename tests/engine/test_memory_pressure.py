@@ -28,10 +28,6 @@ class FiledBlock(MemoryBlock):
 
     demoted: bool = False
 
-    @property
-    def has_copy(self) -> bool:
-        return True
-
     def demote(self) -> bool:
         self.demoted = True
         return True

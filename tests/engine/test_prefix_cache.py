@@ -123,10 +123,6 @@ class Filed(MemoryBlock):
     writing: bool = False
     in_memory: bool = True
 
-    @property
-    def has_copy(self) -> bool:
-        return self.filed
-
     def demote(self) -> bool:
         self.in_memory = self.in_memory and not self.filed
         return self.filed
@@ -151,26 +147,6 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
         cache.check_integrity()
     assert cache.covered(line) == 10, "demoted, not evicted"
     assert cache.held_bytes == 30
-
-
-@given(
-    blocks=st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=8),
-    needs=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 8)), max_size=4),
-)
-def test_what_comes_back_displaces_older_ones_alone_and_none_in_vain(
-    blocks: list[tuple[int, bool]], needs: list[tuple[int, int]]
-) -> None:
-    cache = PrefixCache(whole=False, capacity_bytes=60)
-    kept = [Filed(bytes(size), 0, 1, filed=filed) for size, filed in blocks]
-    for token, block in enumerate(kept):
-        cache.insert([token], block)
-    for size, used in needs:
-        before = [b.in_memory for b in kept]
-        done = cache.budget.displace(size, used)
-        gone = [i for i, b in enumerate(kept) if before[i] and not b.in_memory]
-        assert done == (cache.held_bytes + size <= 60)
-        assert done or not gone
-        assert all(i + 1 < used for i in gone), "used since"
 
 
 def test_what_is_being_written_is_waited_for() -> None:

@@ -34,11 +34,6 @@ class Block(Protocol):
         ...
 
     @property
-    def has_copy(self) -> bool:
-        """Can it be demoted?"""
-        ...
-
-    @property
     def held_bytes(self) -> int:
         """Bytes in memory (0 while only elsewhere)."""
         ...
@@ -73,11 +68,6 @@ class MemoryBlock:
 
     def discard(self) -> None:
         """Its memory goes with it."""
-
-    @property
-    def has_copy(self) -> bool:
-        """Never."""
-        return False
 
     @property
     def held_bytes(self) -> int:

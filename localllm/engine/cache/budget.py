@@ -36,10 +36,6 @@ class Shelf(Protocol):
         """Let a block keep only its copy; returns the bytes freed, 0 where it has none."""
         ...
 
-    def demotable(self, block: int) -> int:
-        """The bytes that `demote` would free."""
-        ...
-
     def losable(self, block: int, *, pending: bool) -> int:
         """The bytes that evicting a block frees; 0 for one that is about to have a copy, unless told `pending`."""
         ...
@@ -97,26 +93,6 @@ class Budget:
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         freed = self._free(missing, keep, until, pending=True, all_or_nothing=True)
         return "now" if freed >= missing else "never"
-
-    def displace(self, need_bytes: int, used: int | None) -> bool:
-        """Demote what was used before `used` (None: now) and has a copy, until `need_bytes` more fit in the capacity; False, and
-        nothing demoted, where they don't. Lines that come back so can't take turns: none displaces what is as recent as itself,
-        or makes room in vain that an older one would take."""
-        missing = self.held_bytes + need_bytes - self.capacity_bytes
-        until = self.uses if used is None else used
-        doomed: list[tuple[Shelf, int]] = []
-        for (last_used, _), block, i in self._by_age():
-            if missing <= 0 or last_used >= until:
-                break
-            frees = self.shelves[i].demotable(block)
-            if frees:
-                doomed.append((self.shelves[i], block))
-                missing -= frees
-        if missing > 0:
-            return False
-        for shelf, block in doomed:
-            self.changes += shelf.demote(block) > 0
-        return True
 
     def _by_age(self) -> list[tuple[Age, int, int]]:
         return sorted((age, block, i) for i, shelf in enumerate(self.shelves) for age, block in shelf.ages())

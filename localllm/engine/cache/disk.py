@@ -102,11 +102,6 @@ class DiskBlock:
         return self.stop if self.state else self.start
 
     @property
-    def has_copy(self) -> bool:
-        """Is there a file (still)?"""
-        return self.written and self.path.exists()
-
-    @property
     def held_bytes(self) -> int:
         """Bytes in memory."""
         return len(self.data) if self.data is not None else 0
@@ -119,7 +114,7 @@ class DiskBlock:
 
     def demote(self) -> bool:
         """Keep only the file; False while there is none (any more)."""
-        if not self.has_copy:
+        if not (self.written and self.path.exists()):
             return False
         self.data = None
         return True

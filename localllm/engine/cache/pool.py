@@ -6,8 +6,7 @@ exported  blocks in the prefix cache (memory, disk): imported by copying
 
 A finished sequence is exported piece by piece between steps and, once all of it is exported, stays resident only until
 somebody else comes: every token resident in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
-One that could not be exported (yet), or is on disk only with no room in memory, stays as long as nobody needs its cells: that
-costs speed, dropping it costs a prefill or reading it.
+One that could not be exported (yet) stays as long as nobody needs its cells: that costs speed, dropping it costs a prefill.
 
 Where KV lies on a device, reading it out is what costs: there every line stays while there are cells and sequences for it,
 and is exported between requests, or, once they run short, bit by bit between steps.
@@ -38,27 +37,26 @@ _CLOSE_S = 10.0
 _FEW_CELLS = 0.25
 
 # Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory is written. Refused:
-# there is no room. Exported: all of it is in the cache. At hand: and in its memory, from where it comes back in no time.
-ResidentState = Literal["exporting", "awaiting", "refused", "exported", "at hand"]
+# there is no room. Exported: all of it is in the cache.
+ResidentState = Literal["exporting", "awaiting", "refused", "exported"]
 
 
 @dataclass(eq=False)
 class Resident:
     """A finished line still in the context, and how far its export to the prefix cache is: `state`, which held when the
-    cache had seen `as_of` changes. `recalled_as_of`: the same of when what is on disk alone found no room in memory. `used`:
-    when its request ended, in uses of the cache; it takes no room in the cache from what was used since."""
+    cache had seen `as_of` changes. `used`: when its request ended, in uses of the cache; it takes no room in the cache from what
+    was used since."""
 
     sequence: int
     tokens: Tokens
     state: ResidentState = "exporting"
     used: int | None = None
     as_of: int | None = None
-    recalled_as_of: int | None = None
 
     @property
     def exported(self) -> bool:
         """All of it is also in the cache."""
-        return self.state in ("exported", "at hand")
+        return self.state == "exported"
 
 
 @dataclass(frozen=True)
@@ -314,34 +312,31 @@ class SequencePool:
     def _ends_paragraph(self, token: int) -> bool:
         return token >= 0 and self._backend.token_bytes(token).endswith(b"\n\n")
 
-    def tick(self, *, busy: bool, live: int = 0, closing: bool = False) -> bool:
-        """Export one piece of one resident, if any can be, or have one that is on disk alone in memory again (not when
-        `closing`: no other comes for whom it would have to leave); drop exported ones while others run, `live` of them.
+    def tick(self, *, busy: bool, live: int = 0) -> bool:
+        """Export one piece of one resident, if any can be; drop exported ones while others run, `live` of them.
 
         Returns True while there is more to do without new requests and without waiting for the disk."""
         self._hear()
         if not (busy and self._stays(live)):
             for resident in self._residents:
-                if self._recall_next(resident, closing) if resident.exported else self._export_next(resident):
+                if not resident.exported and self._export_next(resident):
                     break
         self.kv.hurry(self.waiting)
         self._hear()
         # Between requests one stays for the next turn of the chat just answered; the others are in the cache.
         self._leave(self._residents[:] if busy else self._residents[:-1])
-        return any(
-            not self._refused(r) for r in self._residents if not (r.exported if closing else r.state == "at hand")
-        )
+        return any(not (r.exported or self._refused(r)) for r in self._residents)
 
     def leave(self) -> None:
-        """What is in the cache's memory leaves the context: somebody runs."""
+        """What is in the cache leaves the context: somebody runs."""
         self._hear()
         self._leave(self._residents[:])
 
     def _leave(self, residents: Iterable[Resident]) -> None:
-        """Those of them that are at hand in the cache leave the context, where that makes the steps of others shorter."""
+        """Those of them that are in the cache leave the context, where that makes the steps of others shorter."""
         if not self._backend.capabilities.kv_on_device:
             for resident in residents:
-                if resident.state == "at hand":
+                if resident.exported:
                     self._drop(resident)
 
     def _stays(self, live: int) -> bool:
@@ -356,7 +351,7 @@ class SequencePool:
     def finish(self) -> None:
         """Export what is resident, waiting for room if it must: nothing else is going on any more."""
         while self._residents:
-            more = self.tick(busy=False, closing=True)
+            more = self.tick(busy=False)
             if not more and not (self.waiting and self.kv.wait(_CLOSE_S)):
                 return
 
@@ -397,14 +392,7 @@ class SequencePool:
     def _refused(self, resident: Resident) -> bool:
         """There was no room for it, and nothing has changed since."""
         changes = self.kv.budget.changes
-        if resident.state == "exported":
-            return not self._recalls or resident.recalled_as_of == changes
         return resident.state in ("awaiting", "refused") and resident.as_of == changes
-
-    @property
-    def _recalls(self) -> bool:
-        """Does a line that is on disk alone come into memory too, so that it may leave the context?"""
-        return not self._backend.capabilities.kv_on_device
 
     def _drop(self, resident: Resident) -> None:
         self._residents.remove(resident)
@@ -418,26 +406,13 @@ class SequencePool:
         changes = self.kv.budget.changes
         for resident in self._residents:
             if resident.exported and resident.as_of != changes:
-                resident.state, resident.as_of = self._copies(resident.tokens), changes
-
-    def _copies(self, tokens: Tokens) -> ResidentState:
-        if self.kv.lacks(tokens) is not None:
-            return "exporting"
-        return "at hand" if self.kv.at_hand(tokens) else "exported"
+                lacks = self.kv.lacks(resident.tokens)
+                resident.state, resident.as_of = "exported" if lacks is None else "exporting", changes
 
     def _export_all(self, resident: Resident) -> None:
         """Export what there is room for, now: its cells are needed, so what is still to be written is not waited for."""
         while not resident.exported and self._export_next(resident, force=True):
             pass
-
-    def _recall_next(self, resident: Resident, closing: bool) -> bool:
-        """Have one block of an exported line in memory again; False where that can't be or needn't."""
-        if closing or resident.state == "at hand" or self._refused(resident):
-            return False
-        recalled = self.kv.recall(resident.sequence, resident.tokens, resident.used)
-        resident.as_of = None  # looked at anew, whatever came of it
-        resident.recalled_as_of = None if recalled else self.kv.budget.changes
-        return recalled
 
     def _export_next(self, resident: Resident, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""

@@ -7,14 +7,14 @@ whole     one snapshot of everything at a point (models whose state can't be had
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 from localllm.engine.cache import restore as restoring
 from localllm.engine.cache.block import Block, MemoryBlock
 from localllm.engine.cache.budget import Budget, Room
 from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.restore import RestorePlan
-from localllm.engine.cache.tree import CachedPart, PrefixCache
+from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, edge, next_edge
 from localllm_backends.contract import Backend, BackendFailure
 
@@ -115,23 +115,6 @@ class KvStore:
             return len(line), len(line)
         return gap
 
-    def at_hand(self, line: Tokens) -> bool:
-        """Is all that is held of it in memory, but for what it has of another's block (after a restart often a token or a system
-        prompt), and what is computed anew as soon as read?"""
-        return next(self._only_on_disk(line), None) is None
-
-    def _only_on_disk(self, line: Tokens) -> Iterator[tuple[PrefixCache, CachedPart]]:
-        for tree in self.trees:
-            found = tree.peek(line)
-            if found.node is None or found.node.last_used == 0:
-                # States that others are near to are the first to go: two lines would have theirs in memory by turns, for ever.
-                continue
-            for part in found.parts:
-                block = part.block
-                whole = (part.start, part.stop) == (block.start, block.stop)
-                if whole and not block.held_bytes and part.n_tokens >= MIN_TOKENS and self.worth(block, part.n_tokens):
-                    yield tree, part
-
     def used(self, line: Tokens) -> None:
         """A line was used just now: what is held of it is the last to go. Of its states those that others are near to are
         the first to go."""
@@ -224,29 +207,6 @@ class KvStore:
             return "never"
         self._state_bytes = max(self._state_bytes, len(data))
         return self._insert(self.states, line, data, 0, used)
-
-    def recall(self, sequence: int, line: Tokens, used: int | None) -> bool:
-        """Hold in memory again what of `line` is on disk alone, one block of it, as `sequence` has it; False where there is no
-        room but what was used since."""
-        tree, part = next(self._only_on_disk(line), (None, None))
-        if tree is None or part is None:
-            return False
-        # Another line may have brought what they have in common, one that was used longer ago.
-        tree.used(line[: part.stop], used)
-        if not self.budget.displace(self._guess(part.n_tokens), used):
-            return False
-        try:
-            data = self._exported(tree, sequence, part)
-        except BackendFailure:
-            return False
-        if self.budget.displace(len(data), used):
-            tree.promote(part.block, data)
-        return part.block.held_bytes > 0
-
-    def _exported(self, tree: PrefixCache, sequence: int, part: CachedPart) -> bytes:
-        if tree is self.states and self._stateful is not None:
-            return self._stateful.export_state(sequence)
-        return self._backend.export_range(sequence, part.start, part.stop)
 
     def _guess(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have, in bytes."""

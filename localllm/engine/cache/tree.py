@@ -147,10 +147,6 @@ class PrefixCache:
         self._use(node, now)
         return found
 
-    def used(self, line: Tokens, at: int | None) -> None:
-        """What is held of `line` was used at that time, if not since (None: now)."""
-        self._use(self.peek(line).node, self.budget.uses if at is None else at)
-
     def thin(self, line: Tokens, apart: int, newest: int) -> None:
         """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `apart` to one
         before them, not among the `newest`, and not where lines part. Those go before anything else."""
@@ -280,11 +276,6 @@ class PrefixCache:
             return 0
         self.held_bytes -= held
         return held
-
-    def demotable(self, block: int) -> int:
-        """The bytes that `demote` would free."""
-        found, _ = self._users[block]
-        return found.held_bytes if found.has_copy else 0
 
     def losable(self, block: int, *, pending: bool) -> int:
         """The bytes that evicting a block frees; 0 for one that is about to have a copy, unless told `pending`."""
