@@ -56,7 +56,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "params": model.params_total,
         "active": model.params_active if model.experts is not None else model.params_total,
         "architecture": model.architecture,
-        "purposes": list(model.purposes) + (["coding"] if model.tool_format else []),
+        "purposes": list(model.purposes) + (["coding"] if model.calls_tools else []),
         "layers": len(model.layers),
         "hidden": model.hidden_size,
         "ffn": model.intermediate_size,
@@ -70,6 +70,7 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "ffn_matrices": model.ffn_matrices,
         "residual_streams": model.residual_streams if model.residual_streams > 1 else 0,
         "mtp_layers": model.mtp_layers,
+        "tools": model.calls_tools,
         "tokenizer": model.tokenizer_family,
         "tokenizer_pre": model.tokenizer_pre,
         "sampling": _sampling(model),
@@ -80,10 +81,8 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         said["lookup"] = {"params": model.lookup_params, "rows": model.lookup_rows, "bits": round(bits, 2)}
     if model.experts is not None:
         said["experts"] = _experts(model.experts)
-    if model.tool_format:
-        said["tools"] = {"format": model.tool_format}
-    if model.reasoning_tags:
-        said["reasoning"] = {"kind": model.reasoning_kind, "tags": list(model.reasoning_tags)}
+    if model.reasoning_kind != "none":
+        said["reasoning"] = {"kind": model.reasoning_kind}
     return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
 
 
@@ -106,9 +105,11 @@ def summary(model: Model) -> list[str]:
     """What a person wants to know of a new model, in sentence parts."""
     kinds = ", ".join(f"{sum(1 for _ in same)} {kind}" for kind, same in groupby(sorted(x.kind for x in model.layers)))
     lines = [f"new: {model.params_total / 1e9:.1f}B parameters, layers: {kinds}; context {model.native_context:,}"]
-    if model.tool_format or model.reasoning_tags:
-        thinks = f"thinks between {' and '.join(model.reasoning_tags)}" if model.reasoning_tags else "does not think"
-        lines.append(f"its template calls tools as {model.tool_format or 'nothing known'}, and {thinks}")
+    calls, reasons = model.calls_tools, model.reasoning_kind != "none"
+    if calls or reasons:
+        lines.append(
+            f"its template calls {'' if calls else 'no '}tools, and {'thinks' if reasons else 'does not think'}"
+        )
     if model.shape_warning:
         lines.append(model.shape_warning)
     return lines

@@ -61,7 +61,7 @@ def unsuited(model: Model, workload: Workload) -> str | None:
     if purpose == "autocomplete":
         return None if model.fim or "autocomplete" in model.purposes else "has no fill-in-the-middle training"
     if purpose == "coding":
-        coder = "coding" in model.purposes or model.tool_format is not None
+        coder = "coding" in model.purposes or model.calls_tools
         return None if coder else "is not trained to call tools"
     if purpose in ("chat", "reasoning", "long"):
         return None if "chat" in model.purposes else "is not a chat model"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from localllm_catalog import architectures, sampling, templates
+from localllm_catalog import architectures, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
@@ -45,7 +45,7 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
         tied_embeddings=model.tied_embeddings,
         variants=(variant,),
         shape_warning=model.shape_warning,
-        sampling=sampling.over(known.sampling, model.sampling),
+        sampling=stated.sampling_over(known.sampling, model.sampling),
     )
 
 
@@ -404,7 +404,6 @@ def _model(
 ) -> Model:
     name = header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem
     template = header.text("tokenizer.chat_template")
-    tags = templates.reasoning_tags(template)
     experts = _experts(facts, blocks)
     pre = header.text("tokenizer.ggml.pre")
     lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
@@ -431,10 +430,9 @@ def _model(
         purposes=purposes,
         tokenizer_family=architectures.TOKENIZERS.get(pre, pre),
         tokenizer_pre=pre,
-        tool_format=templates.tool_format(template),
-        reasoning_tags=tags,
-        reasoning_kind="hybrid" if tags else "none",
-        sampling=sampling.from_header(header.metadata),
+        calls_tools=stated.calls_tools(template),
+        reasoning_kind=stated.reasoning_kind(template),
+        sampling=stated.sampling_of_header(header.metadata),
         mtp_layers=facts.n_mtp,
         variants=(variant,),
         lookup_params=lookup,

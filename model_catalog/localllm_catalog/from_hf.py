@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from localllm_catalog import sampling, shapes, templates
+from localllm_catalog import shapes, stated
+from localllm_catalog.build import build_layers
 from localllm_catalog.errors import BadHeaderError, CatalogError
 from localllm_catalog.from_gguf import MAX_LAYERS, describe
-from localllm_catalog.layout import build_layers
 from localllm_catalog.quants import mlx_bits
 from localllm_catalog.types import Experts, Layer, LayerKind, Model, Variant
 
@@ -77,11 +77,11 @@ def model_from_config(
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
         raise BadHeaderError(f"config.json does not make sense: {error!r}", "the folder may be incomplete") from error
-    model = replace(_model(raw, layers, template), sampling=sampling.from_generation_config(generation or {}))
+    model = replace(_model(raw, layers, template), sampling=stated.sampling_of_config(generation or {}))
     variant = _variant(config, files, repo)
     total, active = shapes.count_params(model)
     if known is not None:
-        own = sampling.over(known.sampling, model.sampling)
+        own = stated.sampling_over(known.sampling, model.sampling)
         return replace(known, layers=layers, native_context=model.native_context, variants=(variant,), sampling=own)
     return replace(model, params_total=total, params_active=active, variants=(variant,))
 
@@ -271,7 +271,6 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
     if facts:
         keys = ("count", "active", "ffn", "shared", "shared_ffn", "dense_layers", "latent")
         experts = Experts(*(int(facts[key]) for key in keys))
-    tags = templates.reasoning_tags(template)
     known = raw["type"] in _KNOWN_PLAIN or set(raw["pattern"]) != {"full"}
     return Model(
         id=raw["id"],
@@ -289,9 +288,8 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
         tied_embeddings=raw["tied"],
         experts=experts,
         architecture=describe(layers, experts),
-        tool_format=templates.tool_format(template),
-        reasoning_tags=tags,
-        reasoning_kind="hybrid" if tags else "none",
+        calls_tools=stated.calls_tools(template),
+        reasoning_kind=stated.reasoning_kind(template),
         mtp_layers=raw["mtp_layers"],
         hf_repo=raw["repo"],
         ffn_matrices=raw["ffn_matrices"],

@@ -7,10 +7,11 @@ import os
 import re
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from email.message import Message
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 from urllib.parse import urlsplit
 
 from localllm_catalog.errors import SourceError
@@ -20,19 +21,19 @@ TIMEOUT_S = 30.0
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 
-class ByteSource(Protocol):
+class ByteSource(ABC):
     """Something with a name, a size in bytes, and ranges that can be read."""
 
     name: str
     size: int
     chunk: int
 
+    @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; SourceError if they cannot be had."""
-        ...
 
 
-class FileSource:
+class FileSource(ByteSource):
     """A local file, opened for each range (headers take a handful of them)."""
 
     chunk = 1 << 20
@@ -48,7 +49,6 @@ class FileSource:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
 
     def read(self, offset: int, length: int) -> bytes:
-        """See Source.read."""
         try:
             with self._path.open("rb") as file:
                 file.seek(offset)
@@ -60,7 +60,7 @@ class FileSource:
         return data
 
 
-class HttpSource:
+class HttpSource(ByteSource):
     """A file on a web server that answers range requests. `transferred` counts the body bytes fetched.
 
     `headers` (an Authorization for a gated repo) go to the first host only, never along a redirect to another.
@@ -80,7 +80,6 @@ class HttpSource:
         self._first = self._fetch(0, self.chunk)
 
     def read(self, offset: int, length: int) -> bytes:
-        """See Source.read."""
         if offset + length <= len(self._first):
             return self._first[offset : offset + length]
         return self._fetch(offset, length)

@@ -5,7 +5,7 @@ Not used when the catalog is loaded: importing pydantic would cost every command
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -78,19 +78,11 @@ class ExpertsTable(_Table):
     beside_dense: bool = False
 
 
-class Tools(_Table):
-    """Tool calls as the model's own template writes them."""
-
-    format: Text
-    markers: list[Text]
-
-
 class Reasoning(_Table):
     """Whether and how the model thinks aloud."""
 
     kind: Literal["always", "hybrid", "channels"]
-    tags: Annotated[list[Text], Field(min_length=2, max_length=2)] | None = None
-    control: Text | None = None
+    tags: list[Text] = []  # in files of earlier releases
 
 
 class SamplingTable(_Table):
@@ -222,7 +214,7 @@ class ModelTable(_Table):
     params_note: Text | None = None
     tokenizer: Text
     tokenizer_pre: Text | None = None
-    tools: Tools | None = None
+    tools: bool | dict[str, Any] = False  # a table in files of earlier releases
     reasoning: Reasoning | None = None
     fim: dict[Literal["prefix", "suffix", "middle", "order"], Text] = {}
     sampling: SamplingWithSource | None = None

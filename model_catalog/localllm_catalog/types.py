@@ -154,7 +154,7 @@ class Model:
     `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come with a gate of their
     size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by shapes above 3 %.
     `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known here).
-    `external_drafts`: published draft models outside this catalog, as the hub names them.
+    `calls_tools`: its template offers tools. `external_drafts`: published draft models outside this catalog, as the hub names them.
     """
 
     id: str
@@ -177,8 +177,7 @@ class Model:
     modality: tuple[str, ...] = ("text",)
     purposes: tuple[Purpose, ...] = ("chat",)
     tokenizer_family: str = ""
-    tool_format: str | None = None
-    reasoning_tags: tuple[str, str] | None = None
+    calls_tools: bool = False
     reasoning_kind: str = "none"
     fim: dict[str, str] = field(default_factory=dict)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -200,9 +199,18 @@ class Model:
     attention_gate: bool = False
     q_rank: int = 0
     params_note: str = ""
-    tool_markers: tuple[str, ...] = ()
-    reasoning_control: str = ""
     sampling_non_thinking: SamplingDefaults | None = None
     external_drafts: tuple[str, ...] = ()
     tokenizer_pre: str = ""
     shape_warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FactSource:
+    """Where a fact comes from: `kind` measured / self-reported / estimate, the date it was published or copied."""
+
+    label: str
+    title: str
+    url: str
+    date: str
+    kind: str = ""

@@ -124,8 +124,8 @@ def test_the_variant_has_the_folders_bytes() -> None:
 
 def test_a_template_tells_tools_and_reasoning() -> None:
     model = model_from_config(QWEN3_8B, FILES, template="{% if x %}<tool_call>{% endif %}<think>")
-    assert model.tool_format == "hermes-json"
-    assert model.reasoning_tags == ("<think>", "</think>")
+    assert model.calls_tools
+    assert model.reasoning_kind == "hybrid"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm_catalog import catalog, check, shapes
+from localllm_catalog import build, catalog, check, shapes
 from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.schema import ModelTable
 
@@ -76,7 +76,7 @@ def test_the_schema_check_finds_nothing_to_complain_about(capsys: pytest.Capture
 
 
 def test_loader_and_schema_know_the_same_keys() -> None:
-    assert {*ModelTable.model_fields, "_file"} == catalog.MODEL_KEYS
+    assert {*ModelTable.model_fields, "_file"} == build.MODEL_KEYS
 
 
 def test_the_whole_catalog_loads_within_its_budget() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm_catalog import catalog, templates
+from localllm_catalog import catalog, stated
+from localllm_catalog.build import check_file, check_repo
 from localllm_catalog.errors import BadCatalogError
-from localllm_catalog.names import check_file, check_repo
 
 BAD_FILES = [
     "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y", "x\ny",
@@ -50,15 +50,16 @@ def test_what_passes_stays_inside_its_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "tags"),
+    ("template", "calls", "kind"),
     [
-        ("<tool_call>\n<function=", "qwen3-coder-xml", None),
-        ("<tool_call>{{x}}</tool_call> <think>", "hermes-json", ("<think>", "</think>")),
-        ("[TOOL_CALLS][ARGS][THINK]", "mistral", ("[THINK]", "[/THINK]")),
-        ("<|channel|>analysis to=functions.x", "harmony", ("<|channel|>analysis", "<|channel|>final")),
-        ("{{ messages }}", None, None),
+        ("<tool_call>\n<function=", True, "none"),
+        ("<tool_call>{{x}}</tool_call> <think>", True, "hybrid"),
+        ("{% if tools %}[TOOL_CALLS][ARGS][THINK]", True, "hybrid"),
+        ("{% if tools %}<|channel|>analysis to=functions.x", True, "hybrid"),
+        ("{{ messages }}", False, "none"),
+        ("{{ message.reasoning_content }} I think", False, "none"),
     ],
 )
-def test_templates_give_themselves_away(template: str, tools: str | None, tags: tuple[str, str] | None) -> None:
-    assert templates.tool_format(template) == tools
-    assert templates.reasoning_tags(template) == tags
+def test_templates_give_themselves_away(template: str, calls: bool, kind: str) -> None:
+    assert stated.calls_tools(template) == calls
+    assert stated.reasoning_kind(template) == kind

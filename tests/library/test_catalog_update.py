@@ -183,8 +183,8 @@ def test_experts_and_template_of_a_new_model_are_read_too(hub: Hub, tmp_path: Pa
     run("update", "somebody/Mixed-GGUF")
     added = load_catalog().by_id["mixed"]
     assert added.experts == read.experts
-    assert (added.tool_format, added.reasoning_tags, added.sampling) == (
-        read.tool_format, read.reasoning_tags, read.sampling,
+    assert (added.calls_tools, added.reasoning_kind, added.sampling) == (
+        read.calls_tools, read.reasoning_kind, read.sampling,
     )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-"""The sampling that a model's own files state: `general.sampling.*` of a GGUF header, generation_config.json of a folder.
+"""What a model's own files state beside its shapes: sampling, and what the chat template tells of it.
 
-Names and meanings are those of https://github.com/ggml-org/llama.cpp src/llama-arch.cpp.
-What a file states is untrusted: a number outside its range counts as not stated.
+Sampling: `general.sampling.*` of a GGUF header (https://github.com/ggml-org/llama.cpp src/llama-arch.cpp) and
+generation_config.json of a folder. It is untrusted: a number outside its range counts as not stated.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -23,19 +24,19 @@ _STATED: Mapping[str, tuple[str, str, float, float]] = {
 }
 
 
-def from_header(metadata: Mapping[str, Any]) -> SamplingDefaults:
+def sampling_of_header(metadata: Mapping[str, Any]) -> SamplingDefaults:
     """What a GGUF header's metadata states."""
     named = {name: metadata.get(f"general.sampling.{gguf}") for name, (gguf, *_) in _STATED.items()}
     return _bounded(named, "the file's own header")
 
 
-def from_generation_config(config: Mapping[str, Any]) -> SamplingDefaults:
+def sampling_of_config(config: Mapping[str, Any]) -> SamplingDefaults:
     """What a generation_config.json states."""
     named = {name: config.get(theirs) for name, (_, theirs, *_) in _STATED.items()}
     return _bounded(named, "generation_config.json")
 
 
-def over(first: SamplingDefaults, second: SamplingDefaults) -> SamplingDefaults:
+def sampling_over(first: SamplingDefaults, second: SamplingDefaults) -> SamplingDefaults:
     """`first`, and where it states nothing, `second`."""
     unsaid = [f.name for f in fields(first) if getattr(first, f.name) in (None, "")]
     return replace(first, **{name: getattr(second, name) for name in unsaid})
@@ -50,3 +51,17 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
             # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
             kept[name] = int(value) if name == "top_k" else round(float(value), 6)
     return SamplingDefaults(**kept, source=source) if kept else SamplingDefaults()
+
+
+# A tag named for thinking, in any family's spelling, or gpt-oss's channel of it.
+_REASONING = re.compile(r"[<\[|>:_/](?:think|thought)|<\|channel\|>analysis", re.IGNORECASE)
+
+
+def calls_tools(template: str) -> bool:
+    """True where a chat template offers tools, or writes calls of them. In which notation is the server's business."""
+    return "tools" in template or "tool_call" in template
+
+
+def reasoning_kind(template: str) -> str:
+    """Whether a chat template knows of reasoning, in the catalog's word."""
+    return "hybrid" if _REASONING.search(template) else "none"

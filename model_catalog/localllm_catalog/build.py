@@ -1,0 +1,349 @@
+"""Makes a Model of one [[models]] table: a Layer for each layer from the short shape facts (pattern, windows, recurrent
+sizes), and a Variant for each file. What a repository or a file is called may become a path, so names are checked."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from localllm_catalog import quants, shapes
+from localllm_catalog.errors import BadCatalogError, CatalogError
+from localllm_catalog.types import (
+    ESTIMATED,
+    Experts,
+    FactSource,
+    FfnKind,
+    ImageTokens,
+    Layer,
+    LayerKind,
+    Model,
+    Purpose,
+    Quality,
+    SamplingDefaults,
+    Variant,
+)
+
+# The keys of a [[models]] table; schema.ModelTable says what each holds (and a test that the two agree).
+MODEL_KEYS = frozenset({
+    "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active", "architecture",
+    "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context",
+    "tied", "pattern", "layer_list", "sliding", "full", "shared_kv_layers", "shared_kv_ffn", "per_layer_embedding", "lookup", "mla",
+    "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks", "mtp_layers", "vision_params",
+    "image_tokens",
+    "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling",
+    "drafts", "external_drafts", "quality", "notes", "sources", "gguf", "mlx", "_file",
+})  # fmt: skip
+
+
+def build_model(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+    """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or wrong."""
+    unknown = sorted(raw.keys() - MODEL_KEYS)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see the README in model_catalog/"
+        raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a key of a model", hint)
+    try:
+        return _with_variants(_build(raw, sources), raw, sources)
+    except KeyError as error:
+        raise BadCatalogError(f"{raw['_file']}: {raw['id']} does not say {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error}") from error
+    except CatalogError as error:
+        raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error.message}", error.hint) from error
+
+
+def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+    reasoning = raw.get("reasoning", {})
+    total = int(raw["params"])
+    sampling = raw.get("sampling", {})
+    return Model(
+        id=raw["id"],
+        name=raw["name"],
+        family=raw["family"],
+        params_total=total,
+        params_active=int(raw.get("active", total)),
+        layers=build_layers(raw),
+        hidden_size=int(raw["hidden"]),
+        intermediate_size=int(raw.get("ffn", 0)),
+        n_heads=int(raw["heads"]),
+        head_dim=int(raw["head_dim"]),
+        vocab_size=int(raw["vocab"]),
+        native_context=int(raw["context"]),
+        tied_embeddings=bool(raw.get("tied", False)),
+        experts=_experts(raw["experts"]) if "experts" in raw else None,
+        architecture=raw.get("architecture", "dense"),
+        release_date=raw.get("release_date", ""),
+        licence=raw.get("licence", ""),
+        modality=tuple(raw.get("modality", ("text",))),
+        purposes=tuple(cast("list[Purpose]", raw.get("purposes", ["chat"]))),
+        tokenizer_family=raw.get("tokenizer", ""),
+        tokenizer_pre=raw.get("tokenizer_pre", ""),
+        calls_tools=bool(raw.get("tools", False)),
+        reasoning_kind=reasoning.get("kind", "none"),
+        fim=dict(raw.get("fim", {})),
+        sampling=_sampling(sampling),
+        sampling_non_thinking=_sampling(sampling["non_thinking"]) if "non_thinking" in sampling else None,
+        mtp_layers=int(raw.get("mtp_layers", 0)),
+        drafts=tuple(raw.get("drafts", ())),
+        external_drafts=tuple(raw.get("external_drafts", ())),
+        quality=tuple(_quality(raw.get("quality", {}), sources)),
+        hf_repo=raw.get("hf_repo", ""),
+        notes=raw.get("notes", ""),
+        sources=tuple(raw.get("sources", ())),
+        extra_params=int(raw.get("vision_params", 0)) + int(raw.get("mtp_params", 0)),
+        vision_params=int(raw.get("vision_params", 0)),
+        image_tokens=_image_tokens(raw["image_tokens"]) if "image_tokens" in raw else None,
+        lookup_params=int(raw.get("per_layer_embedding", 0)) * int(raw["layers"]) * int(raw["vocab"])
+        + int(raw.get("lookup", {}).get("params", 0)),
+        lookup_rows=int(raw.get("lookup", {}).get("rows", 1)),
+        lookup_bits=float(raw.get("lookup", {}).get("bits", 0.0)),
+        ffn_matrices=int(raw.get("ffn_matrices", 3)),
+        residual_streams=int(raw.get("residual_streams", 1)),
+        attention_gate=bool(raw.get("attention_gate", False)),
+        q_rank=int(raw.get("mla", {}).get("q_rank", 0)),
+        params_note=raw.get("params_note", ""),
+    )
+
+
+def _image_tokens(facts: Mapping[str, Any]) -> ImageTokens:
+    if int(facts["least"]) > int(facts["most"]):
+        raise BadCatalogError(f"an image can't be from {facts['least']} to {facts['most']} tokens")
+    return ImageTokens(int(facts["least"]), int(facts["most"]), int(facts.get("side", 0)))
+
+
+def _experts(facts: Mapping[str, Any]) -> Experts:
+    if int(facts["active"]) > int(facts["count"]):
+        raise BadCatalogError(f"{facts['active']} of {facts['count']} experts can't be active")
+    return Experts(
+        n_experts=int(facts["count"]),
+        n_active=int(facts["active"]),
+        intermediate=int(facts["ffn"]),
+        n_shared=int(facts.get("shared", 0)),
+        shared_intermediate=int(facts.get("shared_ffn", 0)),
+        n_dense_layers=int(facts.get("dense_layers", 0)),
+        latent_size=int(facts.get("latent", 0)),
+    )
+
+
+def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
+    known = {key: value for key, value in facts.items() if key != "non_thinking"}
+    return SamplingDefaults(**known)
+
+
+def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, FactSource]) -> Iterator[Quality]:
+    for label, scores in table.items():
+        source = sources[label]
+        for benchmark, score in scores.items():
+            where = f"{source.title} {source.url}".strip()
+            yield Quality(benchmark, float(score), source.date, where, source.kind)
+
+
+# --- variants -------------------------------------------------------------------------------------------------------
+
+
+def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+    variants = [
+        *_gguf_variants(model, raw.get("gguf", ()), sources),
+        *_mlx_variants(model, raw.get("mlx", ()), sources),
+    ]
+    return replace(model, variants=tuple(variants))
+
+
+def _gguf_variants(
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
+) -> Iterator[Variant]:
+    for table in tables:
+        source = sources[table["source"]].title if "source" in table else ""
+        for quant, size in table.get("bytes", {}).items():
+            yield _gguf(table, quant, int(size), True, source)
+        for quant, size in table.get("about", {}).items():
+            yield _gguf(table, quant, int(size), False, source)
+        for quant in table.get("estimate", ()):
+            if quant not in quants.MIXTURES:
+                raise BadCatalogError(f"no bits are known for {quant}", "give its size under bytes or about")
+            yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
+
+
+def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str) -> Variant:
+    names = table.get("files", {}).get(quant)
+    if names is None:
+        names = [table["file"].replace("{quant}", quant)] if "file" in table else []
+    return Variant(
+        "gguf",
+        quant,
+        check_repo(table["repo"]),
+        tuple(check_file(name) for name in names),
+        size,
+        exact,
+        mmproj_file=check_file(table["mmproj"]) if "mmproj" in table else "",
+        mmproj_bytes=int(table.get("mmproj_bytes", 0)),
+        source=source,
+    )
+
+
+def _mlx_variants(
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
+) -> Iterator[Variant]:
+    for table in tables:
+        repo, quant = check_repo(table["repo"]), table["quant"]
+        size = table.get("bytes", table.get("about"))
+        if size is None:
+            size, source = shapes.estimate_mlx_bytes(model, quant), ESTIMATED
+        else:
+            source = sources[table["source"]].title if "source" in table else ""
+        yield Variant("mlx", quant, repo, (), int(size), "bytes" in table, source=source)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r"(full|sliding|mla|recurrent|none)(?:\*([1-9][0-9]{0,3}))?")
+
+
+def expand_pattern(pattern: list[str], n_layers: int) -> list[LayerKind]:
+    """["sliding*5", "full"] for 8 layers: sliding ×5, full, sliding ×2. A pattern as long as the model is used as is.
+
+    Raises BadCatalogError for an unknown word or a pattern longer than the model.
+    """
+    kinds: list[LayerKind] = []
+    for token in pattern:
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise BadCatalogError(
+                f"{token!r} is not a layer pattern",
+                'write "full", "sliding", "mla", "recurrent" or "none", with "*N" to repeat',
+            )
+        kinds += [cast(LayerKind, match[1])] * int(match[2] or 1)
+    if not kinds or len(kinds) > n_layers:
+        raise BadCatalogError(f"the pattern names {len(kinds)} layers, the model has {n_layers}")
+    return [kinds[i % len(kinds)] for i in range(n_layers)]
+
+
+def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
+    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, short_conv or kda.
+
+    State: https://github.com/ggml-org/llama.cpp src/llama-hparams.cpp (n_embd_r + n_embd_s). Weights: the layers of
+    https://github.com/ml-explore/mlx-lm models/{qwen3_next,nemotron_h,lfm2,bailing_moe_v3}.py, 0.32.2.
+    """
+    kind = facts["kind"]
+    conv = int(facts["conv"])
+    if kind == "short_conv":
+        return hidden * (conv - 1), hidden * 3 * hidden + hidden * conv + hidden * hidden
+    if kind == "gated_delta":
+        state = int(facts["state"])
+        value_heads, key_heads = int(facts["value_heads"]), int(facts["key_heads"])
+        values, keys = value_heads * state, key_heads * state
+        channels = values + 2 * keys
+        weights = hidden * (channels + values + 2 * value_heads) + channels * conv + values * hidden + 2 * value_heads
+        return (conv - 1) * channels + state * values, weights + state
+    if kind == "mamba2":
+        inner, state, groups, heads = (int(facts[key]) for key in ("inner", "state", "groups", "heads"))
+        channels = inner + 2 * groups * state
+        weights = hidden * (inner + channels + heads) + channels * (conv + 1) + inner * hidden + inner + 3 * heads
+        return (conv - 1) * channels + state * inner, weights
+    if kind == "kda":
+        heads, size = int(facts["heads"]), int(facts["state"])
+        width = heads * size
+        # q, k, v and output projections are hidden × width; so are the forget and the output gate, or through a rank.
+        rank = int(facts.get("gate_rank", 0))
+        gates = 2 * (hidden + width) * rank if rank else 2 * hidden * width
+        weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
+        return 3 * (conv - 1) * width + size * width, weights
+    raise BadCatalogError(f"{kind!r} is not a recurrent kind", "known: gated_delta, mamba2, short_conv, kda")
+
+
+def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """The layers of one [[models]] table. Raises BadCatalogError, or KeyError naming a missing fact."""
+    n_layers = int(raw["layers"])
+    if "layer_list" in raw:
+        return _listed(raw["layer_list"], n_layers)
+    kinds = expand_pattern(raw.get("pattern", ["full"]), n_layers)
+    experts = raw.get("experts")
+    shared_from = n_layers - int(raw.get("shared_kv_layers", 0))
+    dense_until = int(experts.get("dense_layers", 0)) if experts else n_layers
+    made: dict[tuple[LayerKind, bool, bool], Layer] = {}
+    layers = []
+    for index, kind in enumerate(kinds):
+        key = (kind, index >= shared_from, index < dense_until)
+        if key not in made:
+            made[key] = _layer(raw, *key)
+        layers.append(made[key])
+    return tuple(layers)
+
+
+def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
+    """Layers that are given one by one, as often as each says: what was read from a file's header."""
+    layers = [
+        layer for row in rows for layer in [Layer(**{k: v for k, v in row.items() if k != "times"})] * row["times"]
+    ]
+    if len(layers) != n_layers:
+        raise BadCatalogError(f"{len(layers)} layers are listed, the model has {n_layers}")
+    return tuple(layers)
+
+
+def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool) -> Layer:
+    ffn: FfnKind = "dense" if dense else "experts"
+    if not dense and raw["experts"].get("beside_dense"):
+        ffn = "both"
+    if raw.get("split_blocks") and kind != "none":
+        ffn = "none"
+    width = int(raw.get("shared_kv_ffn", 0)) if shares_kv else 0
+    if kind == "none":
+        return Layer("none", ffn=ffn, intermediate=width)
+    if kind == "recurrent":
+        state, weights = recurrent_sizes(raw["recurrent"], int(raw["hidden"]))
+        return Layer("recurrent", state_elements=state, mixer_params=weights, ffn=ffn, intermediate=width)
+    if kind == "mla":
+        mla = raw["mla"]
+        return Layer(
+            "mla",
+            n_kv_heads=1,
+            head_dim_k=int(mla["nope"]) + int(mla["rope"]),
+            head_dim_v=int(mla["v"]),
+            mla_rank=int(mla["rank"]),
+            mla_rope_dim=int(mla["rope"]),
+            ffn=ffn,
+            intermediate=width,
+            index_dim=int(mla.get("index_dim", 0)),
+        )
+    own = raw.get(kind, {})
+    head_dim = int(own.get("head_dim", raw["head_dim"]))
+    # Per-layer embeddings (Gemma 3n, 4): an input gate, a projection back, and this layer's share of the model's one.
+    per_layer = 3 * int(raw["hidden"]) * int(raw.get("per_layer_embedding", 0))
+    return Layer(
+        kind,
+        n_kv_heads=int(own.get("kv_heads", raw["kv_heads"])),
+        head_dim_k=head_dim,
+        head_dim_v=head_dim,
+        window=int(own["window"]) if kind == "sliding" else 0,
+        shares_kv=shares_kv,
+        n_heads=int(own.get("heads", 0)),
+        ffn=ffn,
+        intermediate=width,
+        mixer_params=per_layer,
+        v_is_k=bool(own.get("v_is_k", False)),
+        index_dim=int(own.get("index_dim", 0)),
+    )
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}|pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
+
+
+def check_repo(repo: str) -> str:
+    """`repo` if it is "org/name" or "pypi:package"; BadCatalogError for anything a path could hide in."""
+    if _REPO.fullmatch(repo) is None or ".." in repo:
+        raise BadCatalogError(f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"')
+    return repo
+
+
+def check_file(name: str) -> str:
+    """`name` if it is a plain relative path inside a repository; BadCatalogError for .., roots, drives and the like."""
+    parts = name.split("/")
+    if len(parts) > 4 or not all(_PART.fullmatch(part) and ".." not in part for part in parts):
+        raise BadCatalogError(f"{name[:80]!r} is not a file name of a repository", "names are relative, without ..")
+    return name
