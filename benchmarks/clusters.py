@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner_fit.rows import variant_of
-from localllm.cli.recommend_cluster import machines
+from localllm.cli.recommend.cluster import machines
 from localllm.planner import cluster, sharing
 from localllm.planner.types import Range, RunSettings
 from localllm_catalog import catalog

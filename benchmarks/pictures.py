@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from localllm.cli import engines
-from localllm.cli.model_desk import ModelDesk
+from localllm.cli.chat import engines
+from localllm.cli.chat.model_service import ModelDesk
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.client import ChatClient

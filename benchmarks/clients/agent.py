@@ -15,7 +15,7 @@ from typing import Literal
 import psutil
 
 from benchmarks.clients.brain import DONE, NEW, OLD, TASK, TEXT, Worker
-from localllm.cli.connect import write_file
+from localllm.cli.commands.connect import write_file
 from localllm.cli.editors.recipes import RECIPES, Recipe, Target
 
 

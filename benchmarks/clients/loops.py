@@ -30,7 +30,7 @@ from benchmarks.clients.brain import Worker
 from benchmarks.clients.model import ScriptedModel
 from benchmarks.clients.notations import NOTATIONS, Notation
 from benchmarks.clients.recorder import Exchange, Recorder
-from localllm.cli.connect import _target
+from localllm.cli.commands.connect import _target
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 

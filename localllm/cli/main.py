@@ -18,7 +18,7 @@ _EPILOG = (
     "6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
 )
 
-# By name: where it is under localllm.cli (a function, or a group of commands), and a summary of its own where a line of 80
+# By name: where it is under localllm.cli.commands (a function, or a group of commands), and a summary of its own where a line of 80
 # columns would cut the first sentence of its help.
 _COMMANDS = {
     "chat": ("chat:chat", None),
@@ -61,11 +61,11 @@ def _root(
     """Without a command: the chat on the best model at hand."""
     if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
-    from localllm.cli import engine_build
+    from localllm.cli.compose import engine_builds as engine_build
 
     engine_build.activate(context.invoked_subcommand)
     if context.invoked_subcommand is None:
-        from localllm.cli import chat
+        from localllm.cli.commands import chat
 
         chat.chat()
 
@@ -93,7 +93,7 @@ def command_line(only: str | None = None) -> typer.Typer:
     for name in (only,) if only in _COMMANDS else _COMMANDS:
         place, summary = _COMMANDS[name]
         module, _, attribute = place.partition(":")
-        command = getattr(import_module(f"localllm.cli.{module}"), attribute)
+        command = getattr(import_module(f"localllm.cli.commands.{module}"), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

@@ -81,7 +81,7 @@ class WindowsTasks:
 def task(service: Service, user: str) -> str:
     """A task's definition (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema).
 
-    Task Scheduler sets no environment: `localllm service run` is told it by its arguments (cli/service.py)."""
+    Task Scheduler sets no environment: `localllm service run` is told it by its arguments (cli/commands/service.py)."""
     program, *arguments = service.command
     return f"""\
 <?xml version="1.0" encoding="UTF-16"?>

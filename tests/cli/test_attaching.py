@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import attaching, engines, running
-from localllm.cli.server_key import kept_key
+from localllm.cli.chat import attach as attaching
+from localllm.cli.chat import engines
+from localllm.cli.compose.api_keys import kept_key
+from localllm.cli.serve import running
 from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.server.http.settings import ServerSettings
 from tui.scripted_sse import ScriptedServer

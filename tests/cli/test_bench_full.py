@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from localllm.bench import plot
-from localllm.cli import bench, bench_compare, bench_full, everything
+from localllm.cli import everything
+from localllm.cli.bench import compare as bench_compare
+from localllm.cli.bench import full as bench_full
+from localllm.cli.commands import bench
 from localllm.errors import UsageError
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli import bench, measurements
+from localllm.cli.commands import bench
+from localllm.cli.compose import measurements
 from localllm_catalog import catalog
 
 MODELS = {m.id: m for m in catalog.load().models}

@@ -12,7 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from localllm.cli import bench, bench_speculation, measurements
+from localllm.cli.bench import speculation as bench_speculation
+from localllm.cli.commands import bench
+from localllm.cli.compose import measurements
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec

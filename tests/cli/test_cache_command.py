@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from engine.drive import GREEDY, run, settle
 from localllm import paths
-from localllm.cli import models
+from localllm.cli.commands import models
 from localllm.cli.everything import app
 from localllm.engine.core import Engine, EngineSettings
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError

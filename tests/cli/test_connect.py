@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from benchmarks.clients.agents import AGENTS
-from localllm.cli import connect as command
+from localllm.cli.commands import connect as command
+from localllm.cli.compose.api_keys import kept_key, key_path
 from localllm.cli.editors.recipes import RECIPES, ConfigFile, Probe, Target
-from localllm.cli.server_key import kept_key, key_path
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.models.router import ServedModel

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import pace_history
-from localllm.cli.doctor_runs import speed_checks, token_checks
-from localllm.cli.pace_history import Start
+from localllm.cli.doctor_checks import speed_checks, token_checks
+from localllm.cli.serve import decode_speed as pace_history
+from localllm.cli.serve.decode_speed import Start
 from localllm.device.ggml import Build
 from localllm.library import starter
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.launch import load_spec, prepare, run_settings
+from localllm.cli.compose.load_plan import load_spec, prepare, run_settings
 from localllm.engine.worker import backends
 from localllm.settings import Settings
 

@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli.asked import device_named
+from localllm.cli.compose.plan_inputs import device_named
+from localllm.cli.compose.projector import that_see
 from localllm.cli.everything import app
-from localllm.cli.seeing import that_see
 from localllm.library.catalog import load_catalog
 from localllm.planner import memory
 from localllm.planner.plan import Overrides, settings_for

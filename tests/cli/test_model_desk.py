@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.model_desk import ModelDesk
+from localllm.cli.chat.model_service import ModelDesk
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library import store
 from localllm_tui.control.desk import Wish

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from localllm import paths
-from localllm.cli.presets import KEYS, load_presets
-from localllm.cli.serve_models import router_of
+from localllm.cli.compose.model_router import router_of
+from localllm.cli.compose.presets import KEYS, load_presets
 from localllm.engine.messages import Generation
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import ModelNotFoundError, UsageError

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from localllm import paths
-from localllm.cli.background_server import background_server
-from localllm.cli.launch import own_sampling, prepare
+from localllm.cli.chat.own_server import background_server
+from localllm.cli.compose.load_plan import own_sampling, prepare
 from localllm.engine.messages import Sampling
 from localllm.library.catalog import load_catalog
 from localllm.settings import Settings

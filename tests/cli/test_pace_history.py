@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli import pace_history
-from localllm.cli.offers import planned
-from localllm.cli.pace_history import Start, Verdict, depth_bin, judge, notice, steps_of
-from localllm.cli.pace_watch import PaceWatch
+from localllm.cli.compose.served_models import planned
+from localllm.cli.serve import decode_speed as pace_history
+from localllm.cli.serve.decode_speed import Start, Verdict, depth_bin, judge, notice, steps_of
+from localllm.cli.serve.decode_speed_watch import PaceWatch
 from localllm.device.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.model_list import entry as model_entry
@@ -90,7 +90,7 @@ def test_the_history_is_kept_and_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     """One start of `model` that writes `tokens`; whether it could be judged."""
-    from localllm.cli.launch import prepare
+    from localllm.cli.compose.load_plan import prepare
     from localllm.settings import Settings
 
     launch = prepare(str(model), Settings({"context": 1024}))

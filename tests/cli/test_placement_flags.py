@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from localllm.cli.compose.file_plan import check_wish, wish
+from localllm.cli.compose.load_plan import load_spec, prepare, run_settings
 from localllm.cli.everything import app
-from localllm.cli.launch import load_spec, prepare, run_settings
-from localllm.cli.planning import check_wish, wish
 from localllm.device.named import resolve
 from localllm.errors import UsageError
 from localllm.planner.placing import Wish

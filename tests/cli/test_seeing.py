@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli import launch as launching
-from localllm.cli.launch import prepare
+from localllm.cli.compose import load_plan as launching
+from localllm.cli.compose.load_plan import prepare
 from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.library.catalog import read_header
 from localllm.planner.projector import projector_bytes

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.cli.launch import prepare_all
-from localllm.cli.serve_models import router_for
+from localllm.cli.compose.load_plan import prepare_all
+from localllm.cli.compose.model_router import router_for
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.planner.types import Plan
@@ -75,7 +75,7 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 ) -> None:
     import dataclasses
 
-    from localllm.cli import launch
+    from localllm.cli.compose import load_plan as launch
 
     real = launch.plan_local
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from localllm import paths
 from localllm.cli.everything import app
-from localllm.cli.running import published
-from localllm.cli.service_made import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
+from localllm.cli.serve.running import published
+from localllm.cli.service_unit import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
 from localllm.service.errors import ServiceError
@@ -163,7 +163,7 @@ def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(monkey
 _GIVEN = """
 import os, sys
 os.environ["LISTEN_PID"] = str(os.getpid())
-from localllm.cli.serve_doors import listening
+from localllm.cli.serve.listening import listening
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
 from localllm.service.errors import ServiceError

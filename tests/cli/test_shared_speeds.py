@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from localllm.cli import bench, measurements, recommend, shared_speeds
+from localllm.cli.commands import bench, recommend
+from localllm.cli.compose import measurements, shared_speeds
 from localllm.errors import UsageError
 
 app = typer.Typer()

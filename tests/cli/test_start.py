@@ -21,7 +21,7 @@ NOT_NEEDED = (
     "llama_cpp",
     "concurrent.futures",
     "pydantic",
-    "localllm.cli.bench",
+    "localllm.cli.commands.bench",
 )
 SCRIPT = """
 import contextlib, gc, io, json, sys

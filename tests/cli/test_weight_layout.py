@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.launch import prepare
+from localllm.cli.compose.load_plan import prepare
 from localllm.device.detect import detect
 from localllm.device.probes import matrix_rate
 from localllm.device.probes.matrix_rate import Measurement

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from device import recordings
-from localllm.cli import device as device_command
-from localllm.cli import doctor as doctor_command
+from localllm.cli.commands import device as device_command
+from localllm.cli.commands import doctor as doctor_command
 from localllm.device.describe import device_to_json
 from localllm.device.health import BuildFacts, Check, HealthFacts, WorkerProcess, judge
 from localllm.device.machines import identify

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.drive import GREEDY, run, settle
-from localllm.cli import doctor
+from localllm.cli.commands import doctor
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.host import kv_evidence
 from localllm.planner.kv_choice import KvEvidence, ladder, passes, why

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from library.hub import Hub, Repo
-from localllm.cli import catalog as command
-from localllm.cli.recommend_view import table
+from localllm.cli.commands import catalog as command
+from localllm.cli.recommend.view import table
 from localllm.device.named import resolve
 from localllm.errors import DownloadError, UsageError
 from localllm.library import catalog_update

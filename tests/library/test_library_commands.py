@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from library.hub import Hub, Schedule
-from localllm.cli import models, pull
+from localllm.cli.commands import models, pull
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library import hf_cache, store
 from localllm.library.progress import DownloadMeter, DownloadProgress

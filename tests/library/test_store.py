@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli import models as models_command
+from localllm.cli.commands import models as models_command
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
 from localllm.library import hf_cache, places, starter, store
 from localllm.library.resolve import resolve

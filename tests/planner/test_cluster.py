@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.clusters import compared
 from localllm.cli.everything import app
-from localllm.cli.recommend_cluster import machines
+from localllm.cli.recommend.cluster import machines
 from localllm.device.named import resolve
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.launch import prepare
+from localllm.cli.compose.load_plan import prepare
 from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.planner import drafting

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks.clusters import compared
 from localllm.cli.everything import app
-from localllm.cli.recommend_cluster import machines
+from localllm.cli.recommend.cluster import machines
 from localllm.library.catalog import load_catalog
 from localllm.planner import cluster, sharing
 from localllm.planner.types import RunSettings

@@ -14,9 +14,9 @@ import numpy as np
 import openai
 import pytest
 
-from localllm.cli.background_server import background_server
-from localllm.cli.launch import pooled_use, prepare, prepare_all
-from localllm.cli.serve_models import router_for
+from localllm.cli.chat.own_server import background_server
+from localllm.cli.compose.load_plan import pooled_use, prepare, prepare_all
+from localllm.cli.compose.model_router import router_for
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError

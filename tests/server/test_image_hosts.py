@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.serve_doors import server_settings
+from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
 from localllm.server.generation import image_fetching as fetching
 from localllm.server.http.names import image_host

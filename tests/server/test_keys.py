@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.others import load_keys, load_upstreams
+from localllm.cli.compose.upstreams import load_keys, load_upstreams
 from localllm.errors import UsageError
 from localllm.server.http.accounts import Account, KeyLimits, NamedKey, RateLimitError, TokenBucket, digest_of
 from localllm.server.http.settings import ServerSettings

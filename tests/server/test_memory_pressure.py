@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli import launch
-from localllm.cli.launch import prepare, prepare_all
-from localllm.cli.serve_models import router_for
+from localllm.cli.compose import load_plan as launch
+from localllm.cli.compose.load_plan import prepare, prepare_all
+from localllm.cli.compose.model_router import router_for
 from localllm.engine.host import memory as memory_guard
 from localllm.errors import BusyError, DoesNotFitError
 from localllm.server.app import create_app

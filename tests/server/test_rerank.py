@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.launch import prepare_all
-from localllm.cli.serve_models import router_for
+from localllm.cli.compose.load_plan import prepare_all
+from localllm.cli.compose.model_router import router_for
 from localllm.settings import Settings
 from models.tiny_bert import CTX, write_bert
 from support.http_server import running_server

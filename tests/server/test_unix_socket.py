@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.cli.serve_doors import listening
+from localllm.cli.serve.listening import listening
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.app import create_app
 from localllm.server.http.run import serve_on

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from localllm import paths
-from localllm.cli import engine_build
+from localllm.cli.compose import engine_builds as engine_build
 from localllm.errors import UsageError
 from localllm.setup import builds, install, trial
 from localllm.setup.errors import BuildNotFoundError, SetupError

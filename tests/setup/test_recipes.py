@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from device import recordings
-from localllm.cli import other_builds
-from localllm.cli import setup as command
+from localllm.cli.commands import setup as command
+from localllm.cli.compose import build_advice as other_builds
 from localllm.device import ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.named import resolve

@@ -21,7 +21,7 @@ for name in ("localllm", "localllm_tui", "localllm_catalog", "localllm_backends"
     for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
         if not module.name.endswith("__main__") and ".mlx" not in module.name:
             importlib.import_module(module.name)
-import localllm.cli.serve_run as probe
+import localllm.cli.serve.run as probe
 import os
 assert os.name == "posix" and probe.__name__
 """
@@ -43,7 +43,7 @@ def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 def test_the_simulation_hides_what_windows_lacks_from_us_alone() -> None:
     done = run(
-        "-c", "import localllm.cli.running as us; import os; print(us.os.name, hasattr(us.os, 'getuid'), os.name)"
+        "-c", "import localllm.cli.serve.running as us; import os; print(us.os.name, hasattr(us.os, 'getuid'), os.name)"
     )
     assert done.stdout.split() == ["nt", "False", "posix"], done.stderr
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from localllm.cli.chat import FIRST_QUESTION, chat
+from localllm.cli.commands.chat import FIRST_QUESTION, chat
 from localllm.conversation.history import History
 from localllm.errors import BusyError, LocalLLMError, NotFoundError, UsageError
 from tui.scripted_sse import Finish, Gate, Raw, Refuse, Say, ScriptedServer, UntilGone
@@ -25,7 +25,7 @@ import signal, sys, typer
 # A test run in the background may have been started with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 url = sys.argv.pop(1)
-from localllm.cli.chat import chat
+from localllm.cli.commands.chat import chat
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(chat)
 app([*sys.argv[1:], "--url", url])
@@ -35,7 +35,7 @@ app([*sys.argv[1:], "--url", url])
 @pytest.fixture
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs it was made with."""
-    import localllm.cli.background_server
+    import localllm.cli.chat.own_server
     from localllm_tui.control.engine import Progress
 
     asked: list[str | None] = []
@@ -59,7 +59,7 @@ def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str 
         def stop(self) -> None:
             pass
 
-    monkeypatch.setattr(localllm.cli.background_server, "OwnEngine", Engine)
+    monkeypatch.setattr(localllm.cli.chat.own_server, "OwnEngine", Engine)
     return asked
 
 
@@ -185,7 +185,7 @@ def test_ctrl_c_exits_130_with_the_text_so_far(server: ScriptedServer) -> None:
 
 
 def test_importing_the_command_loads_nothing_heavy() -> None:
-    code = "import sys, typer; had = set(sys.modules); import localllm.cli.chat, localllm_tui; "
+    code = "import sys, typer; had = set(sys.modules); import localllm.cli.commands.chat, localllm_tui; "
     code += "print(*sorted({'textual', 'httpx', 'sqlite3', 'llama_cpp', 'asyncio'} & (set(sys.modules) - had)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.background_server import background_server
+from localllm.cli.chat.own_server import background_server
 from localllm_tui.control.client import ChatClient, Done
 
 ASKED = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Count to five."}]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.background_server import background_server
+from localllm.cli.chat.own_server import background_server
 from localllm_tui.control import glass
 from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
 from localllm_tui.control.physics import Physics, Seen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localllm import paths
-from localllm.cli.chat_config import take_keys
+from localllm.cli.chat.config import take_keys
 from localllm.errors import UsageError
 from localllm_tui.control import keys, sampling
 from tui.conftest import Driver

@@ -133,7 +133,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
     import asyncio
     import shutil
 
-    from localllm.cli.background_server import OwnEngine
+    from localllm.cli.chat.own_server import OwnEngine
     from localllm.library import store
 
     library = tmp_path / "library"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.background_server import background_server
+from localllm.cli.chat.own_server import background_server
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.client import ChatClient, Done, StreamEvent

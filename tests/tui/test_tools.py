@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localllm import paths
-from localllm.cli.chat_config import tool_hosts
+from localllm.cli.chat.config import tool_hosts
 from localllm.conversation.history import History
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED, ToolSpec

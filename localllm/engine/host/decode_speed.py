@@ -1,4 +1,4 @@
-"""How fast steps of real use are, free of charge: what a start is compared with earlier ones by (cli/pace_history.py).
+"""How fast steps of real use are, free of charge: what a start is compared with earlier ones by (cli/serve/decode_speed.py).
 
 Only plain steps count: one request, one token, no draft, no grammar. They are taken in spans of a quarter second, and a
 span counts while other programs took little of the processors that this one may use: what a neighbour costs says nothing

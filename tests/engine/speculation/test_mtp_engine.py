@@ -11,7 +11,7 @@ import pytest
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.cli.launch import prepare
+from localllm.cli.compose.load_plan import prepare
 from localllm.cli.main import run as localllm
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling

@@ -1,0 +1,1 @@
+"""What `localllm bench` measures."""

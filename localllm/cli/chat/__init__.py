@@ -1,0 +1,1 @@
+"""What `localllm chat` is made of, beside its screen: who answers, its configuration, its models."""

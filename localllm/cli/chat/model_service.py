@@ -1,0 +1,199 @@
+"""What the chat's screen of models asks (localllm_tui.control.desk.Desk), answered by planner, device and library."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from localllm_tui.control.desk import Offer, OnDisk, Planned, PullProgress, Wish
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.library.progress import DownloadProgress
+    from localllm.library.types import LocalModel
+    from localllm.planner.plan import Overrides
+    from localllm.planner.types import Plan, Workload
+    from localllm_catalog.catalog import Catalog
+
+_OWNERS = {
+    "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
+    "folder": "a folder of yours", "starter": "a Python package", "path": "a file of yours",
+}  # fmt: skip
+_LEFT_OUT = {
+    "memory": "too large", "speed": "too slow", "context": "of a shorter context", "purpose": "for other purposes",
+    "ranking": "that others match",
+}  # fmt: skip
+_DOING = {
+    "listing": "asking the hub about", "checking": "checking", "downloading": "pulling", "waiting": "waiting for the hub:",
+    "verifying": "verifying", "done": "done",
+}  # fmt: skip
+
+
+class ModelDesk:
+    """Implements Desk. `offline`: nothing is fetched."""
+
+    def __init__(self, *, offline: bool = False) -> None:
+        self._offline = offline
+        self._catalog: Catalog | None = None
+        self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
+
+    def plan(self, wish: Wish) -> Planned:
+        """See Desk."""
+        from localllm.planner import needs
+        from localllm.planner import recommend as planner
+        from localllm.planner.needs import need_of
+
+        catalog = self.catalog
+        device, overrides = self._device(wish)
+        workload = _workload(wish)
+        answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
+        need = need_of(workload)
+        waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
+        soon = [p for p in answer.plans if not wish.longest_wait_s or waits[p.model.id] <= wish.longest_wait_s]
+        here = {} if wish.machine else self._installed(soon)
+        offers = tuple(_offer(p, waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon)
+        others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
+        return Planned(wish, _described(device), offers, dict(others.most_common(2)), len(answer.plans) - len(soon))
+
+    def check(self, wish: Wish) -> None:
+        """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
+        self._device(wish)
+
+    def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
+        """See Desk."""
+        from localllm.cli.compose.plan_inputs import find_model, of_quant
+        from localllm.planner import recommend as planner
+        from localllm.planner.explain import explain
+
+        device, overrides = self._device(wish)
+        model, quant = find_model(ref, self.catalog)
+        workload = _workload(wish)
+        plans = of_quant(planner.variants_of(device, model, workload, overrides=overrides), quant)
+        return [*explain(plans[0], device, columns=columns)] if plans else []
+
+    def on_disk(self) -> Sequence[OnDisk]:
+        """See Desk."""
+        from localllm.library import store
+
+        return [_on_disk(local) for local in store.scan()]
+
+    def fit(self, model: OnDisk) -> str:
+        """See Desk."""
+        from localllm.cli.compose.load_plan import prepare_local
+        from localllm.errors import LocalLLMError
+        from localllm.settings import Settings
+
+        try:
+            plan = prepare_local(self._local(model), Settings(), "chat").plan
+        except LocalLLMError as e:
+            return e.message
+        if plan is None:
+            return "its header says too little to plan by: the engine decides"
+        need = plan.memory
+        return (
+            f"takes {need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB with {plan.settings.n_ctx:,} tokens of "
+            f"{plan.settings.kv_type} context; {plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
+        )
+
+    def remove(self, model: OnDisk) -> int:
+        """See Desk."""
+        from localllm.library import store
+
+        return store.rm(self._local(model))
+
+    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
+        """See Desk."""
+        from localllm.cli.compose.plan_inputs import variant_choice
+        from localllm.library.pull import pull
+
+        def hear(p: DownloadProgress) -> None:
+            told(PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
+
+        return pull(ref, on_progress=hear, choose=variant_choice(ref), offline=self._offline, mmproj=True).name
+
+    # -- what is looked up once -----------------------------------------------------------------------------------
+
+    @property
+    def catalog(self) -> Catalog:
+        """The models there are."""
+        if self._catalog is None:
+            from localllm.library.catalog import load_catalog
+
+            self._catalog = load_catalog()
+        return self._catalog
+
+    def _device(self, wish: Wish) -> tuple[Device, Overrides]:
+        from localllm.cli.compose.plan_inputs import machine_of
+
+        key = (wish.machine.strip(), wish.memory_gb)
+        if key not in self._devices:
+            self._devices[key] = machine_of(key[0] or None, wish.memory_gb or None, self.catalog)
+        return self._devices[key]
+
+    def _installed(self, plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
+        """Names on this disk, by catalog id and quant."""
+        from localllm.library import store
+        from localllm.library.resolve import matching
+
+        there = store.scan()
+        found = {}
+        for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
+            if locals_ := matching(f"{key[0]}:{key[1]}", there, catalog=self.catalog):
+                found[key] = locals_[0].name
+        return found
+
+    def _local(self, model: OnDisk) -> LocalModel:
+        from localllm.errors import ModelNotFoundError
+        from localllm.library import store
+
+        for local in store.scan():
+            if str(local.path) == model.path:
+                return local
+        raise ModelNotFoundError(f"{model.name} is no longer on this disk")
+
+
+def _workload(wish: Wish) -> Workload:
+    from typing import cast
+
+    from localllm.planner.types import Workload
+    from localllm_catalog.types import Purpose
+
+    return Workload(cast("Purpose", wish.purpose), wish.context)
+
+
+def _offer(plan: Plan, wait_s: float, installed: str) -> Offer:
+    speed = plan.decode_tok_s
+    return Offer(
+        f"{plan.model.id}:{plan.variant.quant}",
+        plan.model.name,
+        plan.variant.quant,
+        plan.fits,
+        plan.memory.total_bytes,
+        plan.memory.limit_bytes,
+        plan.settings.n_ctx,
+        plan.settings.kv_type,
+        speed.value,
+        speed.low,
+        speed.high,
+        plan.ttft_s.value,
+        wait_s,
+        plan.quality,
+        plan.variant.file_bytes,
+        plan.why,
+        plan.reasons,
+        installed,
+    )
+
+
+def _described(device: Device) -> str:
+    known = device.bandwidth_gbps
+    bandwidth = f", {known.value:,.0f} GB/s ({known.basis})" if known else ""
+    simulated = " (simulated)" if device.simulated else ""
+    return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
+
+
+def _on_disk(local: LocalModel) -> OnDisk:
+    ref = f"{local.repo or local.name}:{local.quant}" if local.quant else local.repo or local.name
+    ours = local.origin == "hf-cache"
+    return OnDisk(local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref)

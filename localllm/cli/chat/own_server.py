@@ -1,0 +1,190 @@
+"""The engine of a chat's own: a server in the background for as long as it runs, which offers what is installed here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from localllm.cli.serve.run import application
+from localllm.errors import LocalLLMError, UsageError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from localllm.cli.compose.load_plan import Launch
+    from localllm.server.models.router import ModelRouter
+    from localllm.server.models.served import ServedModel
+    from localllm_tui.control.engine import Progress
+
+_LOOK_S = 0.1
+_STOP_S = 10.0
+
+
+class OwnEngine:
+    """Implements localllm_tui.control.engine.Engine, on a free loopback port. `placed`: settings of where the model lies,
+    None where nothing was said. Made at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError
+    or UsageError."""
+
+    where = unix_socket = ""
+    api_key: str | None = None
+
+    def __init__(
+        self, model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
+    ) -> None:
+        from localllm.cli.compose.presets import load_presets
+        from localllm.cli.compose.served_models import Offers
+        from localllm.library.resolve import resolve
+        from localllm.server.http.sockets import bind
+        from localllm.settings import Settings
+
+        self._settings = Settings({"context": context, **(placed or {})})
+        self._offers = Offers(self._settings, load_presets())
+        reference = model or self._settings.value("model")
+        self._preset = self._offers.preset(reference)
+        named = self._preset.model if self._preset is not None else reference
+        self._local = resolve(named, offline=bool(self._settings.value("offline")))
+        self.model = self._preset.name if self._preset is not None else self._local.name
+        [self._sock] = bind("127.0.0.1", 0)
+        self.base_url = f"http://127.0.0.1:{self._sock.getsockname()[1]}/v1"
+        self._first: ServedModel | None = None
+        self._error: LocalLLMError | None = None
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._thread: threading.Thread | None = None
+        self._begun = threading.Event()
+        self._tried = threading.Event()
+        self._down = False
+
+    def start(self) -> None:
+        """Begin to serve and to load, in a thread; once is enough."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+            self._thread.start()
+
+    def progress(self) -> Progress:
+        """See Engine."""
+        from localllm_tui.control.engine import Progress
+
+        if not self._tried.is_set():
+            return Progress("loading", self._first.worker.progress if self._first is not None else 0.0)
+        return Progress("failed", 0.0, self._error, self._down) if self._error is not None else Progress()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until loading has ended, well or not; False where it has not by then."""
+        return self._tried.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the server, from any thread; waits for its end."""
+        if self._thread is None:
+            self._sock.close()
+            return
+        self._begun.wait()
+        if self._running is not None:
+            loop, task = self._running
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(task.cancel)
+        self._thread.join(timeout=_STOP_S)
+
+    # -- its thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        import asyncio
+
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._serve())
+        self._running = loop, task
+        self._begun.set()
+        try:
+            loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as e:
+            self._fail(e)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            self._sock.close()
+            self._down = True
+            self._tried.set()
+
+    def _fail(self, e: BaseException) -> None:
+        self._error = e if isinstance(e, LocalLLMError) else LocalLLMError(f"the chat's server failed: {e!r}")
+
+    async def _serve(self) -> None:
+        import asyncio
+
+        from localllm.cli.serve.decode_speed_watch import PaceWatch
+        from localllm.server.http.settings import ServerSettings
+
+        secured = ServerSettings(host="127.0.0.1", port=0, api_key=None).secured()
+        try:
+            launch = await asyncio.to_thread(self._plan)
+            router = await asyncio.to_thread(self._router, [launch])
+            self._first = router.resolve(self.model)
+        except LocalLLMError as e:
+            self._fail(e)
+            router = await asyncio.to_thread(self._router, [])
+        # The chat has what it says from the list of models.
+        pace = asyncio.create_task(PaceWatch(router, lambda _: None).run())
+        serving = asyncio.create_task(asyncio.to_thread(application, router, secured))
+        try:
+            if self._first is not None:
+                try:
+                    await self._first.engine()
+                except LocalLLMError as e:
+                    self._fail(e)
+            app, serve_on = await serving
+            self._tried.set()
+            await serve_on(app, [self._sock], secured, quiet=True)
+        finally:
+            serving.cancel()
+            pace.cancel()
+            await router.close()
+
+    def _plan(self) -> Launch:
+        from dataclasses import replace
+
+        from localllm.cli.compose.load_plan import prepare_local
+
+        launch = prepare_local(self._local, self._offers.settings_for(self._local, self._preset), "chat")
+        if launch.embedding is not None:
+            raise UsageError(
+                f"{launch.name} makes {'scores' if launch.ranks else 'embeddings'}, not text",
+                hint="name a chat model: `localllm models list`",
+            )
+        return replace(launch, preset=self._preset)
+
+    def _router(self, launches: list[Launch]) -> ModelRouter:
+        from localllm.cli.compose.model_router import router_for
+
+        return router_for(launches, offers=self._offers, only=False)
+
+
+@contextmanager
+def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
+    """`engine`, loaded, for as long as the block runs; says so on stderr when it takes over a second. Raises what loading
+    ended in."""
+    from localllm.cli.chat.loading_note import loading_note
+
+    try:
+        with loading_note(engine.model) as note:
+            engine.start()
+            while not engine.wait(_LOOK_S):
+                note(engine.progress().share)
+        error = engine.progress().error
+        if error is not None:
+            raise error
+        yield engine
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def background_server(
+    model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
+) -> Iterator[tuple[str, str]]:
+    """A server of one's own with a loaded model, for as long as the block runs: yields (base_url, model name)."""
+    with loaded(OwnEngine(model, context, placed)) as engine:
+        yield engine.base_url, engine.model

@@ -1,0 +1,1 @@
+"""One thin file per command: its options, and what it prints."""

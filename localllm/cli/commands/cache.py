@@ -1,0 +1,160 @@
+"""`localllm cache`: the prefixes kept on disk, model by model, how much was written today, and clearing them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from localllm.cli.commands import models as models_command
+
+if TYPE_CHECKING:
+    from localllm.engine.cache.folder import ModelPrefixes
+
+app = typer.Typer(name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def cache(context: typer.Context, as_json: _Json = False) -> None:
+    """What is kept of earlier prompts, so that nothing is computed twice: where, how much, for which models."""
+    if context.invoked_subcommand is not None:
+        return
+    from localllm import paths
+    from localllm.engine.cache.folder import survey
+
+    root = paths.prefixes_dir()
+    found, limits = survey(root), _limits()
+    body = _body(str(root), found, limits)
+    if as_json:
+        _print_json(body)
+    else:
+        print("\n".join(_lines(body, found)))
+
+
+@app.command()
+def clear(
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Only this model's (default: all).")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk again."""
+    import sys
+
+    from localllm import paths
+    from localllm.engine.cache import folder as cache_folder
+
+    found = cache_folder.survey(paths.prefixes_dir())
+    chosen = found if model is None else _of(model, found)
+    n_files, size = sum(m.n_files for m in chosen), models_command.gb(sum(m.size_bytes for m in chosen))
+    if n_files and not yes and not models_command.confirmed(f"remove {n_files} file(s), {size}, of {_names(chosen)}?"):
+        return
+    cleared = cache_folder.clear(chosen)
+    if as_json:
+        _print_json(
+            {"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left}
+        )
+    else:
+        print(f"{cleared.n_files} file(s) removed, {models_command.gb(cleared.freed_bytes)} freed", file=sys.stderr)
+    if cleared.n_left:
+        from localllm.errors import LocalLLMError
+
+        raise LocalLLMError(
+            f"{cleared.n_left} file(s) could not be removed",
+            hint="another program may have them open, or they belong to another user: try again without it",
+        )
+
+
+def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
+    """The folders of one model: by its name, or by the folder's where that doesn't say whose it is."""
+    from localllm.errors import ModelNotFoundError
+
+    chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
+    if not chosen:
+        known = ", ".join(sorted({_name(m) for m in found}))
+        raise ModelNotFoundError(
+            f"nothing is cached for {name}", hint=f"cached are: {known}" if known else "the cache is empty"
+        )
+    return chosen
+
+
+def _name(model: ModelPrefixes) -> str:
+    return model.model or model.folder.name
+
+
+def _names(chosen: list[ModelPrefixes]) -> str:
+    return ", ".join(sorted({_name(m) for m in chosen}))
+
+
+def _limits() -> dict[str, int]:
+    from localllm.settings import Settings
+
+    settings = Settings()
+    return {
+        key: int(settings.value(name) * 1e9)
+        for key, name in (
+            ("capacity_bytes", "cache_disk_gb"),
+            ("daily_bytes", "cache_disk_daily_gb"),
+            ("free_bytes", "cache_disk_free_gb"),
+        )
+    }
+
+
+def _body(folder: str, found: list[ModelPrefixes], limits: dict[str, int]) -> dict[str, Any]:
+    """All there is to say, as --json prints it."""
+    written = sum(m.written_today_bytes for m in found)
+    return {
+        "folder": folder,
+        "files": sum(m.n_files for m in found),
+        "bytes": sum(m.size_bytes for m in found),
+        "written_today_bytes": written,
+        "daily_limit_used_up": 0 < limits["daily_bytes"] <= written,
+        "limits": limits,
+        "models": [
+            {
+                "model": m.model,
+                "folder": m.folder.name,
+                "files": m.n_files,
+                "bytes": m.size_bytes,
+                "written_today_bytes": m.written_today_bytes,
+                "last_used_s": m.used_s,
+            }
+            for m in found
+        ],
+    }
+
+
+def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
+    gb, limits = models_command.gb, body["limits"]
+    kept = f"of {gb(limits['capacity_bytes'])}" if limits["capacity_bytes"] > 0 else "and none are kept (cache_disk_gb)"
+    written = f"{gb(body['written_today_bytes'])} of prefixes"
+    if limits["daily_bytes"] > 0:
+        written += f", of {gb(limits['daily_bytes'])} a day"
+    if body["daily_limit_used_up"]:
+        written += ": used up, what is new stays in memory until tomorrow"
+    lines = [
+        f"folder         {body['folder']}",
+        f"kept           {gb(body['bytes'])} {kept}, {body['files']} file(s)",
+        f"written today  {written}",
+        f"left to others {gb(limits['free_bytes'])} of the disk",
+    ]
+    if not found:
+        return [*lines, "", "no prefix is kept yet"]
+    head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
+    rows = [(_name(m), str(m.n_files), gb(m.size_bytes), gb(m.written_today_bytes), _when(m.used_s)) for m in found]
+    return [*lines, "", models_command.table([head, *rows], right=(1, 2, 3))]
+
+
+def _when(used_s: float | None) -> str:
+    import time
+
+    return "" if used_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))
+
+
+def _print_json(body: Any) -> None:
+    import json
+
+    print(json.dumps(body, indent=2, ensure_ascii=False))

@@ -1,0 +1,67 @@
+"""`localllm catalog`: how old the catalog's listings are, and `update`, which reads them anew from the hub."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Show how old the catalog is; update its listings.")
+
+
+@app.callback(invoke_without_command=True)
+def catalog(context: typer.Context) -> None:
+    """Show how old the catalog is; update its listings."""
+    if context.invoked_subcommand is not None:
+        return
+    from localllm.library.catalog import OLD_DAYS, age_days, load_catalog, user_folder
+
+    models = load_catalog().models
+    variants = [v for m in models for v in m.variants]
+    made = sum(v.is_estimate for v in variants)
+    days = age_days(user_folder())
+    print(f"{len(models)} models, {len(variants)} files, {made} of them constructed: no listing shows them")
+    print(f"listings read {days} days ago" + (": localllm catalog update" if days > OLD_DAYS else ""))
+
+
+@app.command(short_help="Read the models' file listings from the hub.")
+def update(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL…]", help="Which models (default: every one); ORG/NAME-GGUF adds a new one."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Refuse: an update needs the network.")] = False,
+) -> None:
+    """Read which files the hub holds of the catalog's models, with their exact sizes, into a catalog file of yours.
+
+    A GGUF repository that no model of the catalog claims is read as a new model: shapes, template and sampling from the
+    header of its smallest file.
+    """
+    import sys
+
+    from localllm.cli.compose.plan_inputs import find_model
+    from localllm.errors import UsageError
+    from localllm.library import catalog_update, hub
+    from localllm.library.catalog import load_catalog, user_folder
+
+    if offline or hub.is_offline():
+        raise UsageError("an update of the catalog asks the hub", hint="run it without --offline and HF_HUB_OFFLINE")
+    known = load_catalog()
+    new = [name for name in models or () if "/" in name and known.recognise(name) is None]
+    named = [known.recognise(name) or find_model(name, known)[0] for name in models or () if name not in new]
+    wanted = named if models else list(known.models)
+    print(f"asking the hub about {len(wanted) + len(new)} models …", file=sys.stderr)
+    found = catalog_update.read(wanted, hub.list_files)
+    for repo in new:
+        catalog_update.add(repo, hub.list_files, found)
+    for change in found.changes:
+        print(change.model.name)
+        for line in change.lines:
+            print(f"  {line}")
+    for repo, reason in found.unread.items():
+        print(f"not read: {repo}: {reason}", file=sys.stderr)
+    if not found.changes:
+        print("nothing changed")
+    if not dry_run:
+        print(f"wrote {catalog_update.write(found, user_folder())}", file=sys.stderr)

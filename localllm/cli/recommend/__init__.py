@@ -1,0 +1,1 @@
+"""What `localllm recommend` shows."""

@@ -1,0 +1,142 @@
+"""`localllm recommend --link …`: one model over several machines, told in a few lines or as JSON."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.planner.cluster import ClusterPlan
+    from localllm.planner.sharing import SharedPlan
+    from localllm.planner.types import Workload
+
+_COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
+_MOST_MACHINES = 32
+_PARTS = {2: "half", 3: "third", 4: "quarter"}
+
+
+def machines(text: str) -> list[Device]:
+    """The machines that `text` joins by plus, each counted ("2x dgx spark"). Raises UsageError and DeviceNotFoundError."""
+    from localllm.device.named import resolve
+
+    found: list[Device] = []
+    for part in text.split("+"):
+        match = _COUNTED.fullmatch(part.strip())
+        count, name = (int(match[1]), match[2]) if match is not None else (1, part.strip())
+        if not 1 <= count <= _MOST_MACHINES:
+            raise UsageError(f"{part.strip()!r}: from 1 to {_MOST_MACHINES} machines are planned for")
+        found += [resolve(name)] * count
+    return found
+
+
+def told(device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool) -> list[str]:
+    """The answer, line by line. Raises UsageError where a question is not whole."""
+    import json
+
+    from localllm.cli.compose.plan_inputs import find_model
+    from localllm.library.catalog import load_catalog
+    from localllm.planner import cluster, plan, sharing
+    from localllm.planner.types import RunSettings
+
+    if link not in cluster.LINKS:
+        raise UsageError(f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link")
+    if device is None or reference is None:
+        raise UsageError(
+            "--link joins machines for one model", hint='--device "2x dgx spark" -m MODEL --link connectx7'
+        )
+    boxes = machines(device)
+    if len(boxes) < 2:
+        raise UsageError("--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"')
+    model, quant = find_model(reference, load_catalog())
+    settings = RunSettings(n_ctx=plan.context_for(model, workload), slots=workload.parallel)
+    plans = [
+        (variant.quant, cluster.plan(model, variant, settings, boxes, cluster.LINKS[link]))
+        for variant in model.variants
+        if variant.format == "gguf" and (not quant or variant.quant.lower() == quant.lower())
+    ]
+    shared = [
+        (variant.quant, sharing.plan(model, variant, settings, boxes, cluster.LINKS[link]))
+        for variant in model.variants
+        if (not quant or variant.quant.lower() == quant.lower()) and not sharing.why_not(model, variant, boxes)
+    ]
+    if as_json:
+        return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
+    lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {cluster.LINKS[link].name}"]
+    for name, found in plans:
+        lines += [f"{name:8} does not fit on all of them together"] if found is None else _lines(name, found)
+    if shared:
+        lines.append(f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, `serve --with`):")
+    for name, whole in shared:
+        lines += [f"{name:8} does not fit so"] if whole is None else _shared_lines(name, whole)
+    bases = [next((p.decode_tok_s.basis for _, p in found if p is not None), "") for found in (plans, shared)]
+    return [*lines, *(f"basis: {basis}" for basis in bases if basis)]
+
+
+def _lines(quant: str, plan: ClusterPlan) -> list[str]:
+    parts = ", ".join(
+        f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB" for s in plan.shares
+    )
+    decode, prefill, wait = plan.decode_tok_s, plan.prefill_tok_s, plan.transfer_s
+    return [
+        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}), prompt {prefill.low:.0f}-"
+        f"{prefill.high:.0f} tok/s; {parts}",
+        f"{'':8} a token carries {plan.transfer_bytes / 1e3:.1f} kB between them, {wait[0] * 1e3:.2f}-{wait[1] * 1e3:.2f} ms, "
+        f"and RPC takes about {plan.rpc_s * 1e3:.1f} ms",
+        f"{'':8} {plan.advice}",
+    ]
+
+
+def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
+    decode, prefill = plan.decode_tok_s, plan.prefill_tok_s
+    return [
+        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one alone {plan.alone_tok_s:.1f}), prompt "
+        f"{prefill.low:.0f}-{prefill.high:.0f} tok/s; {plan.needs_bytes / 1e9:.0f} of {plan.limit_bytes / 1e9:.0f} GB on each"
+    ]
+
+
+def _fitting_json(plan: ClusterPlan | SharedPlan) -> dict[str, Any]:
+    return {
+        "fits": True,
+        "n_ctx": plan.settings.n_ctx,
+        "decode_tok_s": asdict(plan.decode_tok_s),
+        "prefill_tok_s": asdict(plan.prefill_tok_s),
+    }
+
+
+def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
+    which = {"quant": quant, "split": "shared"}
+    if plan is None:
+        return {**which, "fits": False}
+    return {
+        **which,
+        **_fitting_json(plan),
+        "shares": [
+            {"device": d.name, "needs_bytes": plan.needs_bytes, "limit_bytes": d.memory.limit_bytes}
+            for d in plan.devices
+        ],
+        "alone_tok_s": plan.alone_tok_s,
+    }
+
+
+def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
+    which = {"quant": quant, "split": "layers"}
+    if plan is None:
+        return {**which, "fits": False}
+    return {
+        **which,
+        **_fitting_json(plan),
+        "shares": [
+            {"device": s.device.name, "layers": s.n_layers, "needs_bytes": s.needs_bytes, "limit_bytes": s.limit_bytes}
+            for s in plan.shares
+        ],
+        "link": asdict(plan.link),
+        "transfer_bytes": plan.transfer_bytes,
+        "transfer_s": plan.transfer_s,
+        "rpc_s": plan.rpc_s,
+        "alone": plan.alone.name if plan.alone is not None else None,
+        "advice": plan.advice,
+    }

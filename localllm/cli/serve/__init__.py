@@ -1,0 +1,1 @@
+"""What `localllm serve` is made of, beside the models."""

@@ -1,0 +1,127 @@
+"""What `localllm serve` opens, by its settings: where it listens, and who is let in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    import socket
+
+    from localllm.server.http.settings import ServerSettings
+    from localllm.settings import Settings
+
+
+def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSettings:
+    """What `settings` let the server do, with the key that is kept where one is made up; `new_key` replaces that.
+
+    Raises UsageError, also for a certificate that no server can be run with."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from localllm.cli.compose.api_keys import kept_key
+    from localllm.cli.compose.upstreams import load_keys
+    from localllm.library.hub import is_offline
+    from localllm.server.http.names import image_host
+    from localllm.server.http.settings import ServerSettings, TlsFiles
+
+    certificate, private = settings.value("tls_cert"), settings.value("tls_key")
+    tls = None
+    if certificate is not None:
+        tls = TlsFiles(Path(certificate).expanduser(), Path(private).expanduser() if private else None)
+    elif private is not None:
+        raise UsageError("--tls-key is of no use without --tls-cert", hint="name the certificate's file too")
+    image_hosts: tuple[tuple[str, int], ...] = ()
+    if not settings.value("offline") and not is_offline():
+        image_hosts = tuple(image_host(name) for name in settings.value("allow_image_hosts"))
+    secured = ServerSettings(
+        host=settings.value("host"),
+        port=settings.value("port"),
+        api_key=settings.value("api_key"),
+        keys=load_keys(),
+        allowed_hosts=settings.value("allow_host"),
+        allowed_origins=settings.value("allow_origin"),
+        unix_socket=settings.value("unix_socket"),
+        tls=tls,
+        image_hosts=image_hosts,
+    ).secured()
+    if tls is not None:
+        from localllm.server.http.sockets import check_tls
+
+        check_tls(tls)
+    if not secured.generated_key:
+        if new_key:
+            raise UsageError(
+                "--new-key replaces a key that was made up, and this server has none",
+                hint="keys are made up for addresses that other machines reach, such as --host 0.0.0.0",
+            )
+        return secured
+    return replace(secured, api_key=kept_key(new=new_key))
+
+
+@contextmanager
+def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket], str]]:
+    """The listening sockets of `settings` and their address for people; a Unix socket's file goes with it. Where a
+    service manager opened them already, those.
+
+    Raises PortInUseError or UsageError."""
+    from pathlib import Path
+
+    from localllm.server.http.sockets import bind, bind_unix, inherited, unix_file
+
+    if given := inherited():
+        try:
+            yield given, _address_of(given, settings)
+        finally:
+            for sock in given:
+                sock.close()
+        return
+    if settings.unix_socket is None:
+        socks = bind(settings.host, settings.port)
+        try:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            scheme = "http" if settings.tls is None else "https"
+            yield socks, f"{scheme}://{host}:{socks[0].getsockname()[1]}/v1"
+        finally:
+            for sock in socks:
+                sock.close()
+        return
+    path = Path(settings.unix_socket).expanduser()
+    with bind_unix(path) as sock, unix_file(path):
+        yield [sock], f"the Unix socket {path} (path /v1)"
+
+
+def port_of(socks: Sequence[socket.socket]) -> int:
+    """The port they listen on; 0 for a Unix socket."""
+    name = socks[0].getsockname()
+    return int(name[1]) if isinstance(name, tuple) else 0
+
+
+def _address_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
+    """Where the sockets of the service manager are reached, for people.
+
+    Raises UsageError where they let in more than `settings` do: those decide whether a key is asked for."""
+    import socket
+    import sys
+
+    from localllm.server.http.names import is_loopback
+
+    again = "`localllm service install` makes them anew"
+    keyed = settings.api_key is not None
+    names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
+    if not keyed and any(not is_loopback(name[0]) for name in names):
+        raise UsageError(
+            "the service manager's socket can be reached from other machines, and no key is set", hint=again
+        )
+    if not names:
+        return f"the Unix socket {given[0].getsockname()} (path /v1)"
+    if settings.unix_socket is not None or names[0][1] != settings.port:
+        print(
+            f"note: listening on the service manager's socket, port {names[0][1]}; the settings say otherwise: {again}",
+            file=sys.stderr,
+        )
+    host = f"[{names[0][0]}]" if ":" in names[0][0] else names[0][0]
+    return f"{'http' if settings.tls is None else 'https'}://{host}:{names[0][1]}/v1"

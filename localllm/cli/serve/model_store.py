@@ -1,0 +1,47 @@
+"""The library as clients of the server may use it (`--allow-pull`): what they can fetch and remove by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.library.progress import DownloadProgress
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryStore:
+    """Implements server.models.store.ModelStore. A reference is a name of the catalog or the hub, never a path."""
+
+    offline: bool = False
+
+    def pull(self, ref: str, on_progress: Callable[[DownloadProgress], None]) -> None:
+        """See ModelStore.pull."""
+        from localllm.cli.compose.plan_inputs import variant_choice
+        from localllm.library.pull import pull
+
+        name = _ours(ref)
+        pull(name, on_progress=on_progress, choose=variant_choice(name), offline=self.offline, mmproj=True)
+
+    def remove(self, ref: str) -> None:
+        """See ModelStore.remove."""
+        from localllm.library import store
+        from localllm.library.resolve import resolve
+
+        store.rm(resolve(_ours(ref), offline=True))
+
+
+def _ours(ref: str) -> str:
+    """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises UsageError for a path."""
+    from localllm.library import hub, names
+    from localllm.library.catalog import load_catalog
+
+    names.parse(ref, hub_hosts=hub.hosts())
+    ref = ref.removesuffix(":latest")
+    family, colon, size = ref.partition(":")
+    if colon and "/" not in ref:
+        catalog = load_catalog()
+        if catalog.get(family) is None and catalog.get(f"{family}-{size.lower()}") is not None:
+            return f"{family}-{size.lower()}"
+    return ref

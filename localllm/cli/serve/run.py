@@ -1,0 +1,179 @@
+"""The run of `localllm serve`: listen at once, load what was named meanwhile, say how that went, end when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
+
+    from fastapi import FastAPI
+
+    from localllm.cli.serve.model_store import LibraryStore
+    from localllm.server.http.settings import ServerSettings
+    from localllm.server.models.router import ModelRouter, ServedModel
+
+_GB = "{:.2f} GB"
+_MOST_NAMED = 5
+
+
+async def serve_until_stopped(
+    router: ModelRouter,
+    settings: ServerSettings,
+    socks: Sequence[socket.socket],
+    address: str,
+    *,
+    store: LibraryStore | None,
+    idle_s: float,
+    quiet: bool,
+) -> None:
+    """Listen at once and load the models meanwhile, saying so on stderr unless `quiet`; models idle for `idle_s` are
+    unloaded (0: never). `store`: where clients may fetch models to. Raises what loading ended in where nothing else
+    could be served."""
+    import asyncio
+    import sys
+
+    from localllm.cli.compose.api_keys import key_path
+    from localllm.cli.serve.decode_speed_watch import PaceWatch
+    from localllm.server.models.unloading import memory_is_short, unload_idle
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    stop_when_terminated()
+    if settings.generated_key:
+        # Also with --quiet: without it nobody gets in.
+        print(
+            f"API key (this address can be reached from other machines): {settings.api_key}",
+            file=sys.stderr,
+            flush=True,
+        )
+        say(f"  it is kept in {key_path()}; --new-key makes another one")
+    if router.named():
+        say(f"loading {', '.join(model.name for model in router.named())} … requests to {address} wait for it")
+    loading = asyncio.create_task(_load(router, say))
+    serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else say))
+    watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
+    pace = asyncio.create_task(PaceWatch(router, say).run())
+    try:
+        await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await loading
+            say(f"serving on {address}  (Ctrl-C stops)")
+        await serving
+    finally:
+        for task in (loading, serving, watch, pace):
+            task.cancel()
+        await asyncio.gather(loading, serving, watch, pace, return_exceptions=True)
+        await router.close()
+
+
+async def _load(router: ModelRouter, say: Callable[[str], None]) -> None:
+    """Load what was named at the start, and say how that ended (a failure always). Raises only where nothing else is on
+    offer."""
+    from localllm.errors import LocalLLMError
+
+    try:
+        await router.preload()
+    except LocalLLMError:
+        if router.upstreams is None and all(worker.failure for worker in router.workers()):
+            raise
+    for model in router.named():
+        if model.loaded:
+            say(f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated{_seeing(model)}")
+        elif model.worker.failure:
+            _complain(model)
+        else:
+            say(f"  {model.name} is loaded when asked for: {_GB.format(model.needs_bytes / 1e9)} do not fit now")
+    if router.named() and all(model.worker.failure for model in router.named()):
+        _offer_others(router)
+
+
+def _seeing(model: ServedModel) -> str:
+    """Whether images can be sent to it, where that was a question."""
+    if "vision" in model.capabilities:
+        return ", reads images"
+    off = model.details.get("images_off")
+    return f", reads no images: {off}" if off else ""
+
+
+def _complain(model: ServedModel) -> None:
+    """Say, also to the quiet, why `model` could not be loaded and what helps."""
+    import sys
+
+    print(f"error: {model.name} could not be loaded: {model.worker.failure}", file=sys.stderr)
+    if model.worker.failure_hint:
+        print(f"hint: {model.worker.failure_hint}", file=sys.stderr, flush=True)
+
+
+def _offer_others(router: ModelRouter) -> None:
+    """None of the models named could be loaded: say, also to the quiet, what the server still is good for."""
+    import sys
+
+    failed = {model.name for model in router.named()}
+    others = [model.name for model in router.list() if model.name not in failed]
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    print(
+        f"nothing is loaded: requests must name another installed model ({', '.join(others[:_MOST_NAMED])}{more}); "
+        "Ctrl-C stops",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+async def _serve(
+    router: ModelRouter,
+    settings: ServerSettings,
+    socks: Sequence[socket.socket],
+    store: LibraryStore | None,
+    say: Callable[[str], None] | None,
+) -> None:
+    import asyncio
+
+    from localllm.cli.serve.request_log import with_lines
+
+    app, serve_on = await asyncio.to_thread(application, router, settings, store)
+    await serve_on(app if say is None else with_lines(app, say), socks, settings)
+
+
+def application(
+    router: ModelRouter, settings: ServerSettings, store: LibraryStore | None = None
+) -> tuple[FastAPI, Callable[..., Awaitable[None]]]:
+    """The application and what serves it. Reading that code takes as long as a small model takes to load: this runs
+    meanwhile."""
+    import gc
+
+    # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a pause later.
+    gc.disable()
+    try:
+        from localllm.server.app import create_app
+        from localllm.server.http.run import serve_on
+
+        return create_app(router, settings=settings, store=store), serve_on
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def stop_when_terminated() -> None:
+    """SIGTERM (kill, launchd, containers) and the closing of the terminal end the server as Ctrl-C does: streams get
+    their end, workers are closed."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    with suppress(NotImplementedError):  # Windows has no such signals
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it was started to outlive its terminal (nohup)
+            loop.add_signal_handler(signal.SIGHUP, task.cancel)
+
+
+def _allocated(model: ServedModel) -> str:
+    """What the worker's model and context take; as planned where the worker does not say."""
+    client = getattr(model.host, "client", None)
+    return _GB.format((client.memory.total_bytes if client is not None else model.needs_bytes) / 1e9)

@@ -1,0 +1,126 @@
+"""The servers that run on this machine, as they tell of themselves: a small private file each, for as long as they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from localllm import paths
+
+if TYPE_CHECKING:
+    from localllm.server.http.settings import ServerSettings
+
+# Where a client finds the key: none is asked for, the one that is kept (api_keys.py), or one somebody chose.
+Key = Literal["none", "kept", "chosen"]
+# A process's start is told in hundredths of a second, and computed from the boot's.
+_SAME_START_S = 2.0
+_LONGEST_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """`base_url` ends in /v1; `unix_socket` is a path where the server listens on one, else "". `started_s` is the
+    process's start (seconds since 1970): with `pid` and `host` it tells this process from a later one of that number."""
+
+    base_url: str
+    pid: int
+    started_s: float
+    host: str
+    key: Key = "none"
+    unix_socket: str = ""
+
+
+def folder() -> Path:
+    """Where servers tell of themselves."""
+    return paths.cache_dir() / "servers"
+
+
+@contextmanager
+def published(settings: ServerSettings, port: int) -> Iterator[None]:
+    """Tell of this process's server, which listens on `port`, for as long as the block runs. A disk that refuses keeps
+    no server from running."""
+    file = folder() / f"{os.getpid()}.json"
+    try:
+        paths.private_dir(file.parent)
+        paths.write_private(file, json.dumps(asdict(_of(settings, port))))
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def running() -> list[Running]:
+    """The servers of this user that run on this machine, the newest first; what dead ones left behind is removed."""
+    try:
+        files = sorted(folder().glob("*.json"))
+    except OSError:
+        return []
+    found = []
+    for file in files:
+        told = _read(file)
+        if told is None or told.host != socket.gethostname():
+            continue  # another machine's, where the folder is on a shared disk
+        if _lives(told):
+            found.append(told)
+        else:
+            with suppress(OSError):
+                file.unlink()
+    return sorted(found, key=lambda r: -r.started_s)
+
+
+def _of(settings: ServerSettings, port: int) -> Running:
+    import psutil
+
+    key: Key = "none" if settings.api_key is None else "kept" if settings.generated_key else "chosen"
+    scheme = "http" if settings.tls is None else "https"
+    url = (
+        f"{scheme}://{_reached_at(settings.host)}:{port}/v1" if settings.unix_socket is None else "http://localhost/v1"
+    )
+    path = str(Path(settings.unix_socket).expanduser().resolve()) if settings.unix_socket else ""
+    return Running(url, os.getpid(), psutil.Process().create_time(), socket.gethostname(), key, path)
+
+
+def _reached_at(host: str) -> str:
+    """How this machine itself reaches a server that listens on `host`."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "localhost": "127.0.0.1"}
+    return everywhere.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _read(file: Path) -> Running | None:
+    """What a file tells; None for one that others could have written, or that says something else."""
+    try:
+        with file.open("rb") as f:
+            about = os.fstat(f.fileno())
+            if os.name == "posix" and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+                return None
+            told = json.loads(f.read(_LONGEST_FILE_BYTES))
+        key: Key = told["key"] if told["key"] in ("none", "kept") else "chosen"
+        return Running(
+            str(told["base_url"]),
+            int(told["pid"]),
+            float(told["started_s"]),
+            str(told["host"]),
+            key,
+            str(told["unix_socket"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _lives(told: Running) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(told.pid)
+        return abs(process.create_time() - told.started_s) < _SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ValueError):
+        return False
