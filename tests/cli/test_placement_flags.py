@@ -14,7 +14,7 @@ from localllm.cli.compose.load_plan import load_spec, prepare, run_settings
 from localllm.cli.everything import app
 from localllm.device.named import resolve
 from localllm.errors import UsageError
-from localllm.planner.placing import Wish
+from localllm.planner.placing import OffloadOptions
 from localllm.settings import Settings
 from localllm_backends.placement import Placement
 from models import tiny_gguf
@@ -62,15 +62,15 @@ def test_what_was_said_is_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machine", "asked"),
-    [("Ryzen 9 7950X 64GB", Wish(gpu_layers=3)), ("RTX 4090", Wish(tensor_split=(1.0, 1.0)))],
+    [("Ryzen 9 7950X 64GB", OffloadOptions(gpu_layers=3)), ("RTX 4090", OffloadOptions(tensor_split=(1.0, 1.0)))],
 )
-def test_a_place_that_is_not_there_is_refused_with_the_machines_name(machine: str, asked: Wish) -> None:
+def test_a_place_that_is_not_there_is_refused_with_the_machines_name(machine: str, asked: OffloadOptions) -> None:
     device = (
         replace(resolve("RTX 4090"), name="a processor", accelerator="cpu") if "Ryzen" in machine else resolve(machine)
     )
     with pytest.raises(UsageError, match=device.name):
         check_wish(asked, device)
-    assert check_wish(Wish(gpu_layers=-1, experts_on_host=2), device)
+    assert check_wish(OffloadOptions(gpu_layers=-1, experts_on_host=2), device)
 
 
 def test_recommend_takes_them_for_any_machine() -> None:
