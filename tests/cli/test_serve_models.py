@@ -192,9 +192,9 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
     are read while the model loads."""
     needed = (
-        "cli.serve, cli.serve_doors, cli.serve_models, cli.serve_run, cli.launch, cli.planning, server.models.idle, "
-        "server.models.router, server.models.admission, "
-        "server.http.sockets, server.http.settings, engine.supervisor"
+        "cli.commands.serve, cli.serve.listening, cli.compose.model_router, cli.serve.run, cli.compose.load_plan, "
+        "cli.compose.file_plan, server.models.idle, server.models.router, server.models.admission, "
+        "server.http.sockets, server.http.settings, engine.worker.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
     program = f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & set(sys.modules)))"
