@@ -193,7 +193,7 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     are read while the model loads."""
     needed = (
         "cli.commands.serve, cli.serve.listening, cli.compose.model_router, cli.serve.run, cli.compose.load_plan, "
-        "cli.compose.file_plan, server.models.idle, server.models.router, server.models.admission, "
+        "cli.compose.file_plan, server.models.unloading, server.models.router, "
         "server.http.sockets, server.http.settings, engine.worker.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
