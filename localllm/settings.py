@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ class Setting:
     kind: type[str] | type[int] | type[float] | type[bool]
     default: Value
     help: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     many: bool = False
     signed: bool = False
 
@@ -38,6 +38,17 @@ class Setting:
     def env(self) -> str:
         """Its environment variable."""
         return "LOCALLLM_" + self.name.upper()
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """What its value must be one of; () = anything of its kind."""
+        return self.choices() if callable(self.choices) else self.choices
+
+
+def _engines() -> tuple[str, ...]:
+    from localllm_backends import registry
+
+    return ("auto", *registry.names())
 
 
 TABLE: tuple[Setting, ...] = (
@@ -72,7 +83,7 @@ TABLE: tuple[Setting, ...] = (
     Setting(
         "draft", str, "auto", "speculative drafting: auto, off, ngram, mtp (the model's own heads), or a draft MODEL"
     ),
-    Setting("backend", str, "auto", "engine to run with", ("auto", "llamacpp", "mlx")),
+    Setting("backend", str, "auto", "engine to run with", _engines),
     Setting(
         "build", str, None, "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)"
     ),
@@ -210,8 +221,8 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
             raise ValueError
     except (TypeError, ValueError, KeyError, OverflowError):
         raise UsageError(f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}") from None
-    if setting.choices and parsed not in setting.choices:
-        raise UsageError(f"{setting.name} in {where} must be one of {', '.join(setting.choices)}, not {value!r}")
+    if setting.choices and parsed not in setting.allowed:
+        raise UsageError(f"{setting.name} in {where} must be one of {', '.join(setting.allowed)}, not {value!r}")
     return parsed
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeAlias
 
+from localllm_backends.declaration import Declaration as Declaration
 from localllm_backends.failures import BackendFailure as BackendFailure
 from localllm_backends.failures import CannotRewindError as CannotRewindError
 from localllm_backends.failures import InterruptedStepError as InterruptedStepError
@@ -291,7 +292,12 @@ class BackendType(ABC):
     """What the entry-point group `localllm.backends` names: how to recognise and load a Variant. Importing it imports
     nothing of the engine behind it."""
 
-    name: str
+    declaration: Declaration
+
+    @property
+    def name(self) -> str:
+        """The entry point's name."""
+        return self.declaration.name
 
     @abstractmethod
     def available(self) -> str | None:

@@ -14,13 +14,13 @@ from the given token instead of the chosen one, so that a step says what it comp
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from localllm_backends import registry
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadSpec, Placement
 
 # The next words are as good as certain for the smallest model: near ties say nothing about a device.
@@ -87,7 +87,8 @@ def _main(arguments: Sequence[str]) -> int:
     engine, what, path, body = arguments
     wanted = json.loads(body)
     try:
-        backend_type = importlib.import_module(f"localllm_backends.{engine}").backend_type
+        backend_type = registry.named(engine)
+        assert backend_type is not None, f"there is no backend {engine!r}"
         backend = backend_type.load(
             LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=wanted.get("layers", -1)))
         )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from localllm.device.ggml import Build
     from localllm.device.health import Check
+    from localllm_backends.declaration import Declaration
 
 # A start that compiles shaders may take minutes; doctor says so instead of waiting.
 _PATIENCE_S = 120.0
@@ -19,7 +20,10 @@ _MOST_TOLD = 5
 def token_checks(build: Build | None) -> list[Check]:
     """Ten tokens of a small model on each backend that is installed, in processes of their own: what is broken may crash or
     hang. On an accelerator the tokens must be the processor's. `build`: the llama.cpp here, None where there is none."""
-    return [*_llamacpp(build), *_mlx()]
+    from localllm_backends import registry
+
+    others = (d for d in registry.declarations() if d.name != "llamacpp")
+    return [*_llamacpp(build), *(check for d in others for check in _other(d))]
 
 
 def _llamacpp(build: Build | None) -> list[Check]:
@@ -53,28 +57,30 @@ def _llamacpp(build: Build | None) -> list[Check]:
     return said
 
 
-def _mlx() -> list[Check]:
+def _other(backend: Declaration) -> list[Check]:
+    """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not installed."""
     import importlib.util
 
     from localllm.device.health import Check
     from localllm.setup import trial
 
-    name = "MLX token"
-    if importlib.util.find_spec("mlx") is None or importlib.util.find_spec("mlx_lm") is None:
+    name, order = f"{backend.label} token", [backend.name, "greedy"]
+    if any(importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages):
         return []
-    model = _smallest_mlx()
+    model = _smallest(backend.formats)
     if model is None:
-        return [Check(name, "not checked", "no MLX model is on this disk")]
-    answers, failure = trial.run(["mlx", "greedy", str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S)
+        return [Check(name, "not checked", f"no {backend.label} model is on this disk")]
+    answers, failure = trial.run([*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S)
     if failure or not answers:
-        return [Check(name, "error", f"{model.name}: {failure or 'no answer'}", "pip install --upgrade mlx mlx-lm")]
+        upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
+        return [Check(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]
     return [Check(name, "ok", f"{model.name}: {_speed(answers[-1])}")]
 
 
-def _smallest_mlx() -> Path | None:
+def _smallest(formats: tuple[str, ...]) -> Path | None:
     from localllm.library import store
 
-    found = [local for local in store.scan() if local.format == "mlx"]
+    found = [local for local in store.scan() if local.format in formats]
     return min(found, key=lambda local: local.size_bytes).path if found else None
 
 

@@ -112,7 +112,7 @@ def hardware_of(device: Device, backend: str) -> Hardware:
 @by_identity
 def stored_on(device: Device) -> Hardware:
     """The processor of `device` where it multiplies weights as they are stored."""
-    return replace(hardware_of(device, "llamacpp"), stored=True)
+    return replace(hardware_of(device, ""), stored=True)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from localllm.device.types import Device
 from localllm.planner import memory, places, speed
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import Plan, Range, Workload
+from localllm.planner.types import Plan, Range, Workload, backend_of
 
 # While a given text is edited nearly every drafted token is right; free text accepts few, and the engine then drafts
 # nothing. (`localllm bench --speculation` measures both on the machine at hand.)
@@ -55,7 +55,7 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     """What the model's own draft heads (MTP) can bring one stream, with the number of tokens that suits best; None where it
     has none or its engine runs none. Several heads guess one token each, a recurrent model takes three back at most."""
     model = plan.model
-    if not model.mtp_layers or plan.backend != "llamacpp":
+    if not model.mtp_layers or not backend_of(plan.variant).draft_heads:
         return None
     read = streamed(model, plan.variant).total_bytes
     output = places.parts(model, plan.variant).output_bytes
@@ -90,7 +90,7 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
     loaded without snapshots, what `--draft ngram` would bring."""
     settings, how = plan.settings, ""
     loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
-    if settings.drafter.name == "auto" and loaded and plan.backend == "llamacpp":
+    if settings.drafter.name == "auto" and loaded and backend_of(plan.variant).snapshots:
         plan = replace(plan, settings=replace(settings, n_rewind=loaded))
         how = "with --draft ngram (which keeps snapshots of the state, for one stream) "
     gain = edit_gain(device, plan)

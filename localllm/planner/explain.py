@@ -8,7 +8,7 @@ import textwrap
 from localllm.device.types import Device
 from localllm.planner import decode_cost, families, kernels, memory, places, prefill_cost, quality, speed
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import Plan, Range
+from localllm.planner.types import Plan, Range, backend_of
 from localllm.planner.why import mb
 from localllm_catalog.types import ESTIMATED, Model
 
@@ -57,7 +57,11 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
     ]
     if need.recurrent_bytes:
         lines.append(f"  state        {_gb(need.recurrent_bytes):>14}   float32, one per sequence")
-    how = "a step's activations, logits, buffers kept for reuse" if plan.backend == "mlx" else "flash attention on"
+    how = (
+        "a step's activations, logits, buffers kept for reuse"
+        if backend_of(plan.variant).buffers == "grown"
+        else "flash attention on"
+    )
     lines.append(f"  compute      {_gb(need.compute_bytes):>14}   micro-batch {plan.settings.n_batch:,}, {how}")
     if need.overhead_bytes:
         lines.append(f"  runtime      {_gb(need.overhead_bytes):>14}   {device.accelerator} context and prefix cache")

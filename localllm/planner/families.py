@@ -6,6 +6,7 @@ import re
 from functools import lru_cache
 
 from localllm.device.types import Device
+from localllm_backends import registry
 
 # (pattern in the part's name, vendor, generation), first match wins. Grouped by what shares memory system and kernels.
 _GENERATIONS: tuple[tuple[str, str, str], ...] = (
@@ -34,7 +35,7 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
 _KERNELS_OF = {"gb10": "blackwell", "strix-halo": "rdna3"}
 # M1 and M2 have no bfloat16, which MLX's published files compute in: it is emulated. The same files with float16 read prompts
 # a fifth to a third faster there (github.com/jundot/omlx/issues/604, github.com/raullenchai/Rapid-MLX/issues/3154).
-_EMULATES_BF16 = ("m1", "m2")
+_EMULATES_BF16 = {"mlx": ("m1", "m2")}
 
 
 @lru_cache(maxsize=1024)
@@ -64,8 +65,8 @@ def part(name: str) -> str:
 
 
 def engine_of(device: Device, backend: str) -> str:
-    """The kernel set that runs: mlx, or llama.cpp's cuda / metal / rocm / vulkan / sycl / cpu."""
-    return "mlx" if backend == "mlx" else device.accelerator
+    """The kernel set that runs: what the backend declares, or that of the accelerator."""
+    return registry.declared(backend).kernels or device.accelerator
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +80,7 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
         keys.append(f"{vendor}.{engine}")
     if gen in _KERNELS_OF:
         keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
-    if engine == "mlx" and gen in _EMULATES_BF16:
+    if gen in _EMULATES_BF16.get(engine, ()):
         keys.append(f"{vendor}-emulated-bf16.{engine}")
     if gen:
         keys.append(f"{vendor}-{gen}.{engine}")
@@ -154,10 +155,10 @@ CPU_YARDSTICK = "Q4_K"
 
 # MLX multiplies on the units for matrices that M5's GPU cores have: over four times M4's rate, as Apple has it
 # (https://machinelearning.apple.com/research/exploring-llms-mlx-m5: first tokens 3.3 to 4.1 times as soon).
-_MLX_TFLOPS_PER_UNIT = {"m5": 4 * 0.46, "m6": 4 * 0.46}
+_TFLOPS_PER_UNIT_OF_KERNELS = {"mlx": {"m5": 4 * 0.46, "m6": 4 * 0.46}}
 
 
-def nominal_tflops(device: Device, backend: str = "llamacpp") -> tuple[float, str]:
+def nominal_tflops(device: Device, backend: str = "") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) a device nominally has: the yardstick `prefill` efficiencies are fractions of."""
     if device.accelerator == "cpu":
         timed = next((rates.usual for rates in device.matrix_rates if rates.type == CPU_YARDSTICK), None)
@@ -181,7 +182,7 @@ def clock_ghz(name: str) -> float:
 def part_tflops(name: str, units: float, datasheet: float = 0.0, *, engine: str = "") -> tuple[float, str]:
     """(dense FP16 TFLOP/s, basis) of a part from its units, else its datasheet figure, else a guess of 10."""
     kind = generation(name)[1]
-    per_unit = (_MLX_TFLOPS_PER_UNIT.get(kind) if engine == "mlx" else None) or _TFLOPS_PER_UNIT.get(kind)
+    per_unit = _TFLOPS_PER_UNIT_OF_KERNELS.get(engine, {}).get(kind) or _TFLOPS_PER_UNIT.get(kind)
     if per_unit and units:
         return per_unit * units, "derived"
     if datasheet:

@@ -14,7 +14,7 @@ from typing import Literal
 from localllm.device.types import Device, TypeRates
 from localllm.planner import families, kernels, needs
 from localllm.planner.streams import streamed
-from localllm.planner.types import Workload, backend_for
+from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identities
 from localllm_catalog.types import Model, Variant
@@ -257,4 +257,4 @@ def types_to_time(device: Device, variant: Variant) -> list[str]:
 
 
 def _on_the_processor(device: Device, variant: Variant) -> bool:
-    return device.accelerator == "cpu" and backend_for(variant) == "llamacpp"
+    return device.accelerator == "cpu" and backend_of(variant).lays_out

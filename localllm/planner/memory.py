@@ -15,7 +15,9 @@ from fractions import Fraction
 from localllm.device.types import Device
 from localllm.planner import places
 from localllm.planner.streams import facts
-from localllm.planner.types import Drafter, MemoryNeed, RunSettings, backend_for
+from localllm.planner.types import Drafter, MemoryNeed, RunSettings, backend_of
+from localllm_backends import registry
+from localllm_backends.declaration import Declaration
 from localllm_catalog import quants, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
@@ -107,10 +109,10 @@ def kv_bytes_per_1k_tokens(model: Model, kv_type: str = "f16") -> int:
     return math.ceil(1024 * growing * quants.kv_element_bytes(kv_type))
 
 
-def kv_type_allowed(model: Model, kv_type: str, backend: str = "llamacpp") -> bool:
+def kv_type_allowed(model: Model, kv_type: str, backend: Declaration = registry.NONE) -> bool:
     """Quantised caches need rows of whole blocks of 32 (llama.cpp refuses others); MLX, heads of whole groups and no
     sliding windows (mlx-lm's rotating cache has no quantised form)."""
-    if backend == "mlx":
+    if backend.kv_quants == "groups":
         return kv_type == "f16" or (kv_type in _MLX_KV_BITS and _mlx_group(model) > 0)
     if kv_type in ("f32", "f16", "bf16"):
         return True
@@ -198,7 +200,7 @@ def whole_weights(model: Model, variant: Variant, device: Device | None) -> tupl
     the device, except on Metal, where both views map the same file pages.
     """
     total = weights_bytes(variant)
-    if device is None or device.accelerator == "cpu" or variant.format == "mlx":
+    if device is None or device.accelerator == "cpu" or not backend_of(variant).host_embedding:
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
     if device.kind == "unified":
@@ -271,7 +273,7 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
     On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None (no limit known)
     the figures are those of a CPU.
     """
-    if backend_for(variant) == "mlx":
+    if backend_of(variant).buffers == "grown":
         return _need_mlx(model, variant, settings, device)
     if device is not None and device.kind == "discrete":
         return _need_apart(model, variant, settings, device)
@@ -374,7 +376,9 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
     window or state of its own: one, except for models that are nothing but state, and where the model's own `heads` draft."""
     kinds = {layer.kind for layer, _ in facts(model).groups}
     plain = not kinds & {"sliding", "recurrent"}
-    return 0 if plain or heads or backend_for(variant) == "mlx" or not kinds & {"sliding", "full", "mla"} else 1
+    return (
+        0 if plain or heads or not backend_of(variant).spare_sequence or not kinds & {"sliding", "full", "mla"} else 1
+    )
 
 
 def rewind_for(model: Model, drafter: Drafter) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, memory, prefill_cost
-from localllm.planner.types import DEFAULT_BATCH, MemoryNeed, RunSettings, backend_for
+from localllm.planner.types import DEFAULT_BATCH, MemoryNeed, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
 
 SIZES = (DEFAULT_BATCH, 1024, 2048, 4096)
@@ -26,7 +26,7 @@ def sizes(device: Device, model: Model, variant: Variant, settings: RunSettings,
     """Micro-batches larger than `settings` has that pay for a prompt of so many tokens on `device`, the largest first."""
     if device.accelerator == "cpu":
         return ()
-    hardware = decode_cost.hardware_of(device, backend_for(variant))
+    hardware = decode_cost.hardware_of(device, backend_of(variant).name)
     held = prefill_cost.prefill_terms(
         model, variant, hardware, prompt_tokens=prompt_tokens, n_batch=settings.n_batch
     ).total_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost
-from localllm.planner.types import Plan
+from localllm.planner.types import Plan, backend_of
 from localllm.planner.why import all_memory
 from localllm_catalog.types import Model, Variant
 
@@ -90,7 +90,6 @@ def _costs(plan: Plan) -> tuple[float, ...]:
     )
 
 
-NAMES = {"llamacpp": "llama.cpp", "mlx": "MLX"}
 # Files whose bits a weight differ by more than this are not two forms of the same choice.
 _SAME_BITS = 0.25
 # Closer than this the ranges overlap almost wholly: neither is called faster.
@@ -108,8 +107,8 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
     """One sentence: the other engine's plan beside this one, and what makes the difference (bytes read, share of the
     bandwidth reached, fixed time a token; all three as predicted)."""
     ratio = other.decode_tok_s.value / plan.decode_tok_s.value
-    named = f"{NAMES[other.backend]} ({other.variant.quant})"
-    ours = f"{plan.decode_tok_s.value:.3g} tok/s of {NAMES[plan.backend]} ({plan.variant.quant})"
+    named = f"{backend_of(other.variant).label} ({other.variant.quant})"
+    ours = f"{plan.decode_tok_s.value:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
     if 1 / _WORTH_SAYING < ratio < _WORTH_SAYING:
         head = f"{named} is predicted as fast as the {ours}"
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import RunSettings, backend_for
+from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
 from localllm_catalog.remembered import by_identities
@@ -241,7 +241,7 @@ def table_bytes(model: Model, variant: Variant) -> int:
 def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     """Bytes that this run leaves on the disk; 0 where the engine reads everything."""
     where = settings.placement.tables
-    if not model.lookup_params or where == "memory" or backend_for(variant) != "llamacpp":
+    if not model.lookup_params or where == "memory" or not backend_of(variant).disk_tables:
         return 0
     found = table_bytes(model, variant)
     return found if where == "disk" or found > LEAST_BYTES else 0

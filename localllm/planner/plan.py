@@ -39,7 +39,7 @@ from localllm.planner.types import (
     Range,
     RunSettings,
     Workload,
-    backend_for,
+    backend_of,
 )
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
@@ -112,7 +112,7 @@ def settings_for(
         spare=memory.spare_sequences(model, variant, heads=drafter.is_mtp),
         n_batch=CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH,
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
-        n_rewind=memory.rewind_for(model, drafter) if backend_for(variant) == "llamacpp" else 0,
+        n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
         drafter=drafter,
         placement=Placement(
             tables="disk" if _has_tables(model, variant) else USUAL.placement.tables,
@@ -135,7 +135,7 @@ def _drafter(variant: Variant, overrides: Overrides) -> Drafter:
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
     """`small` in the files that would draft for `variant`, on the same engine; None where it has none."""
-    files = [v for v in small.variants if backend_for(v) == backend_for(variant)]
+    files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
     return (small, typical(files)) if files else None
 
 
@@ -168,7 +168,7 @@ def _settle(
     device: Device, model: Model, variant: Variant, settings: RunSettings, types: Sequence[str], offload: OffloadOptions
 ) -> tuple[RunSettings, MemoryNeed, Fits]:
     """`settings` as they fit: whole with the first of the KV `types` that does, else split over two memories, else not."""
-    kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_for(variant))) or ("f16",)
+    kinds = tuple(k for k in types if memory.kv_type_allowed(model, k, backend_of(variant))) or ("f16",)
     for kind in kinds:
         tried = placing.over_cards(device, model, variant, offload.over(settings.with_kv_type(kind)))
         need = memory.need(model, variant, tried, device)
@@ -177,7 +177,7 @@ def _settle(
             return tried, need, fits
         if need.total_bytes - need.kv_bytes > device.memory.limit_bytes:
             break  # no type of cache is small enough
-    if device.kind == "discrete" and device.host is not None and variant.format == "gguf":
+    if device.kind == "discrete" and device.host is not None and backend_of(variant).splits:
         start = settings.with_kv_type(kinds[min(1, len(kinds) - 1)])
         best = placing.best_split(device, model, variant, start, offload)
         if best is not None:
@@ -213,7 +213,7 @@ def _in_larger_steps(
 
 def _kv_types(device: Device, variant: Variant, workload: Workload, overrides: Overrides) -> tuple[str, ...]:
     """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
-    mixed = backend_for(variant) == "llamacpp" and device.accelerator == "cpu"
+    mixed = backend_of(variant).mixed_kv and device.accelerator == "cpu"
     return kv_choice.ladder(workload.purpose, overrides.kv_evidence, mixed=mixed)
 
 

@@ -27,6 +27,8 @@ from localllm_catalog.types import Layer, Model, Variant
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
+# Kernels that read no mask of what a token may see.
+_MASKLESS = ("cpu", "mlx")
 
 
 def scan_flops(model: Model) -> float:
@@ -114,7 +116,7 @@ def prefill_parts(
         "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
         "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
         "mask": CostTerm(
-            0.0 if is_cpu or hardware.engine == "mlx" else mean_context(prompt_tokens, depth, batch), (("mask_s", 1),)
+            0.0 if hardware.engine in _MASKLESS else mean_context(prompt_tokens, depth, batch), (("mask_s", 1),)
         ),
     }
 

@@ -25,7 +25,8 @@ from localllm.planner import (
 )
 from localllm.planner.needs import Need
 from localllm.planner.plan import NOTHING_FIXED, Overrides, draft_pair, max_context, plan_for, typical, verdict
-from localllm.planner.types import USUAL, Drafter, Plan, Recommendation, Rejected, Workload, backend_for
+from localllm.planner.types import USUAL, Drafter, Plan, Recommendation, Rejected, Workload, backend_of
+from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
 
 MAX_PICKS = 8
@@ -35,8 +36,8 @@ _NEAR_POINTS = 2.0
 
 
 def backends_of(device: Device) -> tuple[str, ...]:
-    """Engines that exist for this kind of machine: llama.cpp everywhere, MLX on Apple GPUs."""
-    return ("llamacpp", "mlx") if device.accelerator == "metal" else ("llamacpp",)
+    """Engines that exist for this kind of machine."""
+    return tuple(d.name for d in registry.declarations() if device.accelerator in d.accelerators)
 
 
 def too_slow(plan: Plan, need: Need) -> bool:
@@ -47,7 +48,7 @@ def too_slow(plan: Plan, need: Need) -> bool:
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
     possible = backends_of(device)
     engines = tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
-    return [v for v in model.variants if backend_for(v) in engines and v.file_bytes > 0]
+    return [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
 
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
@@ -166,7 +167,7 @@ def detailed_plan(
 
 def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Plan | None:
     """The plan of the same model in files of about the same size on the machine's other engine, if it fits."""
-    others = [v for v in _candidates(device, plan.model, overrides) if backend_for(v) != plan.backend]
+    others = [v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend]
     variant = picks.nearest_of_other(plan, others)
     if variant is None:
         return None
@@ -182,7 +183,9 @@ _KERNELS_PAY = 1.05
 def _other_kernels(device: Device, plan: Plan) -> str | None:
     """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that differs and fits."""
     other = _RADEON_KERNELS.get(device.accelerator)
-    if other is None or families.generation(device.match or device.name)[0] != "amd" or plan.backend != "llamacpp":
+    if other is None or other not in backend_of(plan.variant).accelerators:
+        return None
+    if families.generation(device.match or device.name)[0] != "amd":
         return None
     names = {"rocm": "ROCm", "vulkan": "Vulkan"}
 

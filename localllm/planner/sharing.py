@@ -15,7 +15,7 @@ from localllm.device.types import Device
 from localllm.planner import decode_cost, memory, places, speed
 from localllm.planner.cluster import Link
 from localllm.planner.streams import streamed
-from localllm.planner.types import Range, RunSettings
+from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
 
 # Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in mlx_lm/models).
@@ -50,7 +50,7 @@ class SharedPlan:
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     """Why `variant` can't be shared by `devices`; "" where it can."""
     n = len(devices)
-    if variant.format != "mlx" or any(d.accelerator != "metal" for d in devices):
+    if not backend_of(variant).shares or any(d.accelerator != "metal" for d in devices):
         return "MLX shares its own models, among Macs"
     if model.family not in FAMILIES:
         return f"mlx-lm has no form of {model.family} that machines can share"

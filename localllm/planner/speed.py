@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, families, learned, places, power, prefill_cost
 from localllm.planner.streams import streamed
-from localllm.planner.types import USUAL, Range, RunSettings, backend_for
+from localllm.planner.types import USUAL, Range, RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
@@ -94,7 +94,7 @@ def decode(
     figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
     """
     step = _step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
-    backend = backend_for(variant)
+    backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
         return power.within(device, _range(1 / step.total_s, step.spread, step.basis))
@@ -179,7 +179,7 @@ def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_
     """`device` as the laws see it when `variant` is run so."""
     if settings.placement.layout == "stored":
         return decode_cost.stored_on(device)
-    return decode_cost.hardware_of(device, backend_for(variant))
+    return decode_cost.hardware_of(device, backend_of(variant).name)
 
 
 def _host_basis(device: Device) -> str:
@@ -213,7 +213,7 @@ def _as_measured(
         for depth, rate in m.decoded:
             parts = _step(device, m.model, m.variant, m.run, depth=depth).parts
             seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
-    prior = learned.CPU if families.engine_of(device, backend_for(variant)) == "cpu" else learned.ACCELERATOR
+    prior = learned.CPU if families.engine_of(device, backend_of(variant).name) == "cpu" else learned.ACCELERATOR
     learnt = learned.learn([o for _, o in seen], prior)
     seconds, unsure = learnt.seconds(step.parts), learnt.uncertainty(step.parts)
     own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
@@ -246,7 +246,7 @@ def prefill(
         basis = "formula on what this build's kernels were measured to multiply here"
     if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
         spread = max(spread, 0.4)
-    backend = backend_for(variant)
+    backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0]
     exact = [m for m in here if _same(m, model, variant)]
     used = exact or here
@@ -358,7 +358,7 @@ def verify_ratios(
     more of the experts, and every row is computed. Sequences of their own (`decode`) cost more: each has a cache and a state.
     """
     one = _step(device, model, variant, settings)
-    if decode_cost.hardware_of(device, backend_for(variant)).engine == "cpu":
+    if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
         return [_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
     read = streamed(model, variant)
     routed = one.routed_s / one.total_s / max(1, read.routed_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from localllm_backends import registry
+from localllm_backends.declaration import Declaration
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Purpose, Variant
 
@@ -27,9 +29,9 @@ DEFAULT_SLOTS = 8
 DEFAULT_BATCH = 512
 
 
-def backend_for(variant: Variant) -> str:
-    """The engine a variant's files are made for."""
-    return "mlx" if variant.format == "mlx" else "llamacpp"
+def backend_of(variant: Variant) -> Declaration:
+    """The engine that runs a variant's files."""
+    return registry.running(variant.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ class Plan:
     @property
     def backend(self) -> str:
         """The engine that runs it."""
-        return backend_for(self.variant)
+        return backend_of(self.variant).name
 
 
 @dataclass(frozen=True, slots=True)

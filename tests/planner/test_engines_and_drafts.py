@@ -12,6 +12,7 @@ from localllm.device.named import resolve
 from localllm.planner import drafting, explain, memory, picks, recommend, speed
 from localllm.planner.plan import Overrides, plan_for
 from localllm.planner.types import Drafter, Plan, RunSettings, Workload
+from localllm_backends import registry
 from localllm_backends.contract import KvType
 from localllm_catalog import catalog
 from localllm_catalog.types import Purpose
@@ -65,11 +66,11 @@ def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
     narrow = replace(model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers))
     assert memory.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
     odd = replace(model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers))
-    assert not memory.kv_type_allowed(odd, "q8_0", "mlx")
+    assert not memory.kv_type_allowed(odd, "q8_0", registry.declared("mlx"))
 
 
 def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
-    assert not memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", "mlx")
+    assert not memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", registry.declared("mlx"))
     assert memory.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
     assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").settings.kv_type == "f16"
 
@@ -96,7 +97,7 @@ def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) ->
             if "of the bandwidth" not in reason:
                 continue
             other = "mlx" if p.backend == "llamacpp" else "llamacpp"
-            assert reason.startswith(f"{picks.NAMES[other]} (")
+            assert reason.startswith(f"{registry.declared(other).label} (")
 
 
 def test_the_sentence_follows_the_predicted_speeds() -> None:

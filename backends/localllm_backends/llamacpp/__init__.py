@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm_backends.contract import BackendType
+from localllm_backends.contract import BackendType, Declaration
 
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, Embedder, LoadSpec
@@ -16,7 +16,22 @@ if TYPE_CHECKING:
 class LlamaCppType(BackendType):
     """Recognises and loads GGUF files."""
 
-    name = "llamacpp"
+    declaration = Declaration(
+        name="llamacpp",
+        label="llama.cpp",
+        formats=("gguf",),
+        files="GGUF files",
+        accelerators=("cpu", "cuda", "metal", "rocm", "sycl", "vulkan"),
+        packages=("llama-cpp-python",),
+        splits=True,
+        mixed_kv=True,
+        host_embedding=True,
+        disk_tables=True,
+        lays_out=True,
+        spare_sequence=True,
+        draft_heads=True,
+        snapshots=True,
+    )
 
     def available(self) -> str | None:
         """None when llama-cpp-python is importable, else what is missing and how to get it."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm_backends.contract import BackendType
+from localllm_backends.contract import BackendType, Declaration
 from localllm_backends.mlx.files import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -41,7 +41,18 @@ def _has_cuda() -> bool:
 class MlxType(BackendType):
     """Recognises and loads mlx-lm checkpoint folders."""
 
-    name = "mlx"
+    declaration = Declaration(
+        name="mlx",
+        label="MLX",
+        formats=("mlx",),
+        files="MLX folders",
+        accelerators=("metal",),
+        packages=("mlx", "mlx-lm"),
+        kernels="mlx",
+        buffers="grown",
+        kv_quants="groups",
+        shares=True,
+    )
 
     def available(self) -> str | None:
         """None when mlx and mlx-lm are importable and can compute here, else what is missing and how to get it."""

@@ -186,7 +186,7 @@ def settings_now() -> list[dict[str, Any]]:
             "origin": settings[s.name].origin,
             "default": s.default,
             "environment": s.env,
-            "choices": list(s.choices),
+            "choices": list(s.allowed),
             "help": s.help,
         }
         for s in TABLE

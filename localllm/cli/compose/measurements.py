@@ -97,6 +97,7 @@ def for_planner(
     """The records of this machine whose model is known, in the planner's terms; `where` they were measured."""
     from localllm.planner.speed import Measured
     from localllm.planner.types import DEFAULT_BATCH
+    from localllm_backends import registry
     from localllm_backends.placement import Placement
     from localllm_catalog.types import Variant
 
@@ -109,7 +110,8 @@ def for_planner(
         size = r.file_bytes or (known.file_bytes if known else 0)
         if not size:
             continue
-        variant = Variant("mlx" if r.backend == "mlx" else "gguf", r.quant, "", (), size)
+        formats = registry.declared(r.backend).formats or ("gguf",)
+        variant = Variant(formats[0], r.quant, "", (), size)  # type: ignore[arg-type]
         found.append(
             Measured(
                 model,

@@ -48,9 +48,9 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
 
 def registered_backends() -> tuple[str, ...]:
     """Names of the engines this installation has: what it can't run it does not recommend, on any machine."""
-    from importlib.metadata import entry_points
+    from localllm_backends import registry
 
-    return tuple(sorted({entry.name for entry in entry_points(group="localllm.backends")})) or ("llamacpp",)
+    return registry.names()
 
 
 def find_model(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
@@ -88,13 +88,12 @@ def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
 def best_variant(model: Model) -> Variant:
     """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
     from localllm.device.detect import detect
-    from localllm.engine.worker import backends
     from localllm.errors import DoesNotFitError
     from localllm.planner.plan import Overrides
     from localllm.planner.recommend import variants_of
     from localllm.planner.types import Workload
 
-    plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=tuple(backends.names())))
+    plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=registered_backends()))
     if not plans:
         raise DoesNotFitError(f"no engine installed here runs any published variant of {model.name}")
     fitting = [p for p in plans if p.fits != "no"]

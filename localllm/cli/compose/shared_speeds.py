@@ -31,8 +31,10 @@ def build() -> dict[str, str]:
     """Versions of ours and of the engines here, by distribution: what a figure depends on beside the machine."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from localllm_backends import registry
+
     found = {}
-    for name in ("localllm", "llama-cpp-python", "mlx", "mlx-lm"):
+    for name in ("localllm", *(package for d in registry.declarations() for package in d.packages)):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from localllm.planner.needs import span
+from localllm.planner.types import backend_of
 from localllm.planner.why import gb, mb, rate
+from localllm_backends import registry
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.planner.recommend import Reach
     from localllm.planner.types import Plan, Range, Recommendation
+    from localllm_backends.declaration import Declaration
     from localllm_catalog.catalog import Catalog
     from localllm_catalog.types import Model
 
@@ -90,10 +93,10 @@ _NOTHING: Installed = frozenset()
 
 
 def _marked(plan: Plan, installed: Installed) -> str:
-    """The quant with what the footnotes explain: ~ constructed, * MLX, + on this disk."""
+    """The quant with what the footnotes explain: ~ constructed, * another engine, + on this disk."""
     here = (plan.model.id, plan.variant.quant) in installed
     made = "~" if plan.variant.is_estimate and not here else ""
-    return f"{made}{plan.variant.quant}{'*' if plan.backend == 'mlx' else ''}{'+' if here else ''}"
+    return f"{made}{plan.variant.quant}{'*' if plan.backend != _usual().name else ''}{'+' if here else ''}"
 
 
 def _rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, list[str]]:
@@ -184,11 +187,17 @@ def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, instal
     return notes
 
 
+def _usual() -> Declaration:
+    """The engine whose plans are not marked."""
+    return registry.running("gguf")
+
+
 def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     """What the signs beside the quants mean, of those that are there."""
+    others = " or ".join(sorted({backend_of(p.variant).label for p in plans if p.backend != _usual().name}))
     meanings = (
         ("~", "no listing shows this file: its name and size are what they would be"),
-        ("*", "runs on MLX; the others on llama.cpp"),
+        ("*", f"runs on {others}; the others on {_usual().label}"),
         ("+", "installed"),
     )
     used = "".join(_marked(p, installed) for p in plans)

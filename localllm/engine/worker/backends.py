@@ -1,52 +1,47 @@
-"""Finding a backend: the entry-point group `localllm.backends`, ours registered exactly as a third party's."""
+"""The backend that runs given files, or one sentence saying why none does."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import BackendMissingError, ModelFileError, ModelNotFoundError, UsageError
+from localllm_backends import registry
 
 if TYPE_CHECKING:
     from localllm_backends.contract import BackendType
 
-GROUP = "localllm.backends"
-
-
-def names() -> list[str]:
-    """Registered backends, without importing any."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
-
 
 def named(name: str) -> BackendType:
     """The backend registered under `name`; UsageError naming the others if there is none."""
-    for point in entry_points(group=GROUP):
-        if point.name == name:
-            found: BackendType = point.load()
-            return found
-    raise UsageError(f"there is no backend {name!r}", hint=f"installed backends: {', '.join(names()) or 'none'}")
+    found = registry.named(name)
+    if found is None:
+        raise UsageError(
+            f"there is no backend {name!r}", hint=f"installed backends: {', '.join(registry.names()) or 'none'}"
+        )
+    return found
 
 
 def for_path(path: str, preferred: str = "auto") -> BackendType:
     """The backend that runs the files at `path`: `preferred`, or the first that accepts them and is available here."""
-    from pathlib import Path
-
     if not Path(path).exists():
         raise ModelNotFoundError(f"there is no model at {path!r}", hint="check the path, or see `localllm models list`")
     if preferred != "auto":
         backend = named(preferred)
         _require(backend)
         if not backend.accepts(path):
+            known = ", ".join(f"{d.name} runs {d.files}" for d in registry.declarations())
             raise ModelFileError(
                 f"{Path(path).name!r} is not a model that the {preferred} backend runs",
-                hint="leave --backend at auto: the files decide (llamacpp runs GGUF files, mlx runs MLX folders)",
+                hint=f"leave --backend at auto: the files decide ({known})",
             )
         return backend
-    accepting = [b for b in map(named, names()) if b.accepts(path)]
+    accepting = [b for b in map(named, registry.names()) if b.accepts(path)]
     if not accepting:
+        known = " or ".join(d.files for d in registry.declarations())
         raise ModelFileError(
-            f"{Path(path).name!r} is neither a GGUF file nor an MLX folder",
-            hint="give a .gguf file, an MLX folder, or a name from `localllm models list`",
+            f"{Path(path).name!r} is nothing that an installed engine runs: {known}",
+            hint="give such a path, or a name from `localllm models list`",
         )
     for backend in accepting:
         if backend.available() is None:

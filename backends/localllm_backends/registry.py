@@ -1,0 +1,55 @@
+"""The backends that are installed: the entry-point group `localllm.backends`, ours registered exactly as a third party's.
+
+What they declare is known without loading any engine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from localllm_backends.declaration import Declaration
+
+if TYPE_CHECKING:
+    from localllm_backends.contract import BackendType
+
+GROUP = "localllm.backends"
+NONE = Declaration("", "no engine", ())
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Registered backends, in order, without importing any."""
+    from importlib.metadata import entry_points
+
+    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+
+
+@cache
+def named(name: str) -> BackendType | None:
+    """The backend registered under `name`; None if there is none."""
+    from importlib.metadata import entry_points
+
+    point = next((point for point in entry_points(group=GROUP) if point.name == name), None)
+    if point is None:
+        return None
+    found: BackendType = point.load()
+    return found
+
+
+@cache
+def declarations() -> tuple[Declaration, ...]:
+    """What each registered backend declares."""
+    return tuple(found.declaration for name in names() if (found := named(name)) is not None)
+
+
+@cache
+def declared(name: str) -> Declaration:
+    """What the backend of that name declares; `NONE` if there is none."""
+    return next((d for d in declarations() if d.name == name), NONE)
+
+
+@cache
+def running(file_format: str) -> Declaration:
+    """The backend for files of a catalog's format; `NONE` if none runs them."""
+    return next((d for d in declarations() if file_format in d.formats), NONE)

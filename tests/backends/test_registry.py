@@ -1,0 +1,93 @@
+"""One registry of backends: what an entry point declares is all that planner and command line need of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from localllm import settings
+from localllm.cli.compose import plan_inputs
+from localllm.device.named import resolve
+from localllm.engine.worker import backends
+from localllm.errors import UsageError
+from localllm.planner import recommend
+from localllm.planner.plan import Overrides, plan_for
+from localllm.planner.types import Workload
+from localllm_backends import registry
+from localllm_backends.contract import BackendType, Declaration, LoadSpec
+from localllm_catalog import catalog
+
+
+class Third(BackendType):
+    """Somebody else's: it declares itself, and nothing else here knows of it."""
+
+    declaration = Declaration("third", "Third", ("exl",), files="EXL folders", accelerators=("cuda",), packages=("x",))
+
+    def available(self) -> str | None:
+        return None
+
+    def accepts(self, path: str) -> bool:
+        return False
+
+    def vocabulary(self, path: str) -> list[bytes]:
+        return []
+
+    def load(self, spec: LoadSpec, on_progress: object = None) -> Any:
+        raise NotImplementedError
+
+
+class Point:
+    """What importlib.metadata gives for an entry point."""
+
+    def __init__(self, backend: BackendType) -> None:
+        self.name, self.load = backend.name, lambda: backend
+
+
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ours = [Point(found) for name in registry.names() if (found := registry.named(name)) is not None]
+    forget()
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [*ours, Point(Third())])
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    for known in (registry.names, registry.named, registry.declarations, registry.declared, registry.running):
+        known.cache_clear()
+
+
+def test_each_backend_is_declared_under_the_name_of_its_entry_point() -> None:
+    assert [d.name for d in registry.declarations()] == list(registry.names()) == ["llamacpp", "mlx"]
+    assert [registry.running(kind).name for kind in ("gguf", "mlx", "onnx")] == ["llamacpp", "mlx", ""]
+    with pytest.raises(UsageError, match="there is no backend 'vllm'"):
+        backends.named("vllm")
+
+
+def test_reading_what_is_declared_loads_no_engine() -> None:
+    code = "from localllm_backends import registry; registry.declarations(); import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"llama_cpp", "mlx", "mlx_lm", "numpy"} & set(loaded)
+
+
+@pytest.mark.usefixtures("third")
+def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None:
+    """Settings offer it, its files are planned for the machines it names, and the worker finds it by name."""
+    table = {s.name: s for s in settings.TABLE}
+    assert table["backend"].allowed == ("auto", "llamacpp", "mlx", "third")
+    assert plan_inputs.registered_backends() == ("llamacpp", "mlx", "third")
+    assert backends.named("third").declaration.label == "Third"
+    device, model = resolve("RTX 4090"), catalog.load().by_id["qwen3-8b"]
+    assert recommend.backends_of(device) == ("llamacpp", "third")
+    assert recommend.backends_of(resolve("M4 Max 64GB")) == ("llamacpp", "mlx")
+    gguf = next(v for v in model.variants if v.quant == "Q4_K_M")
+    theirs = replace(gguf, format="exl")  # type: ignore[arg-type]
+    plan = plan_for(device, model, theirs, Workload(), overrides=Overrides())
+    assert (plan.backend, plan.fits) == ("third", "yes")
+    assert plan.settings.spare == plan.settings.n_rewind == 0
