@@ -90,13 +90,14 @@ def _stand_in(file: Path) -> str:
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
-def _place() -> Path:
+def kept_in() -> Path:
+    """Where hashes that were read are kept."""
     return paths.cache_dir() / "digests.json"
 
 
 def _remembered() -> dict[str, str]:
     try:
-        kept = json.loads(_place().read_text(encoding="utf-8"))
+        kept = json.loads(kept_in().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {k: v for k, v in kept.items() if isinstance(v, str)} if isinstance(kept, dict) else {}
@@ -105,7 +106,7 @@ def _remembered() -> dict[str, str]:
 def _remember(key: str, digest: str) -> None:
     with _lock:
         kept = {**_remembered(), key: digest}
-        place = _place()
+        place = kept_in()
         paths.private_dir(place.parent)
         partial = place.with_name(f".{place.name}.{os.getpid()}")
         partial.write_text(json.dumps(dict(list(kept.items())[-_MOST_REMEMBERED:])), encoding="utf-8")

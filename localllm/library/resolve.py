@@ -261,7 +261,7 @@ def _best_at_hand() -> LocalModel:
     """The biggest installed model that leaves half the memory free and has a chat template; else the starter."""
     fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
     candidates = [m for m in fitting if not any(word in m.name.lower() for word in _NOT_CHAT)]
-    limit = _sensible_bytes() if candidates else 0
+    limit = sensible_bytes() if candidates else 0
     for model in candidates:
         if model.size_bytes <= limit and _can_chat(model):
             return model
@@ -275,7 +275,7 @@ def best_of(candidates: list[LocalModel]) -> LocalModel:
     if len(candidates) == 1:
         return candidates[0]
     ranked = sorted(_runnable(candidates) or candidates, key=lambda m: m.size_bytes)
-    limit = _sensible_bytes()
+    limit = sensible_bytes()
     return next((m for m in reversed(ranked) if m.size_bytes <= limit), ranked[0])
 
 
@@ -284,7 +284,7 @@ def _runnable(models: list[LocalModel]) -> list[LocalModel]:
     return [m for m in models if m.format == "gguf" or has_mlx]
 
 
-def _sensible_bytes() -> int:
+def sensible_bytes() -> int:
     """Half of what is available now: the other half is for a context and for whatever else runs."""
     import psutil
 

@@ -74,8 +74,8 @@ def damaged(draw: st.DrawFn) -> bytes:
 CPU_S = 4.0
 
 
-def read_within_bounds(path: Path) -> None:
-    """Reads a header that may be anything: a Model or a CatalogError, within CPU_S and 256 MB."""
+def within_bounds(path: Path) -> bool:
+    """Whether a header that may be anything becomes a Model or a CatalogError within CPU_S and 256 MB."""
     start = time.process_time()
     tracemalloc.start()
     try:
@@ -85,8 +85,7 @@ def read_within_bounds(path: Path) -> None:
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert time.process_time() - start < CPU_S
-    assert peak < 256_000_000
+    return time.process_time() - start < CPU_S and peak < 256_000_000
 
 
 def test_the_undamaged_seed_is_accepted(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_the_undamaged_seed_is_accepted(tmp_path: Path) -> None:
 def test_a_thousand_rearranged_headers_crash_hang_and_allocate_nothing(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "mutant.gguf"
     path.write_bytes(data)
-    read_within_bounds(path)
+    assert within_bounds(path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the kernel's limit on address space")

@@ -24,18 +24,18 @@ def tools(*required: str, among: int = len(ALL)) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("style", TAGGED)
 class TestOrder:
-    def obeyed(self, style: str, offered: list[dict[str, Any]], *orders: str) -> None:
+    def obeyed(self, style: str, offered: list[dict[str, Any]], *orders: str) -> list[str]:
         template = ChatTemplate(next(text for name, text in TEMPLATES.items() if name.partition(",")[0] == style))
         prompt = planned(template, offered)
-        for order in orders:
-            obeyed(template, offered, [("edit", {k: ALL[k] for k in order.split()})], prompt)
+        return [obeyed(template, offered, [("edit", {k: ALL[k] for k in o.split()})], prompt) for o in orders]
 
     def test_few_come_in_any(self, style: str) -> None:
         orders = ("path text line", "text path", "line text path", "text line path fuzzy", "fuzzy path line text")
-        self.obeyed(style, tools("path", "text", among=4), *orders)
+        assert all(self.obeyed(style, tools("path", "text", among=4), *orders))
 
     def test_optional_ones_of_many_may_stand_behind_later_ones(self, style: str) -> None:
-        self.obeyed(style, tools("path"), "path", "path name mode", "path depth line fuzzy", "path text name mode line")
+        orders = ("path", "path name mode", "path depth line fuzzy", "path text name mode line")
+        assert all(self.obeyed(style, tools("path"), *orders))
 
     @pytest.mark.parametrize("among", [4, len(ALL)])
     def test_required_ones_may_not_be_left_out(self, style: str, among: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,7 @@ def test_search_follows_what_changes(history: History) -> None:
 def test_ten_thousand_turns_are_searched_by_their_index(history: History) -> None:
     conv = history.create("t", "m")
     words = ["harbour", "lantern", "copper", "meadow", "signal", "winter", "orchid", "gravel"]
-    with history._write() as db:
+    with closing(sqlite3.connect(history.path)) as db, db:
         db.executemany(
             "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
             " VALUES (?, 0, 'user', ?, NULL, '{}', 1, 0.0)",

@@ -144,7 +144,7 @@ class Hub:
     seen: list[Seen] = field(default_factory=list)
     url: str = ""
     cdn: str = ""
-    _ending: threading.Event = field(default_factory=threading.Event)
+    ending: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, files: dict[str, bytes]) -> Repo:
         """Publish a repository, or a new commit of it."""
@@ -157,7 +157,7 @@ class Hub:
 
     def wait(self, seconds: float) -> bool:
         """Until the hub ends, at most so long; True if it ends."""
-        return self._ending.wait(seconds)
+        return self.ending.wait(seconds)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -377,7 +377,7 @@ def running(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub._ending.set()
+        hub.ending.set()
         hub.resume.set()
         server.shutdown()
         thread.join()

@@ -94,7 +94,7 @@ def test_a_broken_memory_is_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
     ModelDigest(_local(file)).read()
-    digests._place().write_text("{broken", encoding="utf-8")
+    digests.kept_in().write_text("{broken", encoding="utf-8")
     digest = ModelDigest(_local(file))
     digest.read()
     assert digest() == _sha256(b"weights")

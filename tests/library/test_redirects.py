@@ -138,7 +138,10 @@ def test_a_hub_stays_among_the_addresses_it_was_configured_on(names: dict[str, s
 
 
 def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> None:
-    RedirectRule("https://hub.invalid").check("https://cdn.invalid/x")
+    rule = RedirectRule("https://hub.invalid")
+    rule.check("https://cdn.invalid/x")
+    with pytest.raises(DownloadError, match="unencrypted"):
+        rule.check("http://cdn.invalid/x")
 
 
 @pytest.mark.parametrize("url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"])

@@ -67,7 +67,7 @@ def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
     cached("maker/Big-GGUF", "Big-Q4_K_M.gguf", big)
     cached("maker/Big-embed-GGUF", "Big-embed-Q8_0.gguf", big + b"\0" * 4096)
     assert resolve(None).name == "Big-Q4_K_M"
-    monkeypatch.setattr("localllm.library.resolve._sensible_bytes", lambda: len(small))
+    monkeypatch.setattr("localllm.library.resolve.sensible_bytes", lambda: len(small))
     assert resolve(None).name == "Small-Q4_K_M"
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from localllm.conversation.fim import fim_prompt
 from localllm.conversation.messages import normalise
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
@@ -30,6 +29,7 @@ from localllm.server.dialects.fields import (
 from localllm.server.dialects.vectors import EmbeddingRequest, Texts, cut, numbers
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.fim import fim_prompt
 from localllm.server.generation.job import AnswerPlan, GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel

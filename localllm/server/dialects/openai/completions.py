@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from localllm.conversation.fim import fim_prompt
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError
@@ -20,6 +19,7 @@ from localllm.server.dialects.openai.chat_reply import usage_body
 from localllm.server.dialects.wire import RawText, quote, timings_body
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
+from localllm.server.generation.fim import fim_prompt
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel

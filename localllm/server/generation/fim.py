@@ -5,54 +5,17 @@ The arrangement is llama.cpp's (tools/server, /infill): repository name, other f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
+from localllm.engine.worker.api import EngineClient
 from localllm.errors import UnsupportedError
 
 # Of the window that is left beside the answer: the text before the cursor says more than the text after it.
 _PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 
 
-class ModelFacts(Protocol):
-    """What has to be known of the model."""
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens its context holds."""
-        ...
-
-    @property
-    def fim_tokens(self) -> Mapping[str, int]:
-        """Token ids by role: pre, suf, mid, pad, rep, sep."""
-        ...
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether a prompt begins with `bos_token`."""
-        ...
-
-    @property
-    def bos_token(self) -> int | None:
-        """The token a text begins with."""
-        ...
-
-
-class Tokenizer(Protocol):
-    """Whoever can say what the model's tokens are; an engine can."""
-
-    @property
-    def info(self) -> ModelFacts:
-        """Facts of the model."""
-        ...
-
-    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` reads control tokens written in it."""
-        ...
-
-
 async def fim_prompt(
-    engine: Tokenizer,
+    engine: EngineClient,
     prefix: str,
     suffix: str,
     *,
@@ -87,7 +50,7 @@ async def fim_prompt(
     return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *cut]
 
 
-async def _files(engine: Tokenizer, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
+async def _files(engine: EngineClient, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
     """Other files, the last ones first to be kept."""
     fim = engine.info.fim_tokens
     parts: list[list[int]] = []
