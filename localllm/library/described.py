@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.library import catalog_new, hub, names, resolve, store, transfer, variants
+from localllm.library import catalog_update, hub, names, resolve, store, transfer, variants
 from localllm.library.catalog import read_model
-from localllm.library.catalog_update import is_of
 
 if TYPE_CHECKING:
     from localllm.library.hub import Listing
@@ -93,7 +92,7 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
         variants.pick(listing, described=None, choose=None)  # says what is wrong with the repository
     known = catalog.recognise(listing.repo)
     whole = known if known is not None else _read(listing, there)
-    found = tuple(_variant(s, listing) for s in there if known is None or asked.file or is_of(known, s))
+    found = tuple(_variant(s, listing) for s in there if known is None or asked.file or catalog_update.is_of(known, s))
     if not found:
         raise DownloadError(
             f"{listing.repo} holds no files of {whole.name}", hint="name one of its files by its address"
@@ -121,7 +120,7 @@ def _read(listing: Listing, there: list[Selection]) -> Model:
     """The shapes that the smallest of these files state, of which only the header is fetched."""
     if there[0].format == "mlx":
         return _of_config(listing, there[0])
-    model, _, _ = catalog_new.from_hub(listing.repo, lambda _: replace(listing, files=there[0].files))
+    model, _, _ = catalog_update.from_hub(listing.repo, lambda _: replace(listing, files=there[0].files))
     return model
 
 

@@ -14,8 +14,8 @@ from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
 from localllm.library import hf_cache, hub, names, other_apps, places, store, transfer, variants
 from localllm.library.catalog import load_catalog, read_model
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
-from localllm.library.progress import DownloadMeter, DownloadProgress
 from localllm.library.resolve import resolve
+from localllm.library.transfer import DownloadMeter, DownloadProgress
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
 

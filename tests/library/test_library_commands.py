@@ -18,7 +18,7 @@ from library.hub import Hub, Schedule
 from localllm.cli.commands import models, pull
 from localllm.errors import DownloadError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.library import hf_cache, store
-from localllm.library.progress import DownloadMeter, DownloadProgress
+from localllm.library.transfer import DownloadMeter, DownloadProgress
 
 pytestmark = pytest.mark.usefixtures("nothing_packaged")
 REPO = "maker/Tiny-1B-GGUF"

@@ -17,9 +17,9 @@ from library.hub import Hub, Schedule, git_sha1, sha256
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.library.hub import Patience
-from localllm.library.progress import DownloadProgress
 from localllm.library.pull import pull
 from localllm.library.resolve import resolve
+from localllm.library.transfer import DownloadProgress
 
 REPO = "tiny-org/Tiny-1B-GGUF"
 

@@ -10,7 +10,7 @@ from localllm_tui.control.desk import Offer, OnDisk, Planned, PullProgress, Wish
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.library.progress import DownloadProgress
+    from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload

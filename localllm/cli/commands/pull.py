@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from localllm.library.progress import DownloadProgress
+    from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
 
 # Off a terminal (a log, a pipe) a line this often is enough.

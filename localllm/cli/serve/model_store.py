@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from localllm.library.progress import DownloadProgress
+    from localllm.library.transfer import DownloadProgress
 
 
 @dataclass(frozen=True, slots=True)
