@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from localllm.server.proxy.affinity import Node, NodePool, PromptChain
+from localllm.server.proxy.affinity import NodePool, PoolNode, PromptChain
 
 # Of a box's time, what a prompt gets while answers are written beside it.
 _PREFILL_SHARE = 0.7
@@ -210,7 +210,7 @@ def simulate(
 ) -> Outcome:
     """`people` on `n_boxes` for so long. `route`: "prefix" or "round robin"."""
     machines = {f"{i}": Machine(costs, cache_tokens) for i in range(n_boxes)}
-    boxes = [Node(name, name) for name in machines]
+    boxes = [PoolNode(name, name) for name in machines]
     pool, turnstile = NodePool(boxes), itertools.cycle(boxes)
     lives = [life(p, seed) for p in range(people)]
     # (when, order, whom it concerns: a turn that is sent, or the box's name and the version of its plan)
@@ -218,7 +218,7 @@ def simulate(
     order, versions = itertools.count(), dict.fromkeys(machines, 0)
     seen: set[bytes] = set()
     found = Outcome()
-    place: dict[int, Node] = {}
+    place: dict[int, PoolNode] = {}
 
     def come(person: int, after_s: float) -> None:
         pause, turn = next(lives[person])

@@ -21,7 +21,7 @@ from localllm.device.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.model_list import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.worker import ModelFacts, ModelWorker
+from localllm.server.models.worker import ModelMetadata, ModelWorker
 from support.scripted_engine import ScriptedEngine
 
 USUAL = [Start("2026-01-01", {"0": 0.010, "128": 0.011}, {"threads": "8", "NVIDIA driver": "570"})] * 3
@@ -169,7 +169,7 @@ def test_each_start_is_judged_once_and_said_where_people_look() -> None:
         for step_s in (0.010, 0.011, 0.030):
             host = _Measured()
             host.step_s = step_s
-            router = ModelRouter([ServedModel("m", worker=ModelWorker("m", host, ModelFacts()))])
+            router = ModelRouter([ServedModel("m", worker=ModelWorker("m", host, ModelMetadata()))])
             watch = PaceWatch(router, said.append)
             await watch.look()
             assert not watch.judged, "nothing is loaded for it"

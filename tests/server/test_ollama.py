@@ -21,7 +21,7 @@ from localllm.errors import RequestError
 from localllm.server.dialects.ollama.requests import keep_alive_s
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.unloading import KeepAlive, unload_idle
-from localllm.server.models.worker import ModelFacts, ModelWorker
+from localllm.server.models.worker import ModelMetadata, ModelWorker
 from localllm_backends.contract import LoadSpec
 from server.test_idle import Host
 from support.http_server import running_server
@@ -149,13 +149,13 @@ def test_for_ever_is_longer_than_the_servers_own_time() -> None:
         models = [ServedModel("kept", kept), ServedModel("other", other)]
         for model in models:
             await model.engine()
-        keeper = KeepAlive()
-        keeper.keep(models[0].worker, math.inf)
+        keep_alive = KeepAlive()
+        keep_alive.set(models[0].worker, math.inf)
         watch = asyncio.create_task(unload_idle(ModelRouter(models), idle_s=0.05))
         async with asyncio.timeout(30):
             await other.closed.wait()
             assert not kept.closed.is_set()
-            keeper.keep(models[0].worker, 0.01)
+            keep_alive.set(models[0].worker, 0.01)
             await kept.closed.wait()
         watch.cancel()
 
@@ -166,16 +166,16 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
     async def main() -> None:
         pinned, brief, owned = Host(), Host(), Host()
         workers = [
-            ModelWorker("pinned", pinned, ModelFacts()),
-            ModelWorker("brief", brief, ModelFacts(), idle_s=0.05),
-            ModelWorker("owned", owned, ModelFacts(), idle_s=0),
+            ModelWorker("pinned", pinned, ModelMetadata()),
+            ModelWorker("brief", brief, ModelMetadata(), idle_s=0.05),
+            ModelWorker("owned", owned, ModelMetadata(), idle_s=0),
         ]
         for worker in workers:
             await worker.engine()
         models = [ServedModel(w.name, worker=w) for w in workers]
-        keeper = KeepAlive()
-        keeper.keep(workers[0], math.inf)
-        keeper.keep(workers[2], math.inf)
+        keep_alive = KeepAlive()
+        keep_alive.set(workers[0], math.inf)
+        keep_alive.set(workers[2], math.inf)
         short = asyncio.Event()
         watch = asyncio.create_task(
             unload_idle(ModelRouter(models), idle_s=3600, pressed=short.is_set, pressed_idle_s=0.01)

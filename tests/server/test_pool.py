@@ -26,7 +26,7 @@ from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
 from localllm.server.models.router import ServedModel
-from localllm.server.proxy.affinity import HashRing, Node, NodePool, PrefixHashes, prefix_hashes
+from localllm.server.proxy.affinity import HashRing, NodePool, PoolNode, PrefixHashes, prefix_hashes
 from localllm.server.proxy.pool_app import PoolFront, create_pool_app
 from localllm.server.proxy.relay import frame_kind
 from localllm_backends.contract import LoadSpec
@@ -49,7 +49,7 @@ class Front:
 @contextmanager
 def pooled(*urls: str, **limits: Any) -> Iterator[Front]:
     """A front of the servers at `urls`, in a thread of its own."""
-    pool = NodePool([Node(str(i), url) for i, url in enumerate(urls)])
+    pool = NodePool([PoolNode(str(i), url) for i, url in enumerate(urls)])
     (sock,) = bind("127.0.0.1", 0)
     own = ServerSettings(port=sock.getsockname()[1], **limits)
     app, front = create_pool_app(pool, own)
@@ -255,7 +255,7 @@ def test_taking_a_server_away_moves_only_what_was_its_own(names: list[str], at: 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=80))
 @settings(max_examples=60, deadline=None)
 def test_new_conversations_are_spread_and_known_ones_kept(asked: list[tuple[int, bool]]) -> None:
-    pool = NodePool([Node(n, n) for n in "abc"])
+    pool = NodePool([PoolNode(n, n) for n in "abc"])
     for talk, ends in asked:
         chain = prefix_hashes({"messages": [SYSTEM, user(f"talk {talk}")]})
         known = pool.affinity.find(chain.hashes[-1])

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.server.models.installed import Progress
+from localllm.server.models.installed import StoreProgress
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -21,17 +21,9 @@ PULL, DELETE = "/api/pull", "/api/delete"
 SHA256 = "ab" * 32
 
 
-@dataclass
-class Moment:
-    state: str
-    done_bytes: int = 0
-    total_bytes: int = 0
-    digest: str = ""
-
-
 MOMENTS = [
-    Moment("listing"), Moment("downloading", 0, 100, "f" * 40), Moment("downloading", 10, 100, SHA256),
-    Moment("downloading", 100, 100, SHA256), Moment("verifying", 100, 100, SHA256), Moment("done", 100, 100),
+    StoreProgress("listing"), StoreProgress("downloading", 0, 100, "f" * 40), StoreProgress("downloading", 10, 100, SHA256),
+    StoreProgress("downloading", 100, 100, SHA256), StoreProgress("verifying", 100, 100, SHA256), StoreProgress("done", 100, 100),
 ]  # fmt: skip
 
 
@@ -45,7 +37,7 @@ class FakeStore:
     removed: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def pull(self, ref: str, on_progress: Callable[[Progress], None]) -> None:
+    def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         self.pulled.append(ref)
         try:
             for moment in MOMENTS:

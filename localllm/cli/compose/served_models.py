@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm.planner.types import Plan
     from localllm.server.models.served import ServedModel
-    from localllm.server.models.worker import ModelAdmission, ModelFacts, ModelWorker, PlannedModel
+    from localllm.server.models.worker import ModelAdmission, ModelMetadata, ModelWorker, PlannedModel
     from localllm.settings import Settings, Value
 
 log = logging.getLogger("localllm.server")
@@ -135,7 +135,7 @@ def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Plan
     """A launch as the server takes it. `told` hears too how much of it is loaded, from 0 to 1."""
     from localllm.cli.compose.load_plan import own_sampling
     from localllm.engine.worker.supervisor import Supervisor
-    from localllm.server.models.worker import LoadProgress, ModelFacts, PlannedModel
+    from localllm.server.models.worker import LoadProgress, ModelMetadata, PlannedModel
 
     loading = LoadProgress()
 
@@ -146,7 +146,7 @@ def planned(launch: Launch, told: Callable[[float], None] | None = None) -> Plan
 
     host = Supervisor(launch.embedding) if launch.embedding is not None else Supervisor(launch.options, hear)
     plan = launch.plan
-    facts = ModelFacts(
+    facts = ModelMetadata(
         sampling=own_sampling(plan),
         sampling_unthinking=own_sampling(plan, thinks=False),
         n_ctx=plan.settings.n_ctx if plan is not None else None,
@@ -169,11 +169,11 @@ def _physics(plan: Plan | None) -> dict[str, object]:
     return physics(plan, detect()) if plan is not None else {}
 
 
-def facts_before(local: LocalModel) -> ModelFacts:
+def facts_before(local: LocalModel) -> ModelMetadata:
     """What is known of files on this disk by their names and sizes."""
-    from localllm.server.models.worker import ModelFacts
+    from localllm.server.models.worker import ModelMetadata
 
-    return ModelFacts(details=_details(local, ""))
+    return ModelMetadata(details=_details(local, ""))
 
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:

@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
+    from localllm.server.models.installed import StoreProgress
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryStore:
-    """Implements server.models.store.ModelStore. A reference is a name of the catalog or the hub, never a path."""
+    """Implements server.models.installed.ModelStore. A reference is a name of the catalog or the hub, never a path."""
 
     offline: bool = False
 
-    def pull(self, ref: str, on_progress: Callable[[DownloadProgress], None]) -> None:
+    def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         """See ModelStore.pull."""
         from localllm.cli.compose.plan_inputs import variant_choice
         from localllm.library.pull import pull
+        from localllm.server.models.installed import StoreProgress
+
+        def hear(p: DownloadProgress) -> None:
+            on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))
 
         name = _ours(ref)
-        pull(name, on_progress=on_progress, choose=variant_choice(name), offline=self.offline, mmproj=True)
+        pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
 
     def remove(self, ref: str) -> None:
         """See ModelStore.remove."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import socket
 
     from localllm.server.http.settings import ServerSettings
-    from localllm.server.proxy.affinity import Node
+    from localllm.server.proxy.affinity import PoolNode
     from localllm.settings import Settings
 
 
@@ -24,14 +24,14 @@ def check_pool(settings: Settings, named: Sequence[str]) -> None:
     nodes(settings)
 
 
-def nodes(settings: Settings) -> list[Node]:
+def nodes(settings: Settings) -> list[PoolNode]:
     """The servers of the pool, each under its host and port. Raises UsageError."""
     from urllib.parse import urlsplit
 
     from localllm.cli.compose.upstreams import checked_url
-    from localllm.server.proxy.affinity import Node
+    from localllm.server.proxy.affinity import PoolNode
 
-    found: dict[str, Node] = {}
+    found: dict[str, PoolNode] = {}
     for text in settings.value("pool"):
         # Whoever named it on the command line, or as a setting, allowed it.
         host = (urlsplit(text).hostname or "").lower()
@@ -39,7 +39,7 @@ def nodes(settings: Settings) -> list[Node]:
         name = urlsplit(url).netloc
         if name in found:
             raise UsageError(f"--pool names {name} twice")
-        found[name] = Node(name, url)
+        found[name] = PoolNode(name, url)
     return [*found.values()]
 
 

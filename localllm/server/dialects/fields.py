@@ -124,7 +124,7 @@ HINTS = frozenset(
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """What every request body has."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -228,7 +228,7 @@ class GenerationFields(_SamplingNumbers):
         )
 
 
-class SamplingFields(Body, GenerationFields):
+class SamplingFields(RequestBody, GenerationFields):
     """A body that generates, in the words of OpenAI, llama.cpp and vLLM."""
 
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
@@ -253,7 +253,6 @@ class SamplingFields(Body, GenerationFields):
         return sent
 
     def generation(self, default: Sampling) -> Generation:
-        """How the answer is made. Raises RequestError."""
         return replace(
             self.generation_up_to(self.answer_tokens(), default),
             ignore_eos=bool(self.ignore_eos),
@@ -318,7 +317,7 @@ def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(s for s in ([sent] if isinstance(sent, str) else sent or ()) if s)
 
 
-Fields = TypeVar("Fields", bound=Body)
+Fields = TypeVar("Fields", bound=RequestBody)
 
 
 def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from localllm.server.dialects.fields import Body, read
+from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.asgi import ignored_header
 from localllm.server.http.json_body import read_json
@@ -79,7 +79,7 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
 
-class LoadFields(Body):
+class LoadFields(RequestBody):
     """POST /api/v1/models/load. How a model is loaded is not a request's to say: what it sends of that is named as
     ignored."""
 
@@ -87,14 +87,13 @@ class LoadFields(Body):
     echo_load_config: bool = False
 
 
-class UnloadFields(Body):
+class UnloadFields(RequestBody):
     """POST /api/v1/models/unload."""
 
     instance_id: Annotated[str, Field(min_length=1, max_length=512)]
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["LM Studio"])
 
     @router.get("/api/v0/models")

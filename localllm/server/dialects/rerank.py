@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from localllm.engine.worker.embedding import Ranks
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import Body, read
+from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.asgi import ignored_header, request_id
 from localllm.server.http.json_body import read_json
@@ -30,7 +30,7 @@ class _Document(BaseModel):
 Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=_MOST_DOCUMENTS)]
 
 
-class RerankFields(Body):
+class RerankFields(RequestBody):
     """POST /v1/rerank."""
 
     query: str
@@ -51,7 +51,6 @@ class RerankFields(Body):
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["Reranking"])
 
     async def rerank(request: Request) -> Response:
@@ -61,7 +60,7 @@ def routes(server: Server) -> APIRouter:
         model = ranker_for(server.models, fields.model)
 
         async def work() -> tuple[list[float], int]:
-            with server.counted(model):
+            with server.serving(model):
                 engine = await model.engine()
                 if not isinstance(engine, Ranks):
                     raise UnsupportedError(f"{model.name} does not rank", param="model")

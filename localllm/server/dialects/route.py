@@ -18,6 +18,8 @@ from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
+# What a path that counts a prompt's tokens says of itself.
+COUNT = "How many tokens the prompt has"
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -46,7 +48,6 @@ class Route(Generic[Fields]):
 
 
 def mount(router: APIRouter, server: Server, *routes: Route[Any]) -> None:
-    """Serve each of `routes`."""
     for route in routes:
         endpoint = refusing(route.dialect, _answering(server, route))
         described = body_of(route.fields, *route.keys, streams=route.dialect.media_type.partition(";")[0])
@@ -55,37 +56,25 @@ def mount(router: APIRouter, server: Server, *routes: Route[Any]) -> None:
             router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
 
 
-def mount_count(
-    router: APIRouter, server: Server, path: str, route: Route[Any], body: Callable[[int], Mapping[str, Any]]
+def mount_prompt(
+    router: APIRouter,
+    server: Server,
+    path: str,
+    route: Route[Any],
+    about: str,
+    body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
-    """Serve `path`, which takes what `route` takes and answers with the number of tokens of its prompt, as `body`."""
-
-    async def count(request: Request) -> Response:
-        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
-        model = await server.models.find(fields.model)
-        translated = route.translate(fields, model)
-        assert isinstance(translated, TranslatedRequest)
-        tokens, ignored = await server.count(translated, model)
-        headers = {**request_id(), **ignored_header([*unknown, *ignored])}
-        return JSONResponse(body(tokens), headers=headers)
-
-    described = body_of(route.fields, "input_tokens")
-    post(router, path, refusing(route.dialect, count), "How many tokens the prompt has", described)
-
-
-def mount_prompt(router: APIRouter, server: Server, path: str, route: Route[Any]) -> None:
-    """Serve `path`, which takes what `route` takes and answers with its prompt (llama.cpp's `/apply-template`)."""
+    """Serve `path`, which takes the body of `route` and answers with its prompt and the prompt's tokens, as `body`."""
 
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
         model = await server.models.find(fields.model)
         translated = route.translate(fields, model)
         assert isinstance(translated, TranslatedRequest)
-        text, ignored = await server.prompt(translated, model)
-        return JSONResponse({"prompt": text}, headers={**request_id(), **ignored_header([*unknown, *ignored])})
+        text, tokens, ignored = await server.prompt(translated, model)
+        return JSONResponse(body(text, tokens), headers={**request_id(), **ignored_header([*unknown, *ignored])})
 
-    described = body_of(route.fields, "prompt")
-    post(router, path, refusing(route.dialect, prompt), "The prompt that a conversation becomes", described)
+    post(router, path, refusing(route.dialect, prompt), about, body_of(route.fields, *body("", 0)))
 
 
 def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
@@ -106,10 +95,10 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
         model = await server.models.find(fields.model)
         translated = route.translate(fields, model)
         if isinstance(translated, PreloadRequest) and translated.keep_s == 0:
-            await server.keeper.drop(model.worker)
+            await server.keep_alive.unload(model.worker)
             return JSONResponse(translated.body)
         if isinstance(translated, PreloadRequest):
-            with server.counted(model, translated.keep_s):
+            with server.serving(model, translated.keep_s):
                 await model.engine()
             return JSONResponse(translated.body)
         translated = replace(translated, ignored=(*unknown, *translated.ignored))

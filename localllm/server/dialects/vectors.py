@@ -63,7 +63,7 @@ async def answer(
             raise RequestError(f"input {i} is empty", param="input")
 
     async def work() -> tuple[list[bytes], int]:
-        with server.counted(model, translated.keep_s):
+        with server.serving(model, translated.keep_s):
             engine = await model.engine()
             if not isinstance(engine, Embeds):
                 raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
@@ -92,7 +92,6 @@ def cut(row: bytes, dimensions: int | None) -> bytes:
 
 
 def numbers(row: bytes) -> list[float]:
-    """The numbers of a vector."""
     return list(_floats(row))
 
 

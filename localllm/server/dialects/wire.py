@@ -34,22 +34,6 @@ def frame_error(error: LocalLLMError) -> bytes:
 EVENTS = Dialect(EVENT_STREAM, frame_error, comment)
 
 
-class RawText:
-    """What a Writer of raw text has nothing to say about: a prompt without a template makes no reasoning and no calls."""
-
-    def start(self) -> None:
-        """Nothing to say yet."""
-
-    def reasoning(self, choice: int, text: str) -> None:
-        """Raw text has no reasoning."""
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        """Raw text has no calls."""
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """Raw text has no calls."""
-
-
 def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
     """Times in milliseconds and speeds in tokens per second, under llama.cpp's names; `queued_ms` and `predicted_steps`
     (sweeps over the weights behind `predicted_ms`) are ours."""
@@ -72,7 +56,6 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
 
 
 def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
-    """One token's entry of `logprobs.content`."""
     return {
         "token": p.text,
         "logprob": p.logprob,

@@ -1,4 +1,4 @@
-"""What every chat dialect is translated to: a ChatRequest, and from it the GenerationJob for a loaded engine."""
+"""The chat request that every chat dialect is translated to, and the generation job that a loaded model makes of it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from localllm.conversation.images import shown
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
-from localllm.engine.messages import Generation, Timings, TokenLogprob
+from localllm.engine.messages import Generation
 from localllm.engine.worker.api import EngineClient
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
-from localllm.server.generation.job import GenerationJob, Outcome, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` gives them. `n` choices are
-    wanted. `compaction`: the client lets us leave out the oldest turns when the conversation does not fit. `omitted` names
-    what could not be read of its attachments."""
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` returns them. `compaction`:
+    the oldest turns may be left out if the conversation does not fit. `omitted` names attachments that could not be
+    read."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
@@ -31,12 +31,12 @@ class ChatRequest:
     omitted: tuple[str, ...] = ()
 
 
-async def job_for(
-    chat: ChatRequest, model: ServedModel, engine: EngineClient, recall: ReasoningCache, counts: TokenCounts
+async def chat_job(
+    chat: ChatRequest, model: ServedModel, engine: EngineClient, cache: ReasoningCache, counts: TokenCounts
 ) -> GenerationJob:
-    """Render the conversation with the model's template and describe the generation. Raises RequestError."""
+    """Render the conversation with the model's chat template. Raises RequestError."""
     told = shown(chat.messages, sees=engine.info.vision)
-    messages, normalised = without_changing_lines(recall.restore(told.messages))
+    messages, normalised = without_changing_lines(cache.restore(told.messages))
     if told.files:
         engine = EngineWithImages(engine, told.files)
     template = model.template(engine.info)
@@ -66,54 +66,8 @@ async def job_for(
     )
 
 
-class ReasoningRecorder:
-    """A ReplyWriter in front of another that keeps each choice's reasoning for `recall`."""
-
-    def __init__(self, inner: ReplyWriter, recall: ReasoningCache, asked: str) -> None:
-        self._inner, self._recall, self._asked = inner, recall, asked
-        self._said: dict[int, tuple[list[str], list[str], list[list[str]]]] = {}
-
-    def start(self) -> None:
-        """Passed on."""
-        self._inner.start()
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """Passed on."""
-        self._inner.end(usage, timings)
-
-    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """Keep and pass on."""
-        self._of(choice)[0].append(text)
-        self._inner.text(choice, text, logprobs)
-
-    def reasoning(self, choice: int, text: str) -> None:
-        """Keep and pass on."""
-        self._of(choice)[1].append(text)
-        self._inner.reasoning(choice, text)
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        """Keep and pass on."""
-        self._of(choice)[2].append([name])
-        self._inner.call_start(choice, index, name)
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """Keep and pass on."""
-        self._of(choice)[2][-1].append(text)
-        self._inner.call_arguments(choice, index, text)
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        """Remember and pass on."""
-        texts, thoughts, calls = self._of(choice)
-        parts = [(c[0], "".join(c[1:])) for c in calls]
-        self._recall.remember(self._asked, "".join(texts), parts, "".join(thoughts))
-        self._inner.finish(choice, outcome)
-
-    def _of(self, choice: int) -> tuple[list[str], list[str], list[list[str]]]:
-        return self._said.setdefault(choice, ([], [], []))
-
-
 class EngineWithImages:
-    """An engine whose `tokenize` knows the images of one conversation; `files` in base64, by their marks."""
+    """An engine whose `tokenize` counts the images of one conversation; `files` in base64, by their marks."""
 
     def __init__(self, engine: EngineClient, files: dict[str, str]) -> None:
         self._engine, self._files = engine, files
@@ -125,7 +79,6 @@ class EngineWithImages:
     async def tokenize(
         self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
     ) -> list[int]:
-        """Token ids of `text`, with those of the images that it has."""
         there = images or {mark: file for mark, file in self._files.items() if mark in text}
         if not there:
             return await self._engine.tokenize(text, special=special, add_bos=add_bos)

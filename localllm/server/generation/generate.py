@@ -23,7 +23,6 @@ from localllm.engine.messages import (
 )
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
-from localllm.server.generation.chat import EngineWithImages
 from localllm.server.generation.job import (
     CUT,
     AnswerPlan,
@@ -82,7 +81,7 @@ async def _within_window(engine: EngineClient, request: Request) -> Request:
     if size + most <= n_ctx and not request.images:
         return request
     if isinstance(prompt, str):
-        prompt = await EngineWithImages(engine, request.images).tokenize(prompt, add_bos=request.add_bos)
+        prompt = await engine.tokenize(prompt, add_bos=request.add_bos, images=request.images)
     room = n_ctx - len(prompt)
     # Without any room the engine says so; how much was asked for is nothing that the client could mend.
     limit = None if room <= 0 else min(most, room)
@@ -330,7 +329,6 @@ class _ChoiceStream:
                 self._writer.start()
 
     def finish(self, end: Finish) -> Outcome:
-        """The end of the choice."""
         if end.stop in self._marks:
             # The end of a turn in this format, and no text that the client asked for.
             end = replace(end, stop=None)

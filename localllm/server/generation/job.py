@@ -1,10 +1,10 @@
-"""What is to be generated, how it is told, and how it ended: the values between the dialects and the engine."""
+"""The values between the dialects and the engine: what to generate, how it is reported, and how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal
 
 from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.tools.base import GrammarTrigger
@@ -13,20 +13,19 @@ from localllm.engine.messages import Generation, Timings, TokenLogprob, Usage
 _MAX_NOTE_CHARS = 500
 
 Reason = Literal["stop", "length", "tool_calls", "repetition"]
-# The answer was cut: what it says is not all it would have said.
+# Finish reasons of an answer that was cut off.
 CUT: tuple[Reason, ...] = ("length", "repetition")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What is known of an answer before it is made: how the engine holds it to a form, and how its text is read.
+    """How the engine constrains an answer, and how its text is parsed.
 
-    `prefix` is the beginning of the answer that is already known (a forced call): it is put behind the prompt and read
-    as if the model had written it. When the prompt leaves the model reasoning, `grammar` and `prefix` wait until it
-    has finished. `begun` is the beginning that the client gave, which is in the prompt: `grammar` goes on behind it.
-    `calls`: what must follow the openings of the calls that the model may begin. `control`: the reply's
-    markers are control tokens, which the engine must render. `marks` end the answer: of a format that the model was not
-    made for, so that they are text to it.
+    `prefix` is a known beginning of the answer (a forced call): it is appended to the prompt and parsed as if the model
+    had written it. If the prompt ends inside a reasoning block, `grammar` and `prefix` wait until that is closed.
+    `begun` is the client's beginning of the answer, already in the prompt; `grammar` continues behind it. `calls`: by
+    the opening of a tool call, the grammar of what follows. `control`: the markers are control tokens, which the engine
+    must render. `marks`: turn ends of a format the model was not trained on, so they come as plain text.
     """
 
     reply: ReplyFormat = field(default_factory=ReplyFormat)
@@ -39,7 +38,7 @@ class AnswerPlan:
 
     @property
     def reasons_first(self) -> bool:
-        """True when the constraint must wait for the end of the reasoning."""
+        """Whether the constraint must wait for the end of the reasoning."""
         return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
 
 
@@ -47,9 +46,9 @@ class AnswerPlan:
 class GenerationJob:
     """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
 
-    `images`: files in base64, each by the mark that stands for it in a prompt. `ignored` names fields that have no
-    effect on this model, `normalised` what was taken out of the prompt, `compacted` how much of the conversation was
-    left out; `asked` is the turn that is answered, where the reasoning behind the answer is to be remembered.
+    `images`: files in base64, by the mark that stands for each in a prompt. `ignored` names fields without effect on
+    this model, `normalised` what was removed from the prompt (volatile text), `compacted` how much of the conversation
+    was left out. `asked` is the turn that is answered, where its reasoning goes to the reasoning cache.
     """
 
     prompt: str | list[int]
@@ -66,7 +65,6 @@ class GenerationJob:
 
     @property
     def choices(self) -> int:
-        """How many choices the reply has."""
         return self.n * (1 + len(self.also))
 
 
@@ -78,12 +76,11 @@ class ReplyUsage(Usage):
 
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int) -> ReplyUsage:
-        """`usage` with the reasoning counted."""
         return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
 
     @property
     def cache_note(self) -> str:
-        """What the prefix cache did, in one line of ASCII that fits a header."""
+        """Prefix cache hits, and why the rest missed: one line of ASCII that fits a header."""
         said = f"{self.cached_tokens}/{self.prompt_tokens} tokens"
         if self.cache_miss:
             said += f"; {self.cache_miss}"
@@ -101,12 +98,12 @@ class Outcome:
     half_call: bool = False
 
 
-class ReplyWriter(Protocol):
-    """A dialect's way to write down a reply as it happens. Calls come in order: `start`, any number of the middle
-    ones, one `finish` per choice, `end`; or `error` at any point, after which nothing comes."""
+class ReplyWriter:
+    """Writes down a reply as it is generated; a dialect overrides what it has something to say about. Calls come in
+    order: `start`, any number of the middle ones, one `finish` per choice, `end`. An error may come at any point."""
 
     def start(self) -> None:
-        """The engine has taken the request."""
+        """The engine has accepted the request."""
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """More of the answer."""
@@ -118,7 +115,7 @@ class ReplyWriter(Protocol):
         """A tool call begins."""
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of its arguments."""
+        """A fragment of its arguments, as JSON text."""
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         """A choice ended."""
@@ -129,8 +126,8 @@ class ReplyWriter(Protocol):
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Where a job stands, for keep-alive comments. `loaded`: how much of its model is, from 0 to 1. `written`: tokens of
-    the answer so far."""
+    """Where a job stands, for keep-alive comments. `loaded`: share of the model that is loaded, 0 to 1. `written`: tokens
+    of the answer so far."""
 
     loaded: float = 0.0
     done: int = 0
@@ -147,5 +144,5 @@ class PrefillProgress:
             return f"queued, {self.ahead} ahead"
         if self.loaded >= 1:
             return "preparing the prompt"
-        # 0 is also what a worker says that can't tell.
+        # 0 may also mean that the worker can't tell.
         return f"loading, {self.loaded:.0%}" if self.loaded else "loading"

@@ -75,7 +75,6 @@ class TokenBucket:
         return 0.0 if missing <= 1e-9 else missing * _MINUTE_S / self._size
 
     def take(self, amount: float) -> None:
-        """Use `amount`."""
         self.wait_s(0.0)
         self._left -= amount
 
@@ -135,7 +134,6 @@ class Account:
         raise RateLimitError(why, retry_after_s=max(1, -int(-wait_s // 1)))
 
     def charge(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """Count what a request took."""
         self.used.prompt_tokens += prompt_tokens
         self.used.cached_tokens += cached_tokens
         self.used.completion_tokens += completion_tokens

@@ -20,7 +20,6 @@ _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
 
 
 def request_id() -> dict[str, str]:
-    """A fresh `x-request-id`."""
     return {"x-request-id": "req_" + secrets.token_hex(8)}
 
 

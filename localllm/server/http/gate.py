@@ -49,7 +49,6 @@ class SecurityGate:
         self._origins = {o.lower().rstrip("/") for o in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check one request, then pass it on."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -161,7 +160,6 @@ def _of_a_page(headers: dict[bytes, bytes]) -> bool:
 
 
 async def refuse(send: Send, error: LocalLLMError) -> None:
-    """Answer with `error` as JSON."""
     await send_json(send, error.http_status, error.to_openai(), headers_of(error))
 
 

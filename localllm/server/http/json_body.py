@@ -121,14 +121,14 @@ class BadJsonError(RequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class JsonBody:
     """A body as it was sent, unpacked (`raw`), and the object in it."""
 
     raw: bytes
     value: dict[str, Any]
 
 
-def keep_body(scope: Scope, body: Body) -> None:
+def keep_body(scope: Scope, body: JsonBody) -> None:
     """Remember what was read of a request, for whoever reads it next."""
     scope[_READ] = body
 
@@ -139,10 +139,10 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     return (await read_body(request, settings)).value
 
 
-async def read_body(request: Request, settings: ServerSettings) -> Body:
+async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     """The same, with the bytes it was read from."""
     known = request.scope.get(_READ)
-    if isinstance(known, Body):
+    if isinstance(known, JsonBody):
         return known
 
     async def collect() -> bytes:
@@ -162,16 +162,15 @@ async def read_body(request: Request, settings: ServerSettings) -> Body:
     encoding = request.headers.get("content-encoding", "")
     if encoding or len(body) > _SMALL_BYTES:
         return await asyncio.to_thread(_unpacked, body, encoding, settings)
-    return Body(body, parse(body, settings.max_json_depth))
+    return JsonBody(body, parse(body, settings.max_json_depth))
 
 
-def _unpacked(body: bytes, encoding: str, settings: ServerSettings) -> Body:
+def _unpacked(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
     raw = unpack(body, encoding, settings.max_body_bytes)
-    return Body(raw, parse(raw, settings.max_json_depth))
+    return JsonBody(raw, parse(raw, settings.max_json_depth))
 
 
 async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
-    """A whole JSON response."""
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     raw = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     raw += [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()]
@@ -180,7 +179,6 @@ async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: M
 
 
 async def send_text(send: Send, text: str, content_type: str) -> None:
-    """A whole response of text."""
     data = text.encode()
     raw = [(b"content-type", content_type.encode("latin-1")), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -45,7 +45,6 @@ def is_address(name: str) -> bool:
 
 
 def below_localhost(name: str) -> bool:
-    """True for `anything.localhost`."""
     return _BELOW_LOCALHOST.fullmatch(name) is not None
 
 

@@ -36,7 +36,6 @@ class Outbox:
         self.writes = 0
 
     def write(self, data: bytes) -> None:
-        """Queue `data`."""
         self._pieces.append(data)
         self.writes += 1
         self._wake()
@@ -53,14 +52,12 @@ class Outbox:
             await self._waiter
 
     def take(self) -> bytes:
-        """Everything queued now."""
         data = b"".join(self._pieces)
         self._pieces.clear()
         return data
 
     @property
     def empty(self) -> bool:
-        """True when nothing is queued."""
         return not self._pieces
 
     def _wake(self) -> None:
@@ -98,7 +95,6 @@ class StreamResponse(Response):
         self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         outbox = Outbox()
         producer = asyncio.create_task(self._run(outbox))
         watcher = asyncio.create_task(_cancel_when_gone(receive, producer))
@@ -162,7 +158,6 @@ class _Ticker:
         self._timer = self._loop.call_later(self._period_s, self._tick)
 
     def stop(self) -> None:
-        """No more ticks."""
         self._timer.cancel()
 
     def _tick(self) -> None:

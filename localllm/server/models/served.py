@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.api import EngineClient, Host
-from localllm.server.models.worker import ModelFacts, ModelWorker
+from localllm.server.models.worker import ModelMetadata, ModelWorker
 from localllm_backends.contract import ModelInfo
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ModelDefaults:
 
 
 class ServedModel:
-    """See the module docstring. Made of a Host and the `facts` of its model (see ModelFacts), or of a `worker` that other
+    """See the module docstring. Made of a Host and the `facts` of its model (see ModelMetadata), or of a `worker` that other
     names share."""
 
     def __init__(
@@ -49,7 +49,7 @@ class ServedModel:
     ) -> None:
         if worker is None:
             assert host is not None
-            worker = ModelWorker(name, host, ModelFacts(**facts))
+            worker = ModelWorker(name, host, ModelMetadata(**facts))
             worker.info = info
         self.name, self.aliases, self.worker = name, aliases, worker
         self.defaults = defaults or ModelDefaults()
@@ -73,12 +73,10 @@ class ServedModel:
 
     @property
     def n_ctx(self) -> int | None:
-        """The planned context in tokens."""
         return self.worker.facts.n_ctx
 
     @property
     def details(self) -> Mapping[str, Any]:
-        """Facts for lists."""
         return self.worker.facts.details
 
     @property
@@ -93,12 +91,10 @@ class ServedModel:
 
     @property
     def needs_bytes(self) -> int:
-        """What it was planned to take while loaded."""
         return self.worker.facts.needs_bytes
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the loaded engine said of it, also once it is unloaded."""
         return self.worker.info
 
     @property
@@ -142,41 +138,32 @@ class ServedModel:
 
     @property
     def host(self) -> Host:
-        """Where its engine comes from."""
         return self.worker.host
 
     @property
     def loaded(self) -> bool:
-        """True while its worker has it in memory."""
         return self.worker.loaded
 
     @property
     def state(self) -> State:
-        """Where it is between disk and memory."""
         return "loaded" if self.worker.loaded else "loading" if self.worker.loading else "available"
 
     @property
     def in_use(self) -> int:
-        """Requests that hold it."""
         return self.worker.in_use
 
     @property
     def last_used_s(self) -> float:
-        """When the last of them left, in the event loop's time."""
         return self.worker.last_used_s
 
     async def engine(self) -> EngineClient:
-        """See ModelWorker.engine."""
         return await self.worker.engine()
 
     async def snapshot(self) -> dict[str, Any]:
-        """See ModelWorker.snapshot."""
         return await self.worker.snapshot()
 
     def lease(self) -> AbstractContextManager[None]:
-        """See ModelWorker.lease."""
         return self.worker.lease()
 
     async def unload(self) -> None:
-        """See ModelWorker.unload."""
         await self.worker.unload()

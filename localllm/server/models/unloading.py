@@ -6,36 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from localllm.errors import BusyError
 from localllm.server.models.router import ModelRouter
+from localllm.server.models.worker import ModelWorker
 
 # A model that answers is looked at again after its time, and not sooner than this.
 _LEAST_LOOK_S = 0.1
-
-
-class Kept(Protocol):
-    """A model as its keeper sees it. `idle_s`: seconds without a request after which it is unloaded; 0 is never, infinity
-    not before memory is short, None what the server does."""
-
-    name: str
-    idle_s: float | None
-
-    @property
-    def loaded(self) -> bool:
-        """In memory."""
-
-    @property
-    def in_use(self) -> int:
-        """Requests that hold it."""
-
-    @property
-    def last_used_s(self) -> float:
-        """When the last of them left, in the event loop's time."""
-
-    async def unload(self) -> None:
-        """Give its memory back."""
 
 
 class KeepAlive:
@@ -46,7 +23,7 @@ class KeepAlive:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._unloading: set[asyncio.Task[None]] = set()
 
-    def keep(self, model: Kept, seconds: float) -> None:
+    def set(self, model: ModelWorker, seconds: float) -> None:
         """`model` stays for `seconds` behind its last request (0: no longer than those that run), or with infinity until
         another word comes or memory is short: to hold it even then is its owner's to say, not a client's."""
         self._stop(model)
@@ -57,37 +34,37 @@ class KeepAlive:
             model.idle_s = seconds or owners_s
             self._look_again(model, seconds, max(seconds, _LEAST_LOOK_S))
 
-    async def drop(self, model: Kept) -> None:
+    async def unload(self, model: ModelWorker) -> None:
         """Unload `model` now, or as soon as nobody uses it."""
         self._stop(model)
         try:
             if model.loaded:
                 await model.unload()
         except BusyError:
-            self.keep(model, 0.0)
+            self.set(model, 0.0)
         else:
             self._forget(model)
 
-    def _look_again(self, model: Kept, seconds: float, delay_s: float) -> None:
+    def _look_again(self, model: ModelWorker, seconds: float, delay_s: float) -> None:
         self._timers[model.name] = asyncio.get_running_loop().call_later(delay_s, self._look, model, seconds)
 
-    def _look(self, model: Kept, seconds: float) -> None:
+    def _look(self, model: ModelWorker, seconds: float) -> None:
         left_s = model.last_used_s + seconds - asyncio.get_running_loop().time()
         if model.in_use:
             self._look_again(model, seconds, max(seconds, _LEAST_LOOK_S))
         elif model.loaded and left_s > 0:
             self._look_again(model, seconds, left_s)
         else:
-            task = asyncio.create_task(self.drop(model))
+            task = asyncio.create_task(self.unload(model))
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
-    def _stop(self, model: Kept) -> None:
+    def _stop(self, model: ModelWorker) -> None:
         timer = self._timers.pop(model.name, None)
         if timer is not None:
             timer.cancel()
 
-    def _forget(self, model: Kept) -> None:
+    def _forget(self, model: ModelWorker) -> None:
         if model.name in self._before:
             model.idle_s = self._before.pop(model.name)
 

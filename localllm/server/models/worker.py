@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.api import EngineClient, Host
@@ -17,23 +17,6 @@ from localllm_backends.contract import ModelInfo
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
-
-
-class LoadedModel(Protocol):
-    """A model as admission sees it."""
-
-    name: str
-    loaded: bool
-    in_use: int
-    last_used_s: float
-
-    @property
-    def needs_bytes(self) -> int:
-        """What it takes while loaded, as planned."""
-        ...
-
-    async def unload(self) -> None:
-        """Give its memory back."""
 
 
 class ModelAdmission:
@@ -49,7 +32,7 @@ class ModelAdmission:
         self.limit_bytes = limit_bytes
         self._available = available
         self._lock = asyncio.Lock()
-        self._admitted: list[LoadedModel] = []
+        self._admitted: list[ModelWorker] = []
 
     @property
     def held_bytes(self) -> int:
@@ -61,7 +44,7 @@ class ModelAdmission:
         """Bytes of the admitted models that nobody uses now: they would make room."""
         return sum(m.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
 
-    async def admit(self, model: LoadedModel) -> None:
+    async def admit(self, model: ModelWorker) -> None:
         """Make room for `model` and count it in; nothing to do when it is in already.
 
         Raises DoesNotFitError when it is too large for this machine even alone, BusyError while the models in its way
@@ -84,12 +67,12 @@ class ModelAdmission:
                 await victim.unload()
             self._admitted.append(model)
 
-    def release(self, model: LoadedModel) -> None:
+    def release(self, model: ModelWorker) -> None:
         """`model` was unloaded, or could not be loaded."""
         if model in self._admitted:
             self._admitted.remove(model)
 
-    async def fits(self, model: LoadedModel) -> bool:
+    async def fits(self, model: ModelWorker) -> bool:
         """True if `model` could be loaded now with nobody leaving."""
         if model in self._admitted or not self._admitted:
             return model.needs_bytes <= self.limit_bytes
@@ -103,11 +86,11 @@ class ModelAdmission:
         promised = sum(m.needs_bytes for m in self._admitted if not m.loaded)
         return max(0, await asyncio.to_thread(self._available) - promised)
 
-    def _longest_unused(self) -> LoadedModel | None:
+    def _longest_unused(self) -> ModelWorker | None:
         idle = [m for m in self._admitted if m.loaded and not m.in_use]
         return min(idle, key=lambda m: m.last_used_s, default=None)
 
-    async def _why(self, model: LoadedModel) -> str:
+    async def _why(self, model: ModelWorker) -> str:
         free = self.limit_bytes - self.held_bytes
         if self._available is not None:
             free = min(free, await self._free())
@@ -125,7 +108,7 @@ _PLAN_HOLDS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelMetadata:
     """What is known of a model before it is loaded. `sampling` is what a request that says nothing gets, and
     `sampling_unthinking` what it gets where it switches reasoning off (None: the same); `n_ctx` the planned context in
     tokens; `details` are facts for lists (quant, bytes, licence …). `embeds`: it makes embeddings
@@ -149,7 +132,6 @@ class LoadProgress:
         self.share = 0.0
 
     def __call__(self, share: float) -> None:
-        """Hear it."""
         self.share = share
 
 
@@ -158,7 +140,7 @@ class PlannedModel:
     """A model that can be loaded: the Host that does it, what is known of it now, and where its progress is told."""
 
     host: Host
-    facts: ModelFacts
+    facts: ModelMetadata
     loading: LoadProgress
 
 
@@ -185,7 +167,7 @@ class ModelWorker:
         self,
         name: str,
         host: Host,
-        facts: ModelFacts,
+        facts: ModelMetadata,
         *,
         loading: LoadProgress | None = None,
         plan: Plan | None = None,
@@ -211,7 +193,6 @@ class ModelWorker:
 
     @property
     def needs_bytes(self) -> int:
-        """What it was planned to take while loaded."""
         return self.facts.needs_bytes
 
     @property
@@ -329,7 +310,6 @@ class ModelWorker:
             self.admission.release(self)
 
     async def close(self) -> None:
-        """Stop it, whoever uses it: the server ends."""
         if self._load is not None:
             self._load.cancel()
         await self.host.close()

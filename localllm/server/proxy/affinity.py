@@ -26,7 +26,7 @@ _STICKS_UNTIL = 8
 
 
 @dataclass
-class Node:
+class PoolNode:
     """One server of the pool; `active` requests run there. `up`: its last health check passed. `draining`: it gets no new
     requests. `timeouts`: health checks in a row that timed out."""
 
@@ -120,20 +120,20 @@ class AffinityMap:
 class NodePool:
     """The nodes, and which of them a request goes to."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[PoolNode]
     affinity: AffinityMap = field(default_factory=AffinityMap)
 
     def __post_init__(self) -> None:
         self._by_name = {node.name: node for node in self.nodes}
         self._ring = HashRing([*self._by_name])
 
-    def node(self, name: str) -> Node | None:
+    def node(self, name: str) -> PoolNode | None:
         """The node of that name or URL."""
         return self._by_name.get(name) or next((b for b in self.nodes if b.url == name.rstrip("/")), None)
 
     def pick(
         self, prefix: PrefixHashes, without: frozenset[str] = frozenset(), key: bytes | None = None
-    ) -> Node | None:
+    ) -> PoolNode | None:
         """The node for a request with that prefix, leaving out those already tried (`without`); None if none is left.
         `key` is a stored id that binds the request to its node whatever the load."""
         left = [node for node in self.nodes if not node.draining and node.name not in without]

@@ -1,5 +1,5 @@
 """Middleware that proxies a request whose model runs on an upstream server. Local models win; a full one spills over to an
-upstream only where the settings say so. Body and answer are relayed unchanged; a header says where it ran."""
+upstream only where the settings say so. JsonBody and answer are relayed unchanged; a header says where it ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.errors import headers_of
-from localllm.server.http.json_body import Body, keep_body, read_body, send_json
+from localllm.server.http.json_body import JsonBody, keep_body, read_body, send_json
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 from localllm.server.proxy import relay
@@ -69,7 +69,7 @@ class ProxyMiddleware:
         finally:
             answer.close()
 
-    async def _remote_model(self, body: Body) -> RemoteModel | None:
+    async def _remote_model(self, body: JsonBody) -> RemoteModel | None:
         """The upstream's model that is to answer; None where one of ours is."""
         name = body.value.get("model")
         if not isinstance(name, str) or not name:
@@ -82,7 +82,7 @@ class ProxyMiddleware:
             return model
         return model if model.upstream.spill and await self._is_full(name) else None
 
-    def _outgoing(self, scope: Scope, model: RemoteModel, body: Body) -> ProxyRequest:
+    def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
         name = body.value["model"]
         raw = body.raw
         if name != model.theirs:

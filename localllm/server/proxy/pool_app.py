@@ -20,7 +20,7 @@ from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import read_body, send_json, send_text
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy import relay
-from localllm.server.proxy.affinity import Node, NodePool, PrefixHashes, prefix_hashes
+from localllm.server.proxy.affinity import NodePool, PoolNode, PrefixHashes, prefix_hashes
 from localllm.server.proxy.client import ProxyRequest, UpstreamClient, UpstreamError, is_stream, upstream_error
 from localllm.server.proxy.relay import frame_kind
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
@@ -104,7 +104,7 @@ class PoolFront:
         """Poll every node's /health once."""
         await asyncio.gather(*(self._check(node) for node in self.pool.nodes))
 
-    async def _check(self, node: Node) -> None:
+    async def _check(self, node: PoolNode) -> None:
         try:
             status = await self._http.status(node.url + "/health", _CHECK_S)
         except TimeoutError:
@@ -214,7 +214,7 @@ class PoolFront:
         frame = relay.error_frame_as("event-stream", last)
         await client.send({"type": "http.response.body", "body": frame, "more_body": False})
 
-    def _outgoing(self, request: _PooledRequest, node: Node) -> ProxyRequest:
+    def _outgoing(self, request: _PooledRequest, node: PoolNode) -> ProxyRequest:
         scope = request.scope
         query = scope.get("query_string", b"").decode("latin-1")
         # As it was sent: a path that was unquoted could hold a question mark of its own.
@@ -228,7 +228,7 @@ class PoolFront:
             silence_s=3600.0,
         )  # fmt: skip
 
-    async def _try_node(self, node: Node, outgoing: ProxyRequest, client: _ClientStream) -> None:
+    async def _try_node(self, node: PoolNode, outgoing: ProxyRequest, client: _ClientStream) -> None:
         """Send the request to one node. Raises UpstreamError or BusyError if another one may be tried."""
         answer = await self._http.open(outgoing)
         try:
@@ -248,7 +248,7 @@ class PoolFront:
             answer.close()
 
     async def _stream(
-        self, node: Node, answer: aiohttp.ClientResponse, outgoing: ProxyRequest, client: _ClientStream
+        self, node: PoolNode, answer: aiohttp.ClientResponse, outgoing: ProxyRequest, client: _ClientStream
     ) -> None:
         """Relay a stream. Frames before the first token are held back: until then it can be retried on another node."""
         import aiohttp
@@ -286,14 +286,14 @@ class PoolFront:
             await client.write(answer, outgoing, held + rest)
         await client.send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _note(self, node: Node, begins: bytes) -> None:
+    def _note(self, node: PoolNode, begins: bytes) -> None:
         """Remember that a stored response or conversation lies on `node`."""
         found = _STORED_ID.search(begins[:_HEAD_BYTES])
         if found is not None:
             self.pool.affinity.record([found[1]], node.name)
 
 
-def node_facts(node: Node) -> dict[str, Any]:
+def node_facts(node: PoolNode) -> dict[str, Any]:
     """One entry of GET /pool."""
     return {
         "name": node.name, "up": node.up, "draining": node.draining, "active": node.active, "served": node.served,

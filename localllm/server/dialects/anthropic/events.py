@@ -10,7 +10,7 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object, quote
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 
@@ -31,7 +31,7 @@ def error_body(error: LocalLLMError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": said}}
 
 
-class MessageEvents:
+class MessageEvents(ReplyWriter):
     """The Writer of Anthropic's events. The start waits for the first content, when the prompt's size is known."""
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
@@ -41,38 +41,29 @@ class MessageEvents:
         self._begun = False
         self._outcome: Outcome | None = None
 
-    def start(self) -> None:
-        """Wait for the prefill to be counted."""
-
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """A text delta."""
         if not text:
             return
         self._open("text", '{"type":"text","text":""}')
         self._delta(f'{{"type":"text_delta","text":{quote(text)}}}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        """A thinking delta."""
         self._open("thinking", '{"type":"thinking","thinking":"","signature":""}')
         self._delta(f'{{"type":"thinking_delta","thinking":{quote(text)}}}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        """A tool_use block."""
         body = f'{{"type":"tool_use","id":"{new_tool_id()}","name":{quote(name)},"input":{{}}}}'
         self._open(f"call{index}", body)
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of its input."""
         self._delta(f'{{"type":"input_json_delta","partial_json":{quote(text)}}}')
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Close the last block."""
         self._begin()
         self._close()
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """Why it stopped, the usage, and the end."""
         assert self._outcome is not None
         reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -121,12 +112,10 @@ def ping(progress: PrefillProgress) -> bytes:
 
 
 def frame_error(error: LocalLLMError) -> bytes:
-    """An error inside a stream."""
     return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
 def whole(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
-    """The message object."""
     choice = collected.choices[0]
     assert choice.outcome is not None
     content: list[dict[str, Any]] = []
@@ -166,10 +155,8 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
 
 
 def new_id() -> str:
-    """An id for one message."""
     return "msg_" + secrets.token_hex(12)
 
 
 def new_tool_id() -> str:
-    """An id for one tool use."""
     return "toolu_" + secrets.token_hex(12)

@@ -47,12 +47,10 @@ class MessagesFields(SamplingFields):
     mcp_servers: list[Any] | None = Field(None, max_length=0, description="not connected to from here")
 
     def generation(self, default: Sampling) -> Generation:
-        """How the answer is made."""
         made = super().generation(default)
         return replace(made, stop=stop_texts(self.stop_sequences) + made.stop)
 
     def answer_tokens(self) -> int | None:
-        """`max_tokens`."""
         return self.max_tokens
 
     def thinking_tokens(self) -> int | None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from localllm.server.dialects.anthropic import events, messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
-from localllm.server.dialects.route import Route, mount, mount_count
+from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
@@ -46,8 +46,7 @@ MESSAGES = Route(
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["Anthropic"])
     mount(router, server, MESSAGES)
-    mount_count(router, server, "/v1/messages/count_tokens", MESSAGES, lambda n: {"input_tokens": n})
+    mount_prompt(router, server, "/v1/messages/count_tokens", MESSAGES, COUNT, lambda _, n: {"input_tokens": n})
     return router

@@ -12,12 +12,12 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
-from localllm.server.dialects.fields import Body, SamplingFields
-from localllm.server.dialects.wire import RawText, quote, timings_body
+from localllm.server.dialects.fields import RequestBody, SamplingFields
+from localllm.server.dialects.wire import quote, timings_body
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.fim import fim_prompt
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
@@ -34,7 +34,7 @@ MARKER = "<__media__>"
 _STOP_TYPES = {"length": "limit", "repetition": "repetition"}
 
 
-class PicturedPrompt(Body):
+class PicturedPrompt(RequestBody):
     """A prompt with images: each `<__media__>` in the text stands for the next of the files in base64."""
 
     prompt_string: str
@@ -49,7 +49,6 @@ class LlamaCppFields(SamplingFields):
     n_probs: int | None = Field(None, ge=0, le=20)
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for."""
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
 
     def alternatives(self) -> int | None:
@@ -57,7 +56,7 @@ class LlamaCppFields(SamplingFields):
         return self.n_probs or None
 
 
-class ExtraFile(Body):
+class ExtraFile(RequestBody):
     """One entry of input_extra."""
 
     filename: str = Field("", max_length=4096)
@@ -122,7 +121,7 @@ async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[in
     )
 
 
-class CompletionEvents(RawText):
+class CompletionEvents(ReplyWriter):
     """The Writer of llama.cpp's completion events."""
 
     def __init__(self, outbox: Outbox, model: ServedModel) -> None:
@@ -130,18 +129,15 @@ class CompletionEvents(RawText):
         self._outcome: Outcome | None = None
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """More of the answer."""
         more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}' if logprobs else ""
         self._outbox.write(
             f'data: {{"index":{choice},"content":{quote(text)},"tokens":[],"stop":false{more}}}\n\n'.encode()
         )
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Remember how it ended."""
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """The last event."""
         assert self._outcome is not None
         self._outbox.write(f"data: {json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode())
 
@@ -179,7 +175,6 @@ def whole(collected: ReplyCollector, model: ServedModel) -> Any:
 
 
 def probabilities(logprobs: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
-    """llama.cpp's log-probabilities."""
     return [
         {"token": p.text, "id": p.token, "logprob": p.logprob,
          "top_logprobs": [{"token": t, "id": i, "logprob": lp} for t, i, lp in p.top]}

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
 from localllm.errors import BusyError, RequestError
-from localllm.server.dialects.fields import Body, read
+from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.llamacpp import completion, model_list
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
 from localllm.server.dialects.llamacpp.model_list import slots
@@ -22,7 +22,7 @@ from localllm.server.http.json_body import read_json
 from localllm.server.serving import Server
 
 
-class TokenizeFields(Body):
+class TokenizeFields(RequestBody):
     """POST /tokenize."""
 
     content: str = ""
@@ -31,13 +31,13 @@ class TokenizeFields(Body):
     with_pieces: bool = False
 
 
-class DetokenizeFields(Body):
+class DetokenizeFields(RequestBody):
     """POST /detokenize."""
 
     tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=list)
 
 
-class ModelFields(Body):
+class ModelFields(RequestBody):
     """POST /models/load and /models/unload."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -57,7 +57,6 @@ INFILL = Route(
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["llama.cpp"])
     mount(router, server, COMPLETION, INFILL)
     _vocabulary(router, server)

@@ -12,7 +12,7 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.server.dialects.wire import arguments_object
 from localllm.server.generation.collector import ReplyCollector, new_call_id
-from localllm.server.generation.job import Outcome, ReplyUsage
+from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 
 
@@ -34,7 +34,7 @@ class LineShape:
         return {"message": message}
 
 
-class JsonLines:
+class JsonLines(ReplyWriter):
     """The Writer of JSON lines. A call is one object here, so it waits until its arguments are complete."""
 
     def __init__(self, outbox: Outbox, model: str, shape: LineShape) -> None:
@@ -42,38 +42,29 @@ class JsonLines:
         self._call: tuple[int, str, list[str]] | None = None
         self._outcome: Outcome | None = None
 
-    def start(self) -> None:
-        """Nothing to say yet."""
-
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """A piece of the answer."""
         self._flush()
         if text or logprobs:
             self._line({**self._shape.body(text), **_logprobs(logprobs)})
 
     def reasoning(self, choice: int, text: str) -> None:
-        """A piece of the thinking."""
         self._line(self._shape.body("", thinking=text))
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        """A call begins."""
         self._flush()
         self._call = (index, name, [])
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """Keep its arguments."""
         assert self._call is not None
         self._call[2].append(text)
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Send the last call, unless it was cut off."""
         if outcome.half_call:
             self._call = None
         self._flush()
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """The last line."""
         assert self._outcome is not None
         self._line({**self._shape.body(""), **done(self._outcome, usage, timings)})
 
@@ -90,7 +81,6 @@ class JsonLines:
 
 
 def whole(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
-    """The reply in one object."""
     choice = collected.choices[0]
     assert choice.outcome is not None
     calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
@@ -154,10 +144,8 @@ def error_body(error: LocalLLMError) -> dict[str, Any]:
 
 
 def frame_error(error: LocalLLMError) -> bytes:
-    """An error as the last line."""
     return json.dumps(error_body(error)).encode() + b"\n"
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")

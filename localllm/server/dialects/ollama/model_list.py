@@ -37,7 +37,6 @@ def remote_tag(model: RemoteModel) -> dict[str, Any]:
 
 
 def model_details(model: ServedModel) -> dict[str, Any]:
-    """`details` of a model list."""
     info = model.info
     return {
         "parent_model": "",
@@ -50,7 +49,6 @@ def model_details(model: ServedModel) -> dict[str, Any]:
 
 
 def tag(model: ServedModel) -> dict[str, Any]:
-    """One entry of /api/tags."""
     info = model.info
     return {
         "name": model.name,

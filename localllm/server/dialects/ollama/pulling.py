@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from localllm.errors import UnsupportedError
-from localllm.server.models.installed import ModelStore, Progress
+from localllm.server.models.installed import ModelStore, StoreProgress
 
 # Bytes come in pieces of a few milliseconds.
 _EVERY_S = 0.2
@@ -36,7 +36,7 @@ class ModelPuller:
         loop, left = asyncio.get_running_loop(), threading.Event()
         told = _ProgressLines()
 
-        def hear(progress: Progress) -> None:
+        def hear(progress: StoreProgress) -> None:
             if left.is_set():
                 raise _LeftError
             line = told.line(progress)
@@ -56,7 +56,7 @@ class _ProgressLines:
     def __init__(self) -> None:
         self._digest, self._status, self._next_s = "", "", 0.0
 
-    def line(self, progress: Progress) -> Line | None:
+    def line(self, progress: StoreProgress) -> Line | None:
         """The line for this moment; None when it says nothing new."""
         if not self._digest and len(progress.digest) == _SHA256_DIGITS:
             # One bar for the whole model: clients keep one per digest.
@@ -68,7 +68,7 @@ class _ProgressLines:
         self._status, self._next_s = line["status"], now + _EVERY_S
         return line
 
-    def _words(self, progress: Progress) -> Line:
+    def _words(self, progress: StoreProgress) -> Line:
         if progress.state == "listing":
             return {"status": "pulling manifest"}
         if progress.state == "verifying":

@@ -18,10 +18,10 @@ from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import (
-    Body,
     Budget,
     Constraint,
     GenerationFields,
+    RequestBody,
     limit_of,
     of_response_format,
     of_schema,
@@ -65,7 +65,7 @@ class Options(GenerationFields):
     thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
 
 
-class OllamaBody(Body):
+class OllamaBody(RequestBody):
     """What chat and generate have alike."""
 
     options: Options | None = None
@@ -85,7 +85,6 @@ class OllamaBody(Body):
         return self.options if self.options is not None else Options.model_validate({})
 
     def generation(self, default: Sampling) -> Generation:
-        """How the answer is made: the options over the model's defaults."""
         options, longest = self._options(), self.answer_tokens()
         return replace(
             options.generation_up_to(longest, default, limit="num_predict", within="options."),
@@ -94,7 +93,6 @@ class OllamaBody(Body):
         )
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
         n = self._options().num_predict
         return None if n is None or n < 0 else n
 
@@ -161,7 +159,7 @@ class OllamaGenerate(OllamaBody):
         return super().ignored() + (["truncate"] if self.truncate and self.untemplated else [])
 
 
-class OllamaManaged(Body):
+class OllamaManaged(RequestBody):
     """POST /api/show and DELETE /api/delete."""
 
     name: str | None = Field(None, max_length=512, description="the older name of model")
@@ -215,7 +213,7 @@ async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClie
     )
 
 
-class OllamaEmbed(Body):
+class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
     input: str | Texts
@@ -224,7 +222,7 @@ class OllamaEmbed(Body):
     keep_alive: str | float | None = None
 
 
-class OllamaEmbeddings(Body):
+class OllamaEmbeddings(RequestBody):
     """POST /api/embeddings, the older form."""
 
     prompt: str

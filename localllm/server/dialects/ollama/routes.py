@@ -111,7 +111,6 @@ GENERATE = Route(
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["Ollama"])
     mount(router, server, CHAT, GENERATE)
     _about_models(router, server)

@@ -76,7 +76,6 @@ class ChatFields(ReasonedFields):
         return wanted or (self.continue_final_message is None and self.add_generation_prompt is None)
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def effort(self) -> str | None:
@@ -84,7 +83,6 @@ class ChatFields(ReasonedFields):
         return self.reasoning_effort or (self.reasoning.level if self.reasoning else None)
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
         if not self.logprobs:
             if self.top_logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -127,5 +125,4 @@ def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, li
 
 
 def wants_usage(options: StreamOptions | None) -> bool:
-    """True when a stream shall end with the token counts."""
     return bool(options and options.include_usage)

@@ -10,11 +10,11 @@ from typing import Any
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.collector import CollectedChoice, ReplyCollector, new_call_id
-from localllm.server.generation.job import Outcome, ReplyUsage
+from localllm.server.generation.job import Outcome, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 
 
-class ChatChunks:
+class ChatChunks(ReplyWriter):
     """The Writer of chat.completion.chunk events. Each token costs two string joins and one JSON string."""
 
     def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
@@ -30,14 +30,12 @@ class ChatChunks:
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
     def start(self) -> None:
-        """The role, once per choice; before it, what was left out of the conversation."""
         if self._compacted:
             self._outbox.write(compacted_comment(self._compacted))
         for i in range(self._n):
             self._send(i, '"role":"assistant","content":""')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """A content delta."""
         if not logprobs:
             self._outbox.write(f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode())
             return
@@ -47,27 +45,22 @@ class ChatChunks:
         )
 
     def reasoning(self, choice: int, text: str) -> None:
-        """A reasoning delta."""
         self._send(choice, f'"reasoning_content":{quote(text)}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        """The id and name of a tool call, once."""
         function = f'{{"name":{quote(name)},"arguments":""}}'
         call = f'{{"index":{index},"id":"{new_call_id()}","type":"function","function":{function}}}'
         self._send(choice, f'"tool_calls":[{call}]')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of arguments."""
         self._send(choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]')
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """The finish reason of a choice."""
         self._outbox.write(
             f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """Usage where asked for, what the cache did, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
             self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
@@ -78,7 +71,6 @@ class ChatChunks:
 
 
 def whole(collected: ReplyCollector, model: str) -> dict[str, Any]:
-    """The chat.completion object."""
     return {
         "id": new_completion_id(),
         "object": "chat.completion",
@@ -122,5 +114,4 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
 
 
 def new_completion_id() -> str:
-    """An id for one reply."""
     return "chatcmpl-" + secrets.token_hex(12)

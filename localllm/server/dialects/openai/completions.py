@@ -16,11 +16,11 @@ from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, f
 from localllm.server.dialects.openai import chat_reply
 from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
 from localllm.server.dialects.openai.chat_reply import usage_body
-from localllm.server.dialects.wire import RawText, quote, timings_body
+from localllm.server.dialects.wire import quote, timings_body
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.fim import fim_prompt
-from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage
+from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
@@ -58,11 +58,9 @@ class CompletionFields(SamplingFields):
         return list(sent)  # type: ignore[arg-type]
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
         return first_limit(self.max_tokens, self.n_predict)
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
         return self.logprobs
 
 
@@ -111,7 +109,6 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
 async def job_of(
     fields: CompletionFields, grammar: Constraint | None, model: ServedModel, engine: EngineClient
 ) -> GenerationJob:
-    """The job `fields` asks for."""
     prompts = fields.prompts()
     add_bos = engine.info.adds_bos
     if fields.suffix:
@@ -137,11 +134,9 @@ class FillInChunks(chat_reply.ChatChunks):
         self._ended: list[tuple[int, Outcome]] = []
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Wait for the usage."""
         self._ended.append((choice, outcome))
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """The finish reasons, the last with the usage, and the end mark."""
         for choice, outcome in self._ended[:-1]:
             super().finish(choice, outcome)
         for choice, outcome in self._ended[-1:]:
@@ -151,7 +146,7 @@ class FillInChunks(chat_reply.ChatChunks):
         super().end(usage, timings)
 
 
-class CompletionChunks(RawText):
+class CompletionChunks(ReplyWriter):
     """The Writer of text_completion events. `echoes` is put before each choice's answer."""
 
     def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
@@ -165,14 +160,12 @@ class CompletionChunks(RawText):
         self._tokens_end = [0] * job.choices
 
     def start(self) -> None:
-        """The prompt, where it is echoed."""
         if self._echo:
             prompts = (self._job.prompt, *self._job.also)
             for i in range(self._job.choices):
                 self.text(i, str(prompts[i // self._job.n]), ())
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """More of the answer."""
         said = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
         self._tokens_end[choice] += sum(len(p.text) for p in logprobs)
         self._outbox.write(
@@ -181,14 +174,12 @@ class CompletionChunks(RawText):
         )
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """The finish reason of a choice."""
         self._outbox.write(
             f'{self._head},"choices":[{{"index":{choice},"text":"","logprobs":null,'
             f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
         )
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """Usage where asked for, and the end mark."""
         if self._include_usage:
             said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
             self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
@@ -196,7 +187,6 @@ class CompletionChunks(RawText):
 
 
 def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
-    """The text_completion object."""
     prompts = (job.prompt, *job.also)
     choices = []
     for i, choice in enumerate(collected.choices):
@@ -231,5 +221,4 @@ def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, 
 
 
 def new_id() -> str:
-    """An id for one reply."""
     return "cmpl-" + secrets.token_hex(12)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import Body, read
+from localllm.server.dialects.fields import RequestBody, read
 from localllm.server.dialects.openai import chat, completions, model_list
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
@@ -26,7 +26,7 @@ from localllm.server.serving import Server
 _Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
-class EmbeddingFields(Body):
+class EmbeddingFields(RequestBody):
     """POST /v1/embeddings."""
 
     input: (
@@ -40,7 +40,6 @@ class EmbeddingFields(Body):
 
 
 def _translate_embedding(fields: EmbeddingFields, model: ServedModel) -> EmbeddingRequest:
-    """The vectors as OpenAI writes them down."""
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
         shaped = [cut(row, fields.dimensions) for row in rows]
@@ -99,7 +98,6 @@ FILL_IN = Route(
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models")
@@ -118,7 +116,8 @@ def routes(server: Server) -> APIRouter:
 
     mount(router, server, CHAT, COMPLETIONS, FILL_IN)
     # llama.cpp's path; its body is that of a chat.
-    mount_prompt(router, server, "/apply-template", CHAT)
+    about = "The prompt that a conversation becomes"
+    mount_prompt(router, server, "/apply-template", CHAT, about, lambda text, _: {"prompt": text})
 
     @router.post("/v1/embeddings", response_model=None, openapi_extra=body_of(EmbeddingFields))
     @router.post("/embeddings", response_model=None, include_in_schema=False)

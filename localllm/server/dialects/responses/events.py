@@ -14,13 +14,13 @@ from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
 from localllm.server.generation.collector import ReplyCollector, new_call_id
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage
+from localllm.server.generation.job import Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 
 _FUNCTION_CALL = ("function_call", "fc", "arguments")
 
 
-class Response:
+class ResponseEvents(ReplyWriter):
     """One response object as it grows; the Writer of its events, and the body of the whole reply. `keep` gets the
     finished body. Until `into` says where events go, there are none. No stream is without one for `silence_s`."""
 
@@ -69,13 +69,12 @@ class Response:
             "metadata": (fields.model_extra or {}).get("metadata") or {},
         }
 
-    def into(self, outbox: Outbox, compacted: str) -> Response:
+    def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
         """Write the events into `outbox`; returns itself. `compacted`: what was left out of the conversation."""
         self._outbox, self._compacted = outbox, compacted
         return self
 
     def start(self) -> None:
-        """The response exists; before it, what was left out of the conversation."""
         if self._outbox is None:
             return
         if self._compacted:
@@ -100,7 +99,6 @@ class Response:
         return b"".join(self._frame(kind, {"response": self.body}) for kind in kinds)
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        """An output_text delta."""
         if not text and not logprobs:
             return
         self._enter("message")
@@ -112,12 +110,10 @@ class Response:
         self._delta("response.output_text.delta", text, f',"content_index":0,"logprobs":{said}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        """A reasoning delta."""
         self._enter("reasoning")
         self._delta("response.reasoning_text.delta", text, ',"content_index":0')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        """A function_call item, or for a custom tool a custom_tool_call, under the client's own names."""
         self._leave()
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
@@ -128,14 +124,12 @@ class Response:
         self._begin({**item, "status": "in_progress"})
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        """A fragment of its arguments."""
         if self._text_of is None:
             self._delta("response.function_call_arguments.delta", text, "")
         elif said := self._text_of.feed(text):
             self._delta("response.custom_tool_call_input.delta", said, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        """Close the last item."""
         self._leave()
         if outcome.reason == "length":
             self.body["status"] = "incomplete"
@@ -144,7 +138,6 @@ class Response:
             self.body["status"] = "completed"
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """The finished response."""
         self.body["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -235,7 +228,7 @@ class Response:
         return f"event: {event}\ndata: {said}\n\n".encode()
 
 
-def replay(collected: ReplyCollector, response: Response) -> dict[str, Any]:
+def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any]:
     """The whole response object from a folded reply: the stream's own writer, played once more."""
     choice = collected.choices[0]
     assert choice.outcome is not None

@@ -62,15 +62,12 @@ class ResponsesFields(ReasonedFields):
 
     @property
     def conversation_id(self) -> str | None:
-        """The id of `conversation`."""
         return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
         return first_limit(self.max_output_tokens)
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
         wanted = "message.output_text.logprobs" in (self.include or ())
         return 0 if wanted and self.top_logprobs is None else self.top_logprobs
 

@@ -12,7 +12,7 @@ from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.responses import items
-from localllm.server.dialects.responses.events import Response, replay
+from localllm.server.dialects.responses.events import ResponseEvents, replay
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.store import (
     ConversationFields,
@@ -26,7 +26,7 @@ from localllm.server.dialects.responses.store import (
     page,
 )
 from localllm.server.dialects.responses.toolbox import Toolbox
-from localllm.server.dialects.route import Route, mount, mount_count
+from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.generation.collector import ReplyCollector
 from localllm.server.generation.job import GenerationJob, PrefillProgress
@@ -38,7 +38,6 @@ from localllm.server.serving import Server, TranslatedRequest
 
 
 def routes(server: Server) -> APIRouter:
-    """The routes, bound to `server`."""
     router = APIRouter(tags=["OpenAI responses"])
     store, conversations = Store(), Conversations()
     _mount_conversations(router, server, conversations)
@@ -46,7 +45,7 @@ def routes(server: Server) -> APIRouter:
     create = Route(
         "/v1/responses",
         ResponsesFields,
-        lambda fields, model: translate(fields, model, Kept(store, conversations), silence_s),
+        lambda fields, model: translate(fields, model, ResponseState(store, conversations), silence_s),
         EVENTS,
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
@@ -54,13 +53,11 @@ def routes(server: Server) -> APIRouter:
         hints=HINTS | items.HINTS,
     )
     mount(router, server, create)
-    mount_count(
-        router,
-        server,
-        "/v1/responses/input_tokens",
-        create,
-        lambda n: {"object": "response.input_tokens", "input_tokens": n},
-    )
+
+    def input_tokens(prompt: str, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    mount_prompt(router, server, "/v1/responses/input_tokens", create, COUNT, input_tokens)
 
     @router.get("/v1/responses/{response_id}")
     async def get(response_id: str) -> dict[str, Any]:
@@ -93,7 +90,6 @@ def routes(server: Server) -> APIRouter:
 
 
 def _mount_conversations(router: APIRouter, server: Server, kept: Conversations) -> None:
-    """The routes of conversations, bound to `kept`."""
     one = "/v1/conversations/{conversation_id}"
 
     @router.post("/v1/conversations", response_model=None, openapi_extra=body_of(ConversationFields, "id"))
@@ -144,14 +140,14 @@ def _mount_conversations(router: APIRouter, server: Server, kept: Conversations)
         return kept.drop_item(conversation_id, item_id)
 
 
-class Kept(NamedTuple):
+class ResponseState(NamedTuple):
     """What this server keeps for its clients."""
 
     responses: Store
     conversations: Conversations
 
 
-def translate(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s: float) -> TranslatedRequest:
+def translate(fields: ResponsesFields, model: ServedModel, kept: ResponseState, silence_s: float) -> TranslatedRequest:
     """The conversation of `fields`, answered as a response object or its events; kept when it has ended."""
     before, sent = items.input_items(fields, kept.responses, kept.conversations)
     toolbox = Toolbox.of(fields.tools or [])
@@ -165,12 +161,12 @@ def translate(fields: ResponsesFields, model: ServedModel, kept: Kept, silence_s
             with suppress(ConversationNotFoundError):  # it was forgotten while the answer was made
                 kept.conversations.add(fields.conversation_id, [*sent, *body["output"]])
 
-    response = Response(fields, model.name, toolbox, keep, silence_s)
+    response = ResponseEvents(fields, model.name, toolbox, keep, silence_s)
 
     def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
         return replay(collected, response)
 
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> Response:
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ResponseEvents:
         return response.into(outbox, job.compacted)
 
     return TranslatedRequest(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from localllm.errors import NotFoundError, RequestError
-from localllm.server.dialects.fields import Body
+from localllm.server.dialects.fields import RequestBody
 
 _MAX_STORED, _MAX_STORED_CHARS = 256, 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
@@ -102,7 +102,7 @@ class Store:
         return self._kept[response_id]
 
 
-class PageFields(Body):
+class PageFields(RequestBody):
     """What the address of a list may say."""
 
     limit: int = Field(20, ge=1, le=100)
@@ -135,20 +135,20 @@ class ConversationNotFoundError(NotFoundError):
     default_hint = "conversations are kept in memory until the server stops; create one, or send the whole input"
 
 
-class ConversationFields(Body):
+class ConversationFields(RequestBody):
     """POST /v1/conversations."""
 
     items: Items = Field(default_factory=list)
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class MetadataFields(Body):
+class MetadataFields(RequestBody):
     """POST /v1/conversations/{id}."""
 
     metadata: dict[str, Any]
 
 
-class ItemsFields(Body):
+class ItemsFields(RequestBody):
     """POST /v1/conversations/{id}/items."""
 
     items: Items
