@@ -11,7 +11,7 @@ class Declaration:
     """Facts of a backend. The defaults are those of an engine of which nothing more is known.
 
     `name`: its entry point's; `label`: the engine as people call it. `formats`: the catalog's formats of files that it runs,
-    and `files` such files in words. `accelerators`: kinds of device it is planned for (localllm.device.types.Accelerator).
+    and `files` such files in words. `accelerators`: kinds of device it is planned for (localllm.device.accelerators; () = all).
     `packages`: the distributions that its speed depends on.
 
     What the planner reckons with: `kernels`, the set its speeds are filed under ("": the accelerator's); `buffers`, whether
@@ -41,3 +41,7 @@ class Declaration:
     draft_heads: bool = False
     snapshots: bool = False
     shares: bool = False
+
+    def runs_on(self, accelerator: str) -> bool:
+        """Is it planned for devices of that kind?"""
+        return not self.accelerators or accelerator in self.accelerators

@@ -11,30 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.device import accelerators
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device, Finding
 
-# Names of ggml's backends (GGML_CUDA_NAME and its like in ggml's headers), in lower case.
-_ACCELERATORS: Mapping[str, Accelerator] = {
-    "cuda": "cuda",
-    "rocm": "rocm",
-    "hip": "rocm",
-    "mtl": "metal",
-    "metal": "metal",
-    "vulkan": "vulkan",
-    "sycl": "sycl",
-}
 _GPU_TYPES = ("gpu", "igpu")
 # What a driver keeps for itself is within this; more means that the two do not speak of the same memory.
 _SAME_MEMORY = 0.08
-# What else than its own backend drives a part, in this order, where a build lacks that one.
-_INSTEAD: Mapping[Accelerator, tuple[Accelerator, ...]] = {
-    "cuda": ("cuda", "vulkan"),
-    "rocm": ("rocm", "vulkan"),
-    "vulkan": ("vulkan", "sycl", "rocm"),
-    "sycl": ("sycl", "vulkan"),
-    "metal": ("metal",),
-    "cpu": (),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +39,8 @@ class GgmlDevice:
     @property
     def accelerator(self) -> Accelerator:
         """What drives it, in our words; "cpu" for the processor and for what only helps it (BLAS)."""
-        known = _ACCELERATORS.get(self.backend.lower(), "cpu")
-        return known if self.type in _GPU_TYPES else "cpu"
+        known = accelerators.called(self.backend) if self.type in _GPU_TYPES else None
+        return known or "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +113,8 @@ def _details(name: str, said: list[str]) -> tuple[str, ...]:
 
 def driven_by(device: Device, build: Build) -> Accelerator:
     """What would run a model on `device` with this build: its own backend, another that can drive it, or "cpu"."""
-    return next((a for a in _INSTEAD[device.accelerator] if a in build.accelerators), "cpu")
+    kind = device.accelerator
+    return next((a for a in (kind, *KINDS[kind].instead) if a in build.accelerators), "cpu")
 
 
 def differences(device: Device, build: Build) -> list[Finding]:
@@ -157,7 +141,7 @@ def differences(device: Device, build: Build) -> list[Finding]:
 
 
 def _unused(device: Device, build: Build) -> Finding:
-    compiled = [name for name in build.features if name.lower() in _ACCELERATORS]
+    compiled = [name for name in build.features if accelerators.called(name)]
     if compiled:
         why = f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no device: look at the driver"
         return Finding("error", f"{device.name} would sit idle: {why}", "localllm setup")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.device import ggml
+from localllm.device.accelerators import compiled_in
 from localllm.device.types import Device
 
 GIB = 1 << 30
@@ -30,16 +31,7 @@ class BuildFacts:
     @property
     def accelerators(self) -> tuple[str, ...]:
         """Backends compiled in, by the libraries ggml builds for each (libggml-cuda.so, ggml-vulkan.dll …)."""
-        known = {
-            "cuda": "cuda",
-            "hip": "rocm",
-            "metal": "metal",
-            "vulkan": "vulkan",
-            "sycl": "sycl",
-            "opencl": "opencl",
-        }
-        names = " ".join(self.libraries)
-        return tuple(ours for theirs, ours in known.items() if f"ggml-{theirs}" in names)
+        return compiled_in(" ".join(self.libraries))
 
     @property
     def cuda_architectures(self) -> tuple[int, ...]:

@@ -18,15 +18,14 @@ from typing import Any
 
 from localllm import paths
 from localllm.device import ggml
+from localllm.device.accelerators import KINDS, compiled_in
 from localllm.device.probes import ggml as probe
 from localllm.device.readings import Readings
 from localllm.device.types import Device, Finding, Memory
 
 _KEPT_S = 24 * 3600.0
 # What changes the devices a build sees.
-_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES", "LLAMA_CPP_LIB_PATH",
-)  # fmt: skip
+_VARIABLES = (*(name for kind in KINDS.values() for name in kind.hidden_by), "LLAMA_CPP_LIB_PATH")
 _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 
@@ -43,7 +42,7 @@ def build_here(*, fresh: bool = False) -> ggml.Build | None:
     kept = paths.cache_dir() / "ggml_devices.json"
     key = _key(folder, libraries)
     if not fresh:
-        if libraries and not any(_is_accelerated(name) for name, _, _ in libraries):
+        if libraries and not any(compiled_in(name) for name, _, _ in libraries):
             return ggml.Build(folder=str(folder.parent))
         known = _known(kept, key)
         if known is not None:
@@ -74,10 +73,6 @@ def _libraries(folder: Path) -> list[tuple[str, int, int]]:
         return sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.is_file())
     except OSError:
         return []
-
-
-def _is_accelerated(name: str) -> bool:
-    return any(f"ggml-{kind}" in name for kind in ("cuda", "hip", "metal", "vulkan", "sycl", "musa", "opencl"))
 
 
 def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:

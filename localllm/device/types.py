@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from localllm.device.accelerators import Accelerator as Accelerator
+
 Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
 DeviceKind = Literal["unified", "discrete", "system"]
-Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)

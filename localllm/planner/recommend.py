@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
 from localllm.planner import (
     drafting,
@@ -37,7 +38,7 @@ _NEAR_POINTS = 2.0
 
 def backends_of(device: Device) -> tuple[str, ...]:
     """Engines that exist for this kind of machine."""
-    return tuple(d.name for d in registry.declarations() if device.accelerator in d.accelerators)
+    return tuple(d.name for d in registry.declarations() if d.runs_on(device.accelerator))
 
 
 def too_slow(plan: Plan, need: Need) -> bool:
@@ -183,11 +184,10 @@ _KERNELS_PAY = 1.05
 def _other_kernels(device: Device, plan: Plan) -> str | None:
     """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that differs and fits."""
     other = _RADEON_KERNELS.get(device.accelerator)
-    if other is None or other not in backend_of(plan.variant).accelerators:
+    if other is None or not backend_of(plan.variant).runs_on(other):
         return None
     if families.generation(device.match or device.name)[0] != "amd":
         return None
-    names = {"rocm": "ROCm", "vulkan": "Vulkan"}
 
     def rates(machine: Device) -> tuple[float, float]:
         known = (machine, plan.model, plan.variant, plan.settings)
@@ -197,7 +197,7 @@ def _other_kernels(device: Device, plan: Plan) -> str | None:
     if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in ratios):
         return None
     decode, prompt = (f"{ratio:.2f}× as fast" for ratio in ratios)
-    return f"with a {names[other]} build instead of {names[device.accelerator]}: answers {decode}, prompts {prompt} (predicted)"
+    return f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: answers {decode}, prompts {prompt} (predicted)"
 
 
 _DRAFT_PAYS = 1.25

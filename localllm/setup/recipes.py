@@ -7,13 +7,14 @@ compiler in the `cuda-toolkit` packages is complete for x86-64 and aarch64 Linux
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
 from localllm.setup.errors import SetupError
 from localllm.setup.host import Host
 
-BACKENDS = ("cuda", "vulkan", "rocm", "metal", "cpu", "mlx")
 # Stands in a step for the folder of the build, which is known when it is made.
 FOLDER = "{build}"
 _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
@@ -24,7 +25,6 @@ MLX = ("mlx>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
 MLX_CPU = ("mlx[cpu]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
 MLX_CUDA = ("mlx[cuda13]>=0.32,<0.40", "mlx-lm>=0.32.1,<0.40")
 _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what would be made"
-_WORDS = {"cuda": "CUDA", "vulkan": "Vulkan", "rocm": "ROCm", "metal": "Metal", "cpu": "the processor"}
 _NEWEST_IN_WHEELS, _OLDEST_IN_WHEELS = (9, 0), (7, 5)
 
 
@@ -83,11 +83,11 @@ def recipes_for(device: Device, host: Host, wanted: str = "", preferred: Preferr
         return [_mlx(device, host)]
     backend = wanted or _best(device, preferred)
     if not wanted and backend in host.own_backends and not _needs_own_code(device):
-        own = _own(backend, _WORDS[backend])
+        own = _own(backend)
         return [own, _mlx(device, host)] if backend == "metal" else [own]
     if not wanted and backend == "metal":
         return [_metal(device, host), _mlx(device, host)]
-    made = {"cuda": _cuda, "vulkan": _vulkan, "rocm": _rocm, "metal": _metal, "cpu": _cpu}[backend](device, host)
+    made = _RECIPES[backend](device, host)
     if preferred is not None and not wanted and preferred.backend == backend:
         made = _because(made, f"{made.because}; {preferred.because}")
     return [made]
@@ -100,10 +100,8 @@ def with_rpc(recipe: Recipe, host: Host) -> Recipe:
 
     compiled = tuple(_plus_rpc(step) for step in recipe.steps)
     if compiled == recipe.steps:
-        flags = {"cpu": "-DGGML_METAL=OFF", "metal": "-DGGML_METAL=ON", "vulkan": "-DGGML_VULKAN=ON"}.get(
-            recipe.backend
-        )
-        if flags is None:
+        flags = KINDS[recipe.backend].cmake
+        if not flags:
             raise SetupError(
                 f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel is what suits this machine",
                 hint="localllm setup --rpc --backend vulkan (or cpu)",
@@ -113,7 +111,7 @@ def with_rpc(recipe: Recipe, host: Host) -> Recipe:
             recipe, needs=tuple(dict.fromkeys((*recipe.needs, *_compiler(host)))), takes=_minutes(host, 10)
         )
     name = recipe.backend if recipe.name == "own" else recipe.name
-    title = f"llama.cpp for {_WORDS[recipe.backend]} with RPC, compiled here"
+    title = f"llama.cpp for {KINDS[recipe.backend].label} with RPC, compiled here"
     return replace(recipe, name=f"{name}-rpc", title=title, steps=compiled, because="layers can lie on other machines")
 
 
@@ -139,7 +137,8 @@ def _needs_own_code(device: Device) -> bool:
 def _best(device: Device, preferred: Preferred | None) -> str:
     if device.accelerator == "rocm":
         return preferred.backend if preferred is not None else "vulkan"
-    return "vulkan" if device.accelerator == "sycl" else device.accelerator
+    kinds = (device.accelerator, *KINDS[device.accelerator].instead)
+    return next(kind for kind in kinds if kind in _RECIPES)
 
 
 # --- NVIDIA ---------------------------------------------------------------------------------------------------------
@@ -353,11 +352,17 @@ def _mlx(device: Device, host: Host) -> Recipe:
     return Recipe("mlx", "mlx", title, because, (step,), takes="a download", into_environment=True)
 
 
+_RECIPES: dict[str, Callable[[Device, Host], Recipe]] = {
+    "cuda": _cuda, "vulkan": _vulkan, "rocm": _rocm, "metal": _metal, "cpu": _cpu,
+}  # fmt: skip
+BACKENDS = (*_RECIPES, "mlx")
+
+
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 
-def _own(backend: str, words: str) -> Recipe:
-    because = f"the installed llama.cpp is made for {words} already"
+def _own(backend: str) -> Recipe:
+    because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
     return Recipe("own", backend, "nothing to build", because, takes="")
 
 

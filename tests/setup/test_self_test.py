@@ -25,8 +25,8 @@ def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_mode
     test = self_test.examine(MACHINE, probe.ask(), tiny_model, trial.environment_now())
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
-    # llama.cpp draws no tokens itself.
-    assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == ["what is drawn follows from the logits"]
+    # llama.cpp samples no tokens itself.
+    assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == ["what is sampled follows from the logits"]
     text = "\n".join(self_test.report(test))
     assert "result: passed" in text
     assert "10 of 10 tokens" in text

@@ -21,7 +21,6 @@ class LlamaCppType(BackendType):
         label="llama.cpp",
         formats=("gguf",),
         files="GGUF files",
-        accelerators=("cpu", "cuda", "metal", "rocm", "sycl", "vulkan"),
         packages=("llama-cpp-python",),
         splits=True,
         mixed_kv=True,

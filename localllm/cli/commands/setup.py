@@ -18,7 +18,9 @@ def setup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")] = False,
     backend: Annotated[
         str,
-        typer.Option("--backend", metavar="NAME", help="cuda, vulkan, rocm, metal, cpu or mlx (default: the best)."),
+        typer.Option(
+            "--backend", metavar="NAME", help="What to build for, such as cuda or cpu, or mlx (default: the best)."
+        ),
     ] = "",
     rpc: Annotated[bool, typer.Option("--rpc", help="With llama.cpp's RPC: `localllm worker`, serve --with.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the builds on this disk, and which one runs.")] = False,

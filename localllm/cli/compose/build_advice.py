@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # What a turn of a conversation is, where two builds are weighed: tokens read and written.
 _READ_TOKENS, _WRITTEN_TOKENS = 2048, 400
 _WORTH_IT = 0.95
-_WORDS = {"cuda": "CUDA", "rocm": "ROCm", "vulkan": "Vulkan", "metal": "Metal", "sycl": "SYCL"}
 # A model everybody knows, that fits nearly every GPU.
 _YARDSTICK = ("qwen3-8b", "Q4_K_M")
 
@@ -70,6 +69,7 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
 def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in use. "" where that gives
     nothing more."""
+    from localllm.device.accelerators import KINDS
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 
@@ -80,7 +80,7 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     other = plan_for(machine, plan.model, plan.variant, Workload())
     if other.fits == "no" or other.decode_tok_s.value <= plan.decode_tok_s.value:
         return ""
-    speed, kind = other.decode_tok_s, _WORDS.get(machine.accelerator, machine.accelerator)
+    speed, kind = other.decode_tok_s, KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
     return (
         f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} tok/s: `localllm setup`"
