@@ -159,7 +159,6 @@ def compact(
 
 
 def note(count: int) -> str:
-    """The line that stands for `count` messages."""
     said = "1 earlier message was" if count == 1 else f"{count} earlier messages were"
     return f"[{said} left out to fit the context]"
 

@@ -68,7 +68,6 @@ class StoredMessage:
 
 
 def default_path() -> Path:
-    """Where this user's conversations live."""
     return paths.data_dir() / "conversations.db"
 
 
@@ -106,7 +105,6 @@ class History:
             raise HistoryError(f"the conversations can't be opened: {e}") from e
 
     def create(self, title: str, model: str) -> str:
-        """Start a conversation and return its id."""
         # What `secrets` does, without what it imports: a chat starts with this module.
         conv_id = os.urandom(8).hex()
         now = time.time()
@@ -229,7 +227,6 @@ class History:
                 raise NotFoundError(f"no conversation {conv_id!r} in the history")
 
     def get(self, conv_id: str) -> ConversationSummary:
-        """One conversation's line of the list."""
         with self._read() as db:
             row = db.execute(_SUMMARY + " WHERE c.id = ?", (conv_id,)).fetchone()
         if row is None:
@@ -237,7 +234,6 @@ class History:
         return ConversationSummary(*row)
 
     def holds(self, conv_id: str) -> bool:
-        """Whether there is such a conversation."""
         with self._read() as db:
             return db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone() is not None
 
@@ -282,13 +278,11 @@ class History:
             return len(gone)
 
     def delete(self, conv_id: str) -> None:
-        """Remove a conversation and its messages."""
         with self._write() as db:
             if db.execute("DELETE FROM conversations WHERE id = ?", (conv_id,)).rowcount == 0:
                 raise NotFoundError(f"no conversation {conv_id!r} in the history")
 
     def close(self) -> None:
-        """Release the file; the object is dead afterwards."""
         with self._lock:
             self._db.close()
 

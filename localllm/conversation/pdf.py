@@ -32,7 +32,6 @@ class Pdf:
 
 
 def installed() -> bool:
-    """Whether the extra is."""
     return importlib.util.find_spec("pypdfium2") is not None
 
 

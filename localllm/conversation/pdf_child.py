@@ -23,7 +23,6 @@ _JPEG_QUALITY = 85
 
 
 def pages_of(data: bytes, pictures: int) -> dict[str, Any]:
-    """The answer about `data`."""
     import pypdfium2
 
     try:
@@ -83,7 +82,6 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Read it, and say what it holds."""
     data = sys.stdin.buffer.read()
     _limit()
     try:

@@ -10,15 +10,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """Text of the model's thinking."""
-
     text: str
 
 
@@ -72,7 +68,6 @@ _TURN_ENDS = ("<|role_end|>",)
 
 
 def turn_ends(template: str) -> tuple[str, ...]:
-    """The texts ending a turn that `template` mentions."""
     return tuple(end for end in _TURN_ENDS if end in template)
 
 

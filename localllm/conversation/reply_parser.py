@@ -41,16 +41,13 @@ class ReplyParser:
 
     @property
     def thinking(self) -> bool:
-        """True while what comes is reasoning."""
         return self._thinking
 
     @property
     def in_call(self) -> bool:
-        """True while what comes belongs to a tool call."""
         return self._reader is not None
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more text; returns what it makes certain."""
         out: list[Delta] = []
         if not self._over:
             self._read(text, out)
@@ -283,7 +280,6 @@ class _UnsureCall:
         return not self._behind or cut
 
     def _read(self, text: str) -> bool:
-        """Let the reader take `text`; False where it is no call."""
         assert self._reader is not None
         before = max(0, len(self._block) - len(self._closing))
         self._block += text
@@ -301,5 +297,4 @@ class _UnsureCall:
 
 
 def _starts(deltas: Sequence[Delta]) -> int:
-    """How many calls begin in `deltas`."""
     return sum(isinstance(d, CallStart) for d in deltas)

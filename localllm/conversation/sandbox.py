@@ -212,7 +212,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Every call a template makes passes here."""
         if __obj is _tick:
             return _tick(*args)
         _tick()

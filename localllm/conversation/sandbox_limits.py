@@ -35,7 +35,6 @@ def allow(size_bytes: int, what: str) -> None:
 
 
 def made(value: Any) -> Any:
-    """`value`, unless it is larger than any prompt could be."""
     if isinstance(value, (str, bytes)):
         allow(sys.getsizeof(value), "text")
     elif isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
@@ -77,7 +76,6 @@ def text_bytes(value: Any, *, indent: int = 0) -> int:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Refuse an arithmetic whose result would be too large."""
     if operator == "*":
         for a, b in ((left, right), (right, left)):
             if isinstance(b, int) and b > 0:
@@ -243,13 +241,11 @@ _FILTERS: Mapping[str, Check] = {
 
 
 def check_method(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a text's method whose result would be too large."""
     if isinstance(owner, (str, bytes)) and name in _METHODS:
         _METHODS[name](owner, args, kwargs)
 
 
 def check_filter(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a filter whose result would be too large."""
     if name in _FILTERS:
         _FILTERS[name](value, args, kwargs)
 
@@ -271,7 +267,6 @@ def joined(separator: Any, parts: Iterable[Any]) -> str:
 
 
 def joined_exactly(separator: str | bytes, parts: Sequence[Any]) -> None:
-    """Refuse a `join` of texts whose result would be too large."""
     size = sum(len(p) + len(separator) for p in parts if isinstance(p, (str, bytes)))
     widest = max((_char_bytes(p) for p in (separator, *parts)), default=1)
     allow(size * widest, "join")

@@ -24,7 +24,6 @@ _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 
 def user_folder() -> Path:
-    """The folder of the user's own catalog files."""
     from localllm import paths
 
     return paths.config_dir() / "models"

@@ -91,7 +91,6 @@ def _stand_in(file: Path) -> str:
 
 
 def kept_in() -> Path:
-    """Where hashes that were read are kept."""
     return paths.cache_dir() / "digests.json"
 
 

@@ -23,7 +23,6 @@ _PARTIAL = re.compile(r"(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})(?:\.[0-9a-f]{8})?\
 
 
 def repo_folder(cache: Path, repo: str) -> Path:
-    """The folder of a repository in `cache`."""
     return cache / ("models--" + repo.replace("/", "--"))
 
 
@@ -200,7 +199,6 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def partials_in(folder: Path) -> list[Path]:
-    """Unfinished files of one repository."""
     return [f for _, files in folders.walk(folder / "blobs", 0) for f in files if _PARTIAL.fullmatch(f.name)]
 
 

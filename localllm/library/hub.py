@@ -93,7 +93,6 @@ class Listing:
     files: tuple[RepoFile, ...]
 
     def get(self, name: str) -> RepoFile | None:
-        """The file of this name, or None."""
         return next((f for f in self.files if f.name == name), None)
 
 

@@ -44,7 +44,6 @@ def hub_cache() -> Path:
 
 
 def lmstudio() -> list[Path]:
-    """LM Studio's models folders, existing ones only."""
     homes = []
     pointer = _text(Path.home() / ".lmstudio-home-pointer")
     if pointer:
@@ -104,7 +103,6 @@ def remembered() -> list[Path]:
 
 
 def remember(listed: list[Path]) -> None:
-    """Write the list of folders adopted by name."""
     target = folders_file()
     paths.private_dir(target.parent)
     paths.write_private(target, json.dumps([str(folder) for folder in listed], indent=1))

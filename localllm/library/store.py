@@ -41,7 +41,6 @@ def scan() -> list[LocalModel]:
 
 
 def packaged() -> list[LocalModel]:
-    """The starter model, where its package is installed."""
     file = starter.path()
     if file is None:
         return []

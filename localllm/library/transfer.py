@@ -319,5 +319,4 @@ class DownloadMeter:
         self._on_progress(DownloadProgress(state, file, done, self.total_bytes, speed, eta, digest))
 
     def finished(self, size_bytes: int) -> None:
-        """A file is complete."""
         self.done_bytes += size_bytes

@@ -34,12 +34,10 @@ class Selection:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weight files."""
         return sum(f.size_bytes for f in self.files if f.name.lower().endswith((".gguf", ".safetensors")))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything."""
         return sum(f.size_bytes for f in self.files) + (self.projector.size_bytes if self.projector else 0)
 
 

@@ -138,7 +138,6 @@ def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, FactSource]:
 
 
 def read_sources(path: Path = SOURCES_FILE) -> dict[str, dict[str, Any]]:
-    """sources.toml as it is written."""
     return _parse(path)
 
 

@@ -66,7 +66,6 @@ class TensorInfo:
 
     @property
     def n_elements(self) -> int:
-        """Product of the shape."""
         return math.prod(self.shape)
 
 
@@ -84,7 +83,6 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`, or "" if the file does not say."""
         return self.text("general.architecture")
 
     @property

@@ -24,7 +24,6 @@ class TensorType:
 
     @property
     def bits(self) -> Fraction:
-        """Exact bits per element."""
         return Fraction(8 * self.block_bytes, self.block)
 
 

@@ -66,8 +66,6 @@ class Recurrent(_Table):
 
 
 class ExpertsTable(_Table):
-    """Mixture of experts."""
-
     count: Count
     active: Count
     ffn: Count
@@ -86,8 +84,6 @@ class Reasoning(_Table):
 
 
 class SamplingTable(_Table):
-    """The maker's sampling defaults."""
-
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Fraction01 | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -155,8 +151,6 @@ class Gguf(_Table):
 
 
 class Mlx(_Table):
-    """One MLX repository."""
-
     repo: Text
     quant: Text
     bytes: Count | None = None
@@ -228,8 +222,6 @@ class ModelTable(_Table):
 
 
 class SourceTable(_Table):
-    """One label of sources.toml."""
-
     title: Text
     url: Url
     date: Date

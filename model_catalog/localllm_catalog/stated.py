@@ -25,13 +25,11 @@ _STATED: Mapping[str, tuple[str, str, float, float]] = {
 
 
 def sampling_of_header(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """What a GGUF header's metadata states."""
     named = {name: metadata.get(f"general.sampling.{gguf}") for name, (gguf, *_) in _STATED.items()}
     return _bounded(named, "the file's own header")
 
 
 def sampling_of_config(config: Mapping[str, Any]) -> SamplingDefaults:
-    """What a generation_config.json states."""
     named = {name: config.get(theirs) for name, (_, theirs, *_) in _STATED.items()}
     return _bounded(named, "generation_config.json")
 

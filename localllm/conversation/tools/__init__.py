@@ -33,7 +33,6 @@ FORMATS = discover()
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format that `template` shows signs of, if any."""
     return next((f for f in FORMATS if any(sign in template for sign in f.signs)), None)
 
 

@@ -83,7 +83,6 @@ class ToolFormat(ABC):
 
 
 def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
-    """A tool's function name and the JSON schema of its arguments."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return "", {}

@@ -129,7 +129,6 @@ class ListGrammar:
     lark: Callable[[str], str] = text
 
     def parameter(self, key: str | None, value: str, values: SpelledValues) -> str:
-        """The Lark of a parameter with the Lark of its value."""
         if self.before is not None:
             return f"{self.before(key)} {value}"
         return values.any_member(value) if key is None else values.member(key, value)

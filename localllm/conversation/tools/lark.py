@@ -33,7 +33,6 @@ def spelled(said: str) -> str:
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """JSON that matches `schema`."""
     return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': SPACE}, **schema})}"
 
 

@@ -97,17 +97,14 @@ def kinds_of(described: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def kind_of(value: Any) -> str:
-    """The JSON type of a value."""
     return _KINDS.get(type(value), "object")
 
 
 def arguments(schema: Mapping[str, Any]) -> Grammar:
-    """The arguments alone, as JSON."""
     return "json_schema", json.dumps(as_object(schema))
 
 
 def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
-    """One call as JSON."""
     return "json_schema", json.dumps(any_call(tools, key))
 
 

@@ -102,7 +102,6 @@ def _functions(
 
 
 def _names(function: str, tools: Sequence[Tool]) -> frozenset[str]:
-    """The parameters that a function is known to have."""
     schema = next((s for n, s in map(parameters_of, tools) if n == function), {})
     return frozenset(name for name, _, _ in parameters(schema))
 

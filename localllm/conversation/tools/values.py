@@ -37,7 +37,6 @@ class JsonValues(Values):
         self._python = python
 
     def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
-        """JSON that matches."""
         if not self._python:
             return any_value(described, root)
         words: list[bool | None] = []
@@ -89,11 +88,9 @@ class SpelledValues(Values):
         return scalar
 
     def item(self, value: str) -> str:
-        """The Lark of a list's item with the Lark of its value."""
         return value
 
     def truth(self, value: bool | None) -> str:
-        """The Lark of true, false or null."""
         return self.closed(text(json.dumps(value)))
 
     def ordered(self, members: Sequence[tuple[str, Any, bool]]) -> Sequence[tuple[str, Any, bool]]:
@@ -108,7 +105,6 @@ class SpelledValues(Values):
         return "(" + " | ".join(dict.fromkeys(self._one(o, root, depth) for o in options)) + ")"
 
     def anything(self) -> str:
-        """The name of the rule of any value."""
         name = "v_any"
         if name not in self._named:
             self._named[name] = name
@@ -198,19 +194,15 @@ class QuotedValues(SpelledValues):
         self._quote, self._names = quote, names
 
     def any_text(self) -> str:
-        """Up to the quote."""
         return f"{self._quote} /(?s:.*)/ {self._quote}"
 
     def this_text(self, said: str) -> str:
-        """Between quotes."""
         return f"{self._quote} {text(said)} {self._quote}" if said else f"{self._quote} {self._quote}"
 
     def member(self, key: str, value: str) -> str:
-        """A bare key."""
         return f"{text(key + ':')} {value}"
 
     def any_member(self, value: str) -> str:
-        """A bare key."""
         return f'/{self._names}/ ":" {value}'
 
     def truth(self, value: bool | None) -> str:
@@ -230,21 +222,16 @@ class PythonValues(SpelledValues):
     bare: ClassVar[str] = r"'([^'\\\n]|\\(?s:.))*'"
 
     def any_text(self) -> str:
-        """In either quotes."""
         return f"({json_value({'type': 'string'})} | /{self.bare}/)"
 
     def this_text(self, said: str) -> str:
-        """In either quotes."""
         return f"({text(json.dumps(said, ensure_ascii=False))} | {text(repr(said))})"
 
     def truth(self, value: bool | None) -> str:
-        """In either language."""
         return f"({text(json.dumps(value))} | {text(repr(value))})"
 
     def member(self, key: str, value: str) -> str:
-        """A key in either quotes."""
         return f'{self.this_text(key)} ": " {value}'
 
     def any_member(self, value: str) -> str:
-        """A key in either quotes."""
         return f'{self.any_text()} ": " {value}'

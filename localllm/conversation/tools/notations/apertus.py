@@ -24,8 +24,6 @@ def _parse(block: str) -> list[Call] | None:
 
 
 class Apertus(ToolFormat):
-    """All calls in one JSON array."""
-
     name = "apertus"
     signs = ("<|tools_prefix|>",)
     markers = ("<|tools_prefix|>",)

@@ -14,8 +14,6 @@ _OPEN, _CLOSE = "<function=", "</function>"
 
 
 class Functionary(ToolFormat):
-    """One call after the other."""
-
     name = "functionary"
     signs = ("<function=example_function_name>{",)
     markers = (_OPEN,)

@@ -27,8 +27,6 @@ _GRAMMAR = TagGrammar(
 
 
 class Glm(ToolFormat):
-    """A name and pairs of tagged keys and values."""
-
     name = "glm"
     signs = ("<arg_key>",)
     markers = ("<tool_call>",)

@@ -94,7 +94,6 @@ class Harmony(ToolFormat):
     header = "<|start|>assistant"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
-        """Reads the rest of the header and streams the message."""
         return _Reader(first)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:

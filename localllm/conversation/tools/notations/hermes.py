@@ -11,8 +11,6 @@ from localllm.conversation.tools.schemas import one_call
 
 
 class Hermes(ToolFormat):
-    """One call as JSON between tags that are text."""
-
     name = "hermes"
     signs = ("<tool_call>",)
     ambiguity = 2

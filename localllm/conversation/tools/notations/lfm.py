@@ -79,8 +79,6 @@ def _before(key: str | None) -> str:
 
 
 class Lfm(ToolFormat):
-    """A list of Python calls between two control tokens."""
-
     name = "lfm"
     # Instruct templates write the offer only; the calls stand in the model's own words.
     signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
@@ -94,7 +92,6 @@ class Lfm(ToolFormat):
         return BlockReader(first, marker, "<|tool_call_end|>", _parse)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """One list, which holds every call, with literals of Python's or JSON."""
         words = [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
         if not all(map(_NAME.fullmatch, words)):
             raise NotConstrainableError("this notation has no way to write some name")

@@ -40,7 +40,6 @@ class Llama3(ToolFormat):
         return {f'{{"name": {json.dumps(n)}, "parameters": ': GrammarTrigger("", arguments(s), "}") for n, s in tools}
 
     def unmarked_call(self, tools: NamedSchemas) -> str:
-        """The call's JSON."""
         return json_value(any_call(tools, self.arguments_key))
 
 

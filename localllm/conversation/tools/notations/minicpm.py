@@ -25,8 +25,6 @@ _GRAMMAR = TagGrammar(
 
 
 class MiniCpm(ToolFormat):
-    """One function with tagged parameters."""
-
     name = "minicpm"
     signs = ("<param name=",)
     markers = ('<function name="',)

@@ -40,23 +40,19 @@ class _MiniMaxValues(SpelledValues):
         return _ANYTHING if _ANYTHING in found else found
 
     def anything(self) -> str:
-        """TagGrammar or text: no rule tells one from the other."""
+        """Tags or text: no rule tells one from the other."""
         return _ANYTHING
 
     def open_object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """Anything: the tags have any names."""
         return _ANYTHING
 
     def any_text(self) -> str:
-        """Up to the separator."""
         return self.rule(f"[suffix={text(_MARK)}]: /(?s:.*)/")
 
     def this_text(self, said: str) -> str:
-        """With its separator."""
         return text(said + _MARK)
 
     def closed(self, scalar: str) -> str:
-        """With its separator."""
         return f"{scalar} {text(_MARK)}"
 
     def truth(self, value: bool | None) -> str:
@@ -64,19 +60,16 @@ class _MiniMaxValues(SpelledValues):
         return self.closed('"null"?') if value is None else super().truth(value)
 
     def member(self, key: str, value: str) -> str:
-        """Between tags of its name."""
         if value == _ANYTHING:
             end = text(f"{_MARK}</{key}>")
             return f"{_lark(f'{_MARK}<{key}>')} {self.rule(f'[suffix={end}]: /(?s:.*)/')}"
         return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
 
     def any_member(self, value: str) -> str:
-        """Between tags."""
         value = self.any_text() if value == _ANYTHING else value
         return rf'{_lark(_MARK + "<")} /[^<>\/\s]+/ ">" {value} "</" /[^<>\/\s]+/ ">"'
 
     def item(self, value: str) -> str:
-        """Between tags."""
         return self.member("item", self.any_text() if value == _ANYTHING else value)
 
 
@@ -150,8 +143,6 @@ def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
 
 
 class MiniMaxM3(ToolFormat):
-    """All calls in one block."""
-
     name = "minimax_m3"
     signs = (_MARK,)
     markers = (_OPEN,)

@@ -63,7 +63,6 @@ class Muse(ToolFormat):
         return {_OPEN: GrammarTrigger(_LINE, tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE), again=True)}
 
     def unmarked_call(self, tools: NamedSchemas) -> str:
-        """A message to a function."""
         calls = tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)[1].replace("start:", "calls:", 1)
         return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
 

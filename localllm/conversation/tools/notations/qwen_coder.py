@@ -32,8 +32,6 @@ def _parse(tools: Sequence[Tool], patterns: TagPatterns, block: str) -> list[Cal
 
 
 class QwenCoder(ToolFormat):
-    """One function with tagged parameters."""
-
     name = "qwen_coder"
     signs = ("<function=",)
     ambiguity = 1
