@@ -31,28 +31,28 @@ class AttachedPdf:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadableFile:
     """A file that can't be read, and why."""
 
     problem: str
 
 
-def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf | Unread:
+def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf | UnreadableFile:
     """The file in a part of a message: its text, or what is to be read as a PDF."""
     name, sent, says_pdf = _sent(part)
     if sent is None:
-        return Unread(f"{kind} are not fetched by address or id: send the file itself, in base64")
+        return UnreadableFile(f"{kind} are not fetched by address or id: send the file itself, in base64")
     encoded = sent
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
         if not comma or not head.lower().endswith(";base64"):
-            return Unread(f"{kind} are read from base64, or a data URL of it")
+            return UnreadableFile(f"{kind} are read from base64, or a data URL of it")
     if len(encoded) > MOST_BYTES * 4 // 3 + 4:
-        return Unread(f"{kind} of {MOST_BYTES} bytes at most are read")
+        return UnreadableFile(f"{kind} of {MOST_BYTES} bytes at most are read")
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
-        return Unread(f"{kind} are read from base64, or a data URL of it")
+        return UnreadableFile(f"{kind} are read from base64, or a data URL of it")
     if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
         mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
         return AttachedPdf(mark, data, name, where, kind, asked)
@@ -61,7 +61,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text or says_pdf:
-        return Unread(f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither")
+        return UnreadableFile(f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither")
     return fenced(name, text)
 
 

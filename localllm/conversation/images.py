@@ -46,8 +46,8 @@ class AttachedImage:
 
 
 @dataclass
-class Shown:
-    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not told."""
+class PreparedMessages:
+    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not prepared."""
 
     messages: list[dict[str, Any]]
     files: dict[str, str] = field(default_factory=dict)
@@ -94,19 +94,19 @@ def _without_scheme(file: Any) -> tuple[str, str]:
     return file, ""
 
 
-def shown(messages: Sequence[Mapping[str, Any]], *, sees: bool) -> Shown:
-    """`messages` for a model that sees, or does not: then a note stands for each image of an earlier turn, and one that is
+def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
+    """`messages` for a model with or without vision: then a note stands for each image of an earlier turn, and one that is
     asked about is refused. Raises RequestError."""
-    told = Shown([])
+    prepared = PreparedMessages([])
     for message in messages:
         plain = dict(message)
         for image in plain.pop("images", ()):
-            if sees and not image.problem:
-                told.files[image.mark] = image.file
+            if vision and not image.problem:
+                prepared.files[image.mark] = image.file
                 if image.detail in ("low", "high"):
-                    told.ignored.append("messages.image_url.detail")
+                    prepared.ignored.append("messages.image_url.detail")
                 continue
-            if image.asked and sees:
+            if image.asked and vision:
                 raise RequestError(f"{image.where}: {image.problem}", param=image.where)
             if image.asked:
                 raise UnsupportedError(
@@ -114,14 +114,16 @@ def shown(messages: Sequence[Mapping[str, Any]], *, sees: bool) -> Shown:
                     param=image.where,
                     hint="`localllm recommend --sees` lists models that read them; a projector must lie beside the model",
                 )
-            plain["content"] = plain["content"].replace(image.mark, NOTE if not sees else f"[{image.problem}]", 1)
-            told.ignored.append("messages.images")
-        told.messages.append(plain)
-    told.ignored = list(dict.fromkeys(told.ignored))
-    return told
+            plain["content"] = plain["content"].replace(image.mark, NOTE if not vision else f"[{image.problem}]", 1)
+            prepared.ignored.append("messages.images")
+        prepared.messages.append(plain)
+    prepared.ignored = list(dict.fromkeys(prepared.ignored))
+    return prepared
 
 
-def in_text(text: str, marker: str, files: Sequence[str], where: str, *, sees: bool) -> tuple[str, dict[str, str]]:
+def images_in_prompt(
+    text: str, marker: str, files: Sequence[str], where: str, *, vision: bool
+) -> tuple[str, dict[str, str]]:
     """A prompt of text in which each `marker` stands for the next of `files`: with marks instead, and the files by their
     marks. Raises RequestError."""
     parts = text.split(marker)
@@ -129,7 +131,7 @@ def in_text(text: str, marker: str, files: Sequence[str], where: str, *, sees: b
         said = f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: send one for each"
         raise RequestError(said, param=where)
     images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
-    if images and not sees:
+    if images and not vision:
         raise UnsupportedError(f"{where}: this model reads text only, not images", param=where)
     for image in images:
         if image.problem:

@@ -12,7 +12,7 @@ from localllm.errors import UnsupportedError
 
 Tool: TypeAlias = Mapping[str, Any]
 """A function as clients offer it: `{"type": "function", "function": {"name": …, "parameters": …}}`. A schema under
-`held_to` is what its calls must match, where that is more than the model is shown."""
+`call_schema` is what its calls must match, where that is more than the model is shown."""
 NamedSchemas: TypeAlias = Sequence[tuple[str, Mapping[str, Any]]]
 """Functions: name and the JSON schema of the parameters."""
 Grammar: TypeAlias = tuple[str, str]
@@ -86,5 +86,5 @@ def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return "", {}
-    schema = tool.get("held_to", function.get("parameters"))
+    schema = tool.get("call_schema", function.get("parameters"))
     return str(function.get("name", "")), schema if isinstance(schema, Mapping) else {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localllm.conversation.images import shown
+from localllm.conversation.images import prepare_images
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.engine.messages import Generation
 from localllm.engine.worker.api import EngineClient
@@ -35,7 +35,7 @@ async def chat_job(
     chat: ChatRequest, model: ServedModel, engine: EngineClient, cache: ReasoningCache, counts: TokenCounts
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
-    told = shown(chat.messages, sees=engine.info.vision)
+    told = prepare_images(chat.messages, vision=engine.info.vision)
     messages, normalised = without_changing_lines(cache.restore(told.messages))
     if told.files:
         engine = EngineWithImages(engine, told.files)

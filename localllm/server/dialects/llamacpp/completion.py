@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from localllm.conversation.images import in_text
+from localllm.conversation.images import images_in_prompt
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.api import EngineClient
 from localllm.errors import UnsupportedError
@@ -82,7 +82,7 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
         if isinstance(fields.prompt, PicturedPrompt):
             sent = fields.prompt
             where, sees = "prompt.multimodal_data", engine.info.vision
-            prompt, images = in_text(sent.prompt_string, MARKER, sent.multimodal_data, where, sees=sees)
+            prompt, images = images_in_prompt(sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees)
         else:
             prompt = await _prompt(fields, engine)
         n = fields.n

@@ -64,7 +64,7 @@ class Toolbox:
             functions.append(function)
         offered = checked(functions)
         for function, plain in zip(functions, offered, strict=True):
-            plain.update({k: v for k, v in function.items() if k == "held_to"})
+            plain.update({k: v for k, v in function.items() if k == "call_schema"})
         return cls(offered, names, skipped)
 
     def called(self, function: str) -> ClientToolName:
@@ -133,7 +133,7 @@ def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str
         else:
             held["pattern"] = f"^(?:{pattern})$"
     function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": _of_one(shown)}
-    return {"type": "function", "function": function, "held_to": _of_one(held)}
+    return {"type": "function", "function": function, "call_schema": _of_one(held)}
 
 
 def _of_one(described: Mapping[str, Any]) -> dict[str, Any]:
