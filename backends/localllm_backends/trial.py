@@ -1,15 +1,18 @@
-"""Tries a backend on a real model, in a process of its own: ten greedy tokens, or the contract's checks (conformance.py).
+"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's checks (conformance.py), or the cost
+of KV types.
 
 A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs this program:
 
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
     python -m localllm_backends.trial llamacpp conformance MODEL '{"layers": -1}'
+    python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
 and reads JSON lines from its standard output. `greedy` prints one: the tokens chosen and their text, how far behind the
 best each is in logits (`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
 from the given token instead of the chosen one, so that a step says what it computed whatever the one before chose.
-`conformance` prints a line before and after each check, so that a crash names its check.
+`conformance` prints a line before and after each check, so that a crash names its check. `kv` prints what each pair of KV types
+costs in precision over the text, and what identifies the model and the build.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from localllm_backends import registry
-from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadSpec, Placement
+from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec, Placement
 
 # The next words are as good as certain for the smallest model: near ties say nothing about a device.
 PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
@@ -61,6 +65,20 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
     }
 
 
+def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """What each of `pairs` (K, V) costs against f16 over `text`."""
+    comparison = backend.compare_kv([(k, v) for k, v in pairs], backend.tokenize(text, special=False))
+    try:
+        while (found := comparison.run()) is None:
+            pass
+    finally:
+        comparison.close()
+    info = backend.info
+    model = info.metadata.get("general.name", "") or info.description
+    said = [asdict(fidelity) for fidelity in found]
+    return {"model": model, "fingerprint": info.fingerprint, "meaning": info.kv_meaning, "found": said}
+
+
 def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
     """Each check's name before it runs, and how it went: "ok", "not here" or "failed" with the sentence."""
     from localllm_backends.conformance import CHECKS, NotHere, Subject
@@ -83,12 +101,22 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         yield {"check": name, "outcome": outcome, "said": sentence, "seconds": seconds, "noise": subject.worst}
 
 
+def _answers(backend: Backend, what: str, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if what == "conformance":
+        yield from conformance(backend)
+    elif what == "kv":
+        yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
+    else:
+        yield greedy(backend, wanted.get("follow", ()))
+
+
 def _main(arguments: Sequence[str]) -> int:
     engine, what, path, body = arguments
     wanted = json.loads(body)
     try:
         backend_type = registry.named(engine)
-        assert backend_type is not None, f"there is no backend {engine!r}"
+        if backend_type is None:
+            raise LoadError(f"there is no backend {engine!r}")
         backend = backend_type.load(
             LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=wanted.get("layers", -1)))
         )
@@ -96,8 +124,7 @@ def _main(arguments: Sequence[str]) -> int:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
     try:
-        answers = conformance(backend) if what == "conformance" else iter([greedy(backend, wanted.get("follow", ()))])
-        for answer in answers:
+        for answer in _answers(backend, what, wanted):
             print(json.dumps(answer), flush=True)
     except BackendFailure as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)

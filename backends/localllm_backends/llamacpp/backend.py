@@ -29,7 +29,7 @@ from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, LogitsView, 
 from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.interrupts import ABORTED, Interrupts
-from localllm_backends.llamacpp.kv_fidelity import Comparison
+from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
 from localllm_backends.llamacpp.model_info import model_info
 from localllm_backends.llamacpp.mtp import MtpHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, has_gpu
@@ -301,10 +301,10 @@ class LlamaCppBackend(Vocabulary, Backend):
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
 
-    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> Comparison:
+    def compare_kv(self, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> KvTypeComparison:
         """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""
         self._check_owner()
-        return Comparison(self._llama, self._model, self._spec, pairs, tokens)
+        return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""

@@ -46,7 +46,7 @@ class _Pair:
         return KvFidelity(self.k, self.v, n, max(0.0, self.divergence / n), self.worst, self.flips / n)
 
 
-class Comparison(KvComparison):
+class KvTypeComparison(KvComparison):
     """Pairs of KV types against f16 over `tokens`."""
 
     def __init__(self, llama: Any, model: Any, spec: LoadSpec, pairs: Seq[tuple[str, str]], tokens: Seq[int]) -> None:

@@ -22,16 +22,23 @@ def doctor(
     file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="With --accelerator: the file to write.")
     ] = None,
+    kv: Annotated[
+        str,
+        typer.Option("--kv", metavar="MODEL", help="Measure what quantised KV costs MODEL in precision (a minute)."),
+    ] = "",
 ) -> None:
     """Check this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
     changes nothing.
 
     --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
-    engine must keep. Its report is one text file, made to be attached to an issue.
+    engine must keep. Its report is one text file, made to be attached to an issue. --kv compares a model's logits with
+    quantised KV and with f16, and keeps the figures for its next plan.
     """
     if accelerator:
         _examine(file or Path("localllm-self-test.txt"), as_json=as_json)
         return
+    if kv:
+        measure_kv(kv)
     import json
     from dataclasses import asdict, replace
 
@@ -46,7 +53,7 @@ def doctor(
     found = hardware()
     facts = replace(health.read(paths.cache_dir(), paths.data_dir()), llama_cpp=in_use.build_here(fresh=True))
     checks = [
-        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *_kv_types(paths.kv_evidence_dir()),
+        *judge(found, facts), *token_checks(facts.llama_cpp), *speed_checks(), *kv_checks(paths.kv_evidence_dir()),
     ]  # fmt: skip
     if as_json:
         body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
@@ -55,7 +62,34 @@ def doctor(
     print("\n".join(lines(checks)))
 
 
-def _kv_types(folder: Path) -> list[Check]:
+def measure_kv(reference: str) -> None:
+    """Compare KV types on that model, in a process of its own, and keep what was found."""
+    import json
+    import sys
+
+    from localllm import paths
+    from localllm.engine.host import kv_evidence
+    from localllm.errors import BackendError
+    from localllm.library.resolve import resolve
+    from localllm.setup import trial
+    from localllm_backends import registry
+    from localllm_backends.contract import KvFidelity
+
+    local = resolve(reference)
+    order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
+    print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
+    engine = registry.running(local.format).name
+    answers, failure = trial.run([engine, "kv", str(local.path), order], trial.environment_now())
+    if failure or not answers:
+        raise BackendError(f"KV types can't be compared on {local.name}: {failure or 'no answer'}")
+    answer = answers[-1]
+    found = tuple(KvFidelity(**entry) for entry in answer["found"])
+    without = tuple(pair for pair in kv_evidence.PAIRS if pair not in {(f.k, f.v) for f in found})
+    file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
+    kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found, without))
+
+
+def kv_checks(folder: Path) -> list[Check]:
     """What KV types were measured to cost on the models that were used here."""
     from localllm.device.health import Check
     from localllm.engine.host import kv_evidence

@@ -1,4 +1,5 @@
-"""What KV types cost in precision on this model, measured while nobody waits, once per model and build, and kept.
+"""What quantised KV costs in precision on this model, measured once per model and build, and kept: while nobody waits, where a
+plan uses quantised KV, or by `localllm doctor --kv`.
 
 Users of 4-bit caches saw tool arguments break that an 8-bit cache left whole, on some models and not on others: whether
 a type will do can be measured, so it is not guessed. A text like an agent's (instructions, calls, code, figures) is read
@@ -14,12 +15,13 @@ from pathlib import Path
 from localllm import paths
 from localllm_backends.contract import Backend, BackendFailure, KvComparison, KvFidelity
 
+_EXACT = {"f32", "f16", "bf16"}
 PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
 # So much memory must be left over: two small contexts, with the rows of logits of a large vocabulary.
 _SPARE_BYTES = 500 * 10**6
 # Whoever just read an answer may well ask again: nothing is begun, or gone on with, before so long a rest.
 REST_S = 10.0
-_TEXT = """You are a careful coding agent. Use the tools to read before you write, and answer in one sentence.
+TEXT = """You are a careful coding agent. Use the tools to read before you write, and answer in one sentence.
 User: The totals in report.pyx are wrong since Tuesday: invoice 20417 shows 1,308.50 instead of 13,085.00. Find out why.
 {"name": "search", "arguments": {"pattern": "def total\\\\(", "path": "src/report.pyx", "max_results": 20}}
 src/report.pyx:41: def total(rows: list[Row], *, rate: float = 0.19) -> Decimal:
@@ -69,11 +71,23 @@ def read(file: Path, meaning: str | None = None) -> Kept:
         return Kept()
 
 
+def keep(file: Path, meaning: str, kept: Kept) -> None:
+    """Write what was measured by the build `meaning`, where the disk takes it."""
+    try:
+        paths.private_dir(file.parent)
+        paths.write_private(file, json.dumps({"build": meaning, **asdict(kept)}, indent=1))
+    except OSError:  # a full or read-only disk: it is measured again another time
+        pass
+
+
 class KvEvidence:
-    """Measures what is not known yet, a piece at a time, and keeps it in `folder` (None: nothing is measured)."""
+    """Measures what is not known yet, a piece at a time, and keeps it in `folder` (None: nothing is measured), where the
+    `backend` has quantised KV: what a plan with f16 costs is known."""
 
     def __init__(self, backend: Backend, folder: str | None) -> None:
-        self._backend = backend if backend.capabilities.compares_kv and folder is not None else None
+        quantised = {backend.info.kv_type_k, backend.info.kv_type_v} - _EXACT
+        can_keep = backend.capabilities.compares_kv and folder is not None
+        self._backend = backend if quantised and can_keep else None
         self._running: KvComparison | None = None
         self._kept = Kept()
         self._left: list[tuple[str, str]] = []
@@ -96,7 +110,7 @@ class KvEvidence:
             return False
         try:
             if self._running is None:
-                self._running = self._backend.compare_kv(self._left, self._backend.tokenize(_TEXT, special=False))
+                self._running = self._backend.compare_kv(self._left, self._backend.tokenize(TEXT, special=False))
             found = self._running.run()
         except BackendFailure:  # there is nothing to compare with here: no type is known to be harmless
             self.close()
@@ -109,7 +123,7 @@ class KvEvidence:
         without = (p for p in self._left if p not in measured)
         self._kept = Kept(self._model, (*self._kept.found, *found), (*self._kept.without, *without))
         self._left.clear()
-        self._keep()
+        keep(self._file, self._meaning, self._kept)
         return False
 
     def snapshot(self) -> dict[str, float | int | str]:
@@ -125,11 +139,3 @@ class KvEvidence:
         if self._running is not None:
             self._running.close()
             self._running = None
-
-    def _keep(self) -> None:
-        body = {"build": self._meaning, **asdict(self._kept)}
-        try:
-            paths.private_dir(self._file.parent)
-            paths.write_private(self._file, json.dumps(body, indent=1))
-        except OSError:  # a full or read-only disk: it is measured again another time
-            pass
