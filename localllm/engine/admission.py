@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from localllm.engine.cache.block import Block
-from localllm.engine.cache.matching import Matching
-from localllm.engine.cache.pool import NOWHERE, PrefixSource
+from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
+from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Prefill
-from localllm.engine.misses import miss_reason, recomputed
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler import Waiting, admission_order
@@ -98,8 +97,8 @@ class Admission:
         need = self.jobs.pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
         # Besides, everybody's next step must fit, or somebody is parked in it.
         growing = sum(j.pending for j in self.jobs.running.values())
-        live = len(self.jobs.running) + (0 if source.kind == "resident" else 1)
-        if not self.jobs.pool.make_room(need + growing, live=live, keep=source.resident):
+        live = len(self.jobs.running) + (0 if source.kind == "idle" else 1)
+        if not self.jobs.pool.make_room(need + growing, live=live, keep=source.idle):
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
@@ -123,9 +122,9 @@ class Admission:
 
     def _stands(self, source: PrefixSource) -> bool:
         """Is the line still there that `source` takes from?"""
-        if source.kind == "live":
+        if source.kind == "running":
             return any(job.sequence == source.sequence for job in self.jobs.running.values())
-        return source.resident is None or self.jobs.pool.has(source.resident)
+        return source.idle is None or self.jobs.pool.has(source.idle)
 
     def _at_hand(self, job: RunningRequest, state: Block | None) -> bool:
         """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""
@@ -133,10 +132,10 @@ class Admission:
         if job.reading is not None and job.reading is not state:
             kv.release(job.reading)
             job.reading = None
-        if state is None or kv.ready(state):
+        if state is None or kv.in_memory(state):
             return True
         if job.reading is None:
-            kv.want(state, due=True)
+            kv.prefetch(state, due=True)
             job.reading = state
         self.awaits_disk = True
         return False
@@ -144,7 +143,7 @@ class Admission:
     def _source(self, job: RunningRequest, live: Iterable[RunningRequest]) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
         if not job.shares:
-            return NOWHERE
+            return NO_SOURCE
         return self.jobs.pool.lookup(_matching(job), [j for j in live if j.shares])
 
     def restore(self) -> None:
@@ -179,7 +178,7 @@ class Admission:
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:
-                job.known = max(job.known, self.jobs.seen.known(line[:-1]))
+                job.known = max(job.known, self.jobs.history.known(line[:-1]))
             job.cached = taken
             again = recomputed(job.known, taken, missed, whole=self.jobs.pool.kv.has_points)
             for reason, n_tokens in again.items():
@@ -192,7 +191,7 @@ class Admission:
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
     def relieve(self) -> None:
-        """The context is full: drop a resident, or park the youngest request; alone, a request has reached its end.
+        """The context is full: drop an idle sequence, or park the youngest request; alone, a request has reached its end.
 
         Something goes each time, however many cells the backend believes to be free: llama.cpp may find none for a
         sliding window, whose cells are not used again while two sequences hold them."""
@@ -218,8 +217,8 @@ def prefix_in_progress(job: RunningRequest, source: PrefixSource, running: Itera
     return False
 
 
-def _matching(job: RunningRequest) -> Matching:
+def _matching(job: RunningRequest) -> PromptMatch:
     """What its prompt was compared with while it has been waiting."""
     if job.matching is None:
-        job.matching = Matching(job.tokens)
+        job.matching = PromptMatch(job.tokens)
     return job.matching

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from localllm.engine.admission import Admission
-from localllm.engine.cache.disk import FREE_BYTES, NO_DISK, DiskTier
+from localllm.engine.cache.disk import NO_DISK, DiskTier
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
+from localllm.engine.cache.tunables import DISK_FREE_BYTES
 from localllm.engine.fairness import Shares
 from localllm.engine.host.contention import of_this_process
 from localllm.engine.host.decode_speed import DecodeSpeedTracker
@@ -26,7 +27,6 @@ from localllm.engine.host.kv_evidence import KvEvidence
 from localllm.engine.host.memory import Available, MemoryGuard, SystemMemory, headroom_bytes
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.host.thread_throttle import ThreadThrottle
-from localllm.engine.idle_eviction import IdleEviction
 from localllm.engine.image_steps import ImageSteps
 from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.memory_policy import MemoryPolicy
@@ -74,7 +74,7 @@ class EngineSettings:
     cache_bytes: int = 2**30
     disk_dir: str | None = None
     disk_bytes: int = 8 * 10**9
-    disk_free_bytes: int = FREE_BYTES
+    disk_free_bytes: int = DISK_FREE_BYTES
     disk_daily_bytes: int = 0
     model_name: str = ""
     draft: str = "off"
@@ -117,7 +117,6 @@ class Engine:
         self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
-        self._clearing = IdleEviction(self.jobs, self.backend.capabilities, self.clock)
         self._advance = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
@@ -148,7 +147,7 @@ class Engine:
             wanted.disk_daily_bytes,
             wanted.model_name,
         )
-        disk.sweep(kind)
+        disk.remove_stale(kind)
         return disk
 
     def _make_guard(self) -> MemoryGuard:
@@ -266,7 +265,7 @@ class Engine:
         self._worked_s = self.clock()
         self._take_compiled()
         self._admission.admit()
-        self._clearing.clear(self._sizer.prefill_tok_s)
+        self._make_way()
         self._admission.restore()
         self._slice()
         self.speculator.propose(list(self.jobs.running.values()), hurry=self._prefill.busy)
@@ -403,6 +402,12 @@ class Engine:
         ]
         return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, lone))
 
+    def _make_way(self) -> None:
+        """Idle sequences leave before a prompt is read."""
+        running = self.jobs.running.values()
+        n_tokens = 0 if self.jobs.decoding else sum(job.to_compute for job in running)
+        self.pool.make_way(n_tokens, live=len(running), prefill_tok_s=self._sizer.prefill_tok_s, clock=self.clock)
+
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
         before = self.metrics.prefilled_tokens
@@ -450,7 +455,7 @@ class Engine:
             **self._kv_evidence.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
-            "residents": self.pool.residents,
+            "residents": self.pool.n_idle,
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
             "cache_bytes": kv.budget.held_bytes,

@@ -16,9 +16,9 @@ from localllm.engine.scheduler import arrival
 from localllm.engine.text import TextStream
 
 if TYPE_CHECKING:
-    from localllm.engine.cache.block import Block
-    from localllm.engine.cache.matching import Matching
-    from localllm.engine.cache.restore import Restoring
+    from localllm.engine.cache.eviction import Block
+    from localllm.engine.cache.matching import PromptMatch
+    from localllm.engine.cache.restore import Restoration
     from localllm.engine.tokens import Placed
 
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
@@ -52,10 +52,10 @@ class RunningRequest:
     predicted: list[int] = field(default_factory=list)
     loop_guard: LoopGuard | None = None
     compilation: Compilation | None = None
-    matching: Matching | None = None
+    matching: PromptMatch | None = None
     reading: Block | None = None
     state: State = "waiting"
-    restoring: Restoring | None = None
+    restoring: Restoration | None = None
     known: int = 0
     checkpoints: list[int] = field(default_factory=list)
     cached: int = 0

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
-from localllm.engine.cache.seen import SeenLines
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.fairness import Shares
 from localllm.engine.host.metrics import Metrics
@@ -15,7 +15,7 @@ from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefi
 from localllm.engine.prefill_slices import PrefillPolicy
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation.speculator import Speculator
-from localllm.engine.tokens import Tokens, edge
+from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import CannotRewindError
 
 _PREFILL_EVENT_S = 0.25
@@ -34,7 +34,7 @@ class RequestTable:
     prefill: PrefillPolicy
     metrics: Metrics
     clock: Callable[[], float]
-    seen: SeenLines = field(default_factory=SeenLines)
+    history: PrefixHistory = field(default_factory=PrefixHistory)
     shares: Shares = field(default_factory=Shares)
     waiting: dict[str, RunningRequest] = field(default_factory=dict)
     running: dict[str, RunningRequest] = field(default_factory=dict)
@@ -117,12 +117,12 @@ class RequestTable:
             return
         held = self._whole(job, sequence)
         if job.shares:
-            self.seen.add(held)
+            self.history.add(held)
         self.pool.release(sequence, held, keep=job.shares)
 
     def _whole(self, job: RunningRequest, sequence: int) -> Tokens:
         """What `sequence`, which was the job's, holds, without half an image at its end."""
-        n = edge(job.tokens, job.n_kv)
+        n = image_boundary(job.tokens, job.n_kv)
         if n < job.n_kv:
             try:
                 self.pool.cut(sequence, n)

@@ -2,7 +2,7 @@
 
 So a line with images is a line of tokens like any other, in the prefix cache, in memory and on disk. The numbers are below
 zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and whether the first. A
-line must never be cut within an image: `edge` says where it may be.
+line must never be cut within an image: `image_boundary` says where it may be.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def laid_out(runs: Seq[list[int] | ImageRun]) -> tuple[list[int], tuple[Placed, 
     return tokens, tuple(placed)
 
 
-def edge(line: Seq[int] | Tokens, n: int) -> int:
+def image_boundary(line: Seq[int] | Tokens, n: int) -> int:
     """The largest number of tokens, at most `n`, at which `line` may be cut."""
     if n <= 0 or line[n - 1] >= 0 or (-1 - int(line[n - 1])) & _LAST:
         return n
@@ -76,7 +76,7 @@ def edge(line: Seq[int] | Tokens, n: int) -> int:
     return n
 
 
-def next_edge(line: Seq[int] | Tokens, n: int) -> int:
+def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
     """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where there is none."""
     while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
         n += 1

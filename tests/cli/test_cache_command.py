@@ -31,8 +31,8 @@ def engine_of(model: str) -> Engine:
 def ask(engine: Engine, key: str = "a", prompt: list[int] = PROMPT) -> tuple[list[int], int]:
     outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
     settle(engine)
-    assert engine._disk is not None
-    engine._disk.flush()
+    assert engine.pool.kv.disk is not None
+    engine.pool.kv.disk.flush()
     settle(engine)
     return outcome.tokens[key], outcome.finish(key).usage.cached_tokens
 

@@ -25,8 +25,8 @@ def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes:
     engine = Engine(backend, settings)
     # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
     engine.pool.kv.prefill_tok_s = lambda: 1000.0
-    assert engine._disk is not None
-    engine._disk.read_bytes_s = 20_000.0
+    assert engine.pool.kv.disk is not None
+    engine.pool.kv.disk.read_bytes_s = 20_000.0
     return engine
 
 
@@ -58,8 +58,10 @@ def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_p
     third = engine_on(tmp_path)
     _, cached = ask(third, "chat", chat)
     assert cached == len(chat) - 1
-    assert third._disk is not None
-    assert third._disk.read_blocks == 4, "the large block of the other conversation is not read for its first line"
+    assert third.pool.kv.disk is not None
+    assert third.pool.kv.disk.read_blocks == 4, (
+        "the large block of the other conversation is not read for its first line"
+    )
     third.close()
 
 
@@ -69,12 +71,12 @@ def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> Non
     first.close()
     second = engine_on(tmp_path)
     ask(second, "a", [*SYSTEM, TURN, 1])
-    assert second._disk is not None
-    read = second._disk.read_blocks
+    assert second.pool.kv.disk is not None
+    read = second.pool.kv.disk.read_blocks
     ask(second, "between", [TURN, *range(20, 60)])
     _, cached = ask(second, "b", [*SYSTEM, TURN, 2])
     assert cached >= len(SYSTEM)
-    assert second._disk.read_blocks == read
+    assert second.pool.kv.disk.read_blocks == read
     assert second.pool.cache.held_bytes > 1000
     second.close()
 
@@ -86,8 +88,8 @@ def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
         line = [TURN, 100 + n, *SYSTEM[:700]]
         _, cached = ask(engine, f"a{n}", line)
         assert cached < 16
-        assert engine._disk is not None
-        engine._disk.flush()
+        assert engine.pool.kv.disk is not None
+        engine.pool.kv.disk.flush()
         settle(engine)
         ask(engine, f"between{n}", [TURN, 9, *range(20, 60)])
         _, cached = ask(engine, f"b{n}", [*line, TURN, 5])
@@ -203,7 +205,7 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
         outcome = run(engine, request_for("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True))
         said.append((outcome.text["a"], outcome.finish("a").usage.cached_tokens))
         settle(engine)
-        assert engine._disk is None or all(
+        assert engine.pool.kv.disk is None or all(
             isinstance(p.block, DiskBlock) for p in engine.pool.cache.peek(backend.tokenize(prompt)).parts
         )
         engine.close()

@@ -66,7 +66,7 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
     signs = Signs(is_control=lambda token: token == TURN, ends_paragraph=lambda token: False)
     prompt = [TURN, *range(1000, 1000 + n), *[TURN, *range(2, opening + 1)][:opening]]
     branch = max(1 + n - behind, 0)
-    points = checkpoints(prompt, n_kv=0, known=min(known, n), signs=signs, apart=512)
+    points = checkpoints(prompt, n_kv=0, known=min(known, n), signs=signs, interval=512)
     twice = branch - max((p for p in points if p <= branch), default=0)
     assert twice <= max(4 * behind, 72) + 32
 
@@ -74,6 +74,6 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
 @given(known=st.integers(0, 15), n=st.integers(34, 60))
 def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(known: int, n: int) -> None:
     """A template's first tokens are everybody's. No state is kept there, so they spare none at the prompt's end."""
-    points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, apart=512)
+    points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, interval=512)
     assert points
     assert points[-1] >= n - 36

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine.cache import disk as disk_tier
+from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine, EngineSettings
@@ -34,7 +34,7 @@ class Told(threading.Event):
 def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
     """A tier whose engine is working, and the event its writer waits for."""
     told = told or Told()
-    tier = DiskTier(directory, "model", 10**9, _quiet=told)
+    tier = DiskTier(directory, "model", 10**9, quiet=told)
     tier.open(PrefixCache(whole=False, capacity_bytes=10**9))
     tier.working(True)
     return tier, told
@@ -43,7 +43,7 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
 def kept(tier: DiskTier, n: int) -> DiskBlock:
     """A block that is to be written."""
     block = tier.make_block(TOKENS, b"kv" * n, 0)
-    tier.keep(block, TOKENS)
+    tier.write(block, TOKENS)
     return block
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_written_while_the_engine_works(tmp_path: Path) -> None:
 
 
 def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_PAUSE_S", 10.0)
+    monkeypatch.setattr(tunables, "WRITE_PAUSE_S", 10.0)
     tier, told = opened(tmp_path)
     block = kept(tier, 100)
     for _ in range(3):
@@ -80,14 +80,14 @@ def test_a_pause_that_ends_at_once_is_none(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(tunables, "WRITE_PATIENCE_S", 0.05)
     tier, _ = opened(tmp_path)
     assert written(kept(tier, 100).path)
     tier.close()
 
 
 def test_much_in_hand_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(tunables, "WRITE_WAITING_BYTES", 100)
     tier, _ = opened(tmp_path)
     assert written(kept(tier, 100).path)
     tier.close()
@@ -107,7 +107,7 @@ class Watched(Told):
 
 def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that hashes and writes a line in one go takes a processor from those who compute, for as long as that takes."""
-    monkeypatch.setattr(disk_tier, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(tunables, "WRITE_PATIENCE_S", 0.0)
     watched = Watched()
     tier, _ = opened(tmp_path, watched)
     watched.rests.clear()

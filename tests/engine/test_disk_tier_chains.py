@@ -28,7 +28,7 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
         tokens = as_tokens(line[:stop])
         block = tier.make_block(tokens, bytes([stop]) * BLOCK_BYTES, start)
         assert cache.insert(tokens, block)
-        tier.keep(block, tokens)
+        tier.write(block, tokens)
 
 
 def reachable(directory: Path, capacity_bytes: int) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     tier, cache, _ = open_tier(tmp_path, 10**6)
     store(tier, cache, [1] * PIECE)
     tier.flush()
-    tier.news([cache])
+    tier.sync([cache])
     block = cache.peek([1] * PIECE).parts[0].block
     for file in tmp_path.glob("*/*.kv"):
         file.unlink()

@@ -62,14 +62,14 @@ def test_at_most_the_last_line_is_resident_in_every_start(
         for requests in starts:
             backend = ScriptedBackend(n_ctx=4096, n_batch=64, **SHAPES[shape])  # type: ignore[arg-type]
             engine = Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9))
-            assert engine._disk is not None
-            engine._disk.read_bytes_s = read_mb_s * 1e6
+            assert engine.pool.kv.disk is not None
+            engine.pool.kv.disk.read_bytes_s = read_mb_s * 1e6
             engine.pool.kv.prefill_tok_s = lambda: 1000.0
             for head, tail in requests:
                 key += 1
                 prompt = prompt_of(head, tail, key)
                 ask(engine, str(key), prompt)
-                assert engine.pool.residents <= 1, f"request {key} left others in the context"
+                assert engine.pool.n_idle <= 1, f"request {key} left others in the context"
                 assert backend.cells_free() >= backend.info.n_ctx - len(prompt) - 4
             engine.close()
 
@@ -85,11 +85,11 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(smollm2: Path, tmp_p
     for begun, firsts in enumerate([(2001, 2000, 2003), (2005, 2000, 2005)]):
         backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=2048, n_seq_max=6, n_batch=256))
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path), disk_bytes=10**9))
-        assert engine._disk is not None
-        engine._disk.read_bytes_s = 100e6
+        assert engine.pool.kv.disk is not None
+        engine.pool.kv.disk.read_bytes_s = 100e6
         for i, first in enumerate(firsts):
             ask(engine, str(i), line(first, 3 * begun + i))
-        assert engine.pool.residents == 1
+        assert engine.pool.n_idle == 1
         assert backend.cells_free() >= backend.info.n_ctx - 31 - 1 - 90 - 4
         engine.close()
 
@@ -162,7 +162,7 @@ def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
     backend.before.clear()
     run(engine, request_for("short", prompt_of(0, 60, 2), max_tokens=20, sampling=GREEDY, ignore_eos=True))
     assert backend.before[0][0] > 1000
-    assert engine.pool.residents == 1
+    assert engine.pool.n_idle == 1
 
 
 def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(smollm2: Path) -> None:

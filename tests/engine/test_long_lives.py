@@ -13,7 +13,7 @@ import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
 from engine.test_reuse_law import LINE_BYTES, PIECE, Clock, Packed, PackedStates
-from localllm.engine.cache import store as kv_store
+from localllm.engine.cache import tunables
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish
 from support.requests import request_for
@@ -116,8 +116,8 @@ class Life:
             if not self.engine.has_work:
                 break
             self.step()
-            if self.engine.awaits_disk and self.engine._disk is not None:
-                self.engine._disk.wait(0.01)
+            if self.engine.awaits_disk and self.engine.pool.kv.disk is not None:
+                self.engine.pool.kv.disk.wait(0.01)
         assert not self.engine.has_work, "the engine does not come to an end"
         self.engine.check_integrity()
 
@@ -126,10 +126,10 @@ class Life:
             settle(self.engine)
             if not self.engine.awaits_disk:
                 break
-            assert self.engine._disk is not None
-            self.engine._disk.wait(10.0)
-        if self.engine._disk is not None:
-            self.engine._disk.flush()
+            assert self.engine.pool.kv.disk is not None
+            self.engine.pool.kv.disk.wait(10.0)
+        if self.engine.pool.kv.disk is not None:
+            self.engine.pool.kv.disk.flush()
         settle(self.engine)
 
     def close(self) -> None:
@@ -159,8 +159,8 @@ class Life:
             self.close()
             self.engine = self.start()
         elif action == "kill" and not busy:
-            if self.engine._disk is not None:
-                self.engine._disk.close()
+            if self.engine.pool.kv.disk is not None:
+                self.engine.pool.kv.disk.close()
             self.engine = self.start()
         assert self.engine.pool.kv.budget.held_bytes <= self.memory_bytes
 
@@ -187,7 +187,7 @@ def live(folder: Path, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.drive import GREEDY, Outcome
 from localllm.engine import admission
 from localllm.engine.cache import matching, pool, tree
-from localllm.engine.cache.block import MemoryBlock
-from localllm.engine.cache.matching import Matching
+from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.matching import PromptMatch
 from localllm.engine.cache.pool import PrefixSource, SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
@@ -72,10 +72,10 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = SequencePool.lookup
     agreed = [0]
 
-    def twice(pool: SequencePool, prompt: Matching, live: Iterable[RunningRequest]) -> PrefixSource:
+    def twice(pool: SequencePool, prompt: PromptMatch, live: Iterable[RunningRequest]) -> PrefixSource:
         running = list(live)
         found = plain(pool, prompt, running)
-        assert found == plain(pool, Matching(prompt.tokens), running)
+        assert found == plain(pool, PromptMatch(prompt.tokens), running)
         agreed[0] += found.length > 0
         return found
 
@@ -136,9 +136,9 @@ def test_a_lost_block_is_not_remembered() -> None:
     backend = ScriptedBackend()
     pool = SequencePool(backend, KvStore(backend, 100))
     line = as_tokens(range(3, 53))
-    block = MemoryBlock(b"", 0, len(line))
+    block = Block(b"", 0, len(line))
     pool.cache.insert(line, block)
-    prompt = Matching([*line.tolist(), 60])
+    prompt = PromptMatch([*line.tolist(), 60])
     assert pool.lookup(prompt, ()).length == 50
     pool.kv.lost(block)
     assert pool.lookup(prompt, ()).length == 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run, settle
-from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Failure, Finish, Request
@@ -22,8 +22,8 @@ from support.scripted_backend import ScriptedBackend
 # --- the cache gives back --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FiledBlock(MemoryBlock):
+@dataclass(eq=False)
+class FiledBlock(Block):
     """A block with a copy on disk: demoting it works once."""
 
     demoted: bool = False
@@ -34,14 +34,12 @@ class FiledBlock(MemoryBlock):
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self.demoted else len(self.data)
+        return 0 if self.demoted else self.size_bytes
 
 
 def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int = 10) -> bool:
     start = 0 if cache.whole else cache.covered(line)
-    return start < len(line) and cache.insert(
-        line, (FiledBlock if filed else MemoryBlock)(bytes(size), start, len(line))
-    )
+    return start < len(line) and cache.insert(line, (FiledBlock if filed else Block)(bytes(size), start, len(line)))
 
 
 def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
@@ -213,7 +211,7 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
         assert failure.message == "this machine has 0.04 GB of memory left and 0.10 GB are kept for the system"
         assert "close other programs" in failure.hint
     assert engine.pool.cache.held_bytes == 0
-    assert engine.pool.residents == 0
+    assert engine.pool.n_idle == 0
     machine.free_mb, machine.now = 1000, machine.now + 1
     assert run(engine, ask("c")).finish("c").reason == "length"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import Match, PrefixCache, common_prefix
 
 # A tiny alphabet makes shared prefixes, splits and repeats the rule instead of the exception.
@@ -18,7 +18,7 @@ lines = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
 def put(cache: PrefixCache, line: list[int], start: int = 0, size: int = 10) -> bool:
-    return cache.insert(line, MemoryBlock(bytes(size), 0 if cache.whole else start, len(line)))
+    return cache.insert(line, Block(bytes(size), 0 if cache.whole else start, len(line)))
 
 
 @given(lines, lines)
@@ -115,12 +115,11 @@ def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
     cache.check_integrity()
 
 
-@dataclass
-class Filed(MemoryBlock):
-    """A block whose copy on disk is there (`filed`), or is being written (`writing`)."""
+@dataclass(eq=False)
+class Filed(Block):
+    """A block whose copy on disk is there (`filed`), or is being written (`pending`)."""
 
     filed: bool = True
-    writing: bool = False
     in_memory: bool = True
 
     def demote(self) -> bool:
@@ -132,11 +131,7 @@ class Filed(MemoryBlock):
 
     @property
     def held_bytes(self) -> int:
-        return len(self.data) if self.in_memory else 0
-
-    @property
-    def pending(self) -> bool:
-        return self.writing
+        return self.size_bytes if self.in_memory else 0
 
 
 def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
@@ -151,17 +146,17 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
 
 def test_what_is_being_written_is_waited_for() -> None:
     cache = PrefixCache(whole=False, capacity_bytes=30)
-    blocks = [Filed(bytes(10), 0, 1, filed=False, writing=True) for _ in range(3)]
+    blocks = [Filed(bytes(10), 0, 1, filed=False, pending=True) for _ in range(3)]
     for token, block in enumerate(blocks):
         assert cache.insert([token], block)
-    assert cache.budget.make_room(10) == "later"
+    assert cache.budget.make_room(10) == "pending"
     assert not put(cache, [7])
     assert cache.held_bytes == 30, "nothing was evicted meanwhile"
-    blocks[0].filed, blocks[0].writing = True, False
-    assert cache.budget.make_room(10) == "now"
+    blocks[0].filed, blocks[0].pending = True, False
+    assert cache.budget.make_room(10) == "free"
     assert put(cache, [7])
     assert cache.covered([0]) == 1
-    assert cache.budget.make_room(20, force=True) == "now", "who must have room does not wait"
+    assert cache.budget.make_room(20, force=True) == "free", "who must have room does not wait"
     cache.check_integrity()
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.cache.disk import DiskBlock, DiskTier
-from localllm.engine.cache.kv_file import Readable
-from localllm.engine.cache.read_ahead import ReadAhead
+from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.kv_file import Readable, ReadAhead
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
@@ -71,7 +71,7 @@ def started(folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float]
     settle(first)
     first.close()
     engine = Engine(SHAPES[shape](), options)
-    tier = engine._disk
+    tier = engine.pool.kv.disk
     assert tier is not None
     tier.open_file = disk
     tier.reads = ReadAhead(tier.load, clock)
@@ -81,9 +81,14 @@ def started(folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float]
     return engine
 
 
-def reads_of(engine: Engine) -> ReadAhead[DiskBlock]:
-    assert engine._disk is not None
-    return engine._disk.reads
+def path_of(block: Block) -> Path:
+    assert isinstance(block, DiskBlock)
+    return block.path
+
+
+def reads_of(engine: Engine) -> ReadAhead:
+    assert engine.pool.kv.disk is not None
+    return engine.pool.kv.disk.reads
 
 
 def finish(engine: Engine, outcome: Outcome) -> None:
@@ -171,9 +176,9 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
     outcome.take(engine.submit(ask("runs", prompt, 300), prompt))
     while "runs" not in outcome.tokens:
         outcome.take(engine.step())
-    assert engine._disk is not None
-    engine._disk.flush()
-    engine.pool.kv.hear()
+    assert engine.pool.kv.disk is not None
+    engine.pool.kv.disk.flush()
+    engine.pool.kv.sync()
     # Memory forgets what is on disk.
     engine.pool.kv.budget.shrink(10**12)
     disk.let.clear()
@@ -195,8 +200,8 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
 
 def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
     tier = DiskTier(tmp_path, "model", 10**9)
-    blocks = [DiskBlock(0, 8, tmp_path / str(i), tier, None, True, size_bytes=100) for i in range(9)]
-    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(disk(block.path).read()), ahead_bytes=250)
+    blocks = [DiskBlock(None, 0, 8, 100, path=tmp_path / str(i), tier=tier, written=True) for i in range(9)]
+    reads = ReadAhead(lambda block: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
     assert reads.want(blocks[4], due=True), "what is needed next is always read"
     assert reads.wanted_bytes == 300
@@ -213,8 +218,8 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
     operations: list[tuple[str, int]],
 ) -> None:
     tier = DiskTier(Path("nowhere"), "model", 10**9)
-    blocks = [DiskBlock(0, 8, Path(str(i)), tier, None, True, size_bytes=100 + i) for i in range(5)]
-    reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: memoryview(str(block.path).encode()), ahead_bytes=220)
+    blocks = [DiskBlock(None, 0, 8, 100 + i, path=Path(str(i)), tier=tier, written=True) for i in range(5)]
+    reads = ReadAhead(lambda block: memoryview(str(path_of(block)).encode()), ahead_bytes=220)
     users = [0] * 5
     for what, i in operations:
         block = blocks[i]
@@ -241,7 +246,7 @@ def test_the_reader_rests_between_the_pieces_of_a_file(tmp_path: Path) -> None:
     data = bytes(range(256)) * (4 * 2**12)
     tokens = as_tokens(np.arange(32, dtype=np.int32))
     block = tier.make_block(tokens, data, 0)
-    tier.keep(block, tokens)
+    tier.write(block, tokens)
     tier.flush()
     block.data = None
     rests: list[float] = []

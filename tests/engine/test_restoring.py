@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.engine.cache.block import MemoryBlock
+from localllm.engine.cache.eviction import Block
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Request
 from support.requests import request_for
@@ -105,11 +105,11 @@ def test_a_block_that_is_lost_on_the_way_is_computed(monkeypatch: pytest.MonkeyP
     engine, _ = cached()
     reads: list[bool] = []
 
-    def read(self: MemoryBlock) -> bytes | None:
+    def read(self: Block) -> bytes | None:
         reads.append(len(reads) != 1)
         return self.data if reads[-1] else None
 
-    monkeypatch.setattr(MemoryBlock, "read", read)
+    monkeypatch.setattr(Block, "read", read)
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
 from engine.drive import GREEDY, Outcome, settle
-from localllm.engine.cache import store as kv_store
+from localllm.engine.cache import tunables
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
 from support.requests import request_for
@@ -29,7 +29,7 @@ ANSWER = 6
 # About what one conversation of a history has at its end.
 LINE_TOKENS = 300
 # A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at its end.
-_TOO_SHORT = kv_store.MIN_TOKENS
+_TOO_SHORT = tunables.MIN_TOKENS
 Shape = Literal["plain", "states", "whole"]
 # What a single history may fall short of 95 % by: one line that was lost, where it can be taken up at points only. In little room
 # the engine may keep points of another line where the reference keeps those of the newest: it keeps some where lines part, and
@@ -118,9 +118,9 @@ class World:
         self.idle()
         if clean:
             self.engine.close()
-        elif self.engine._disk is not None:
+        elif self.engine.pool.kv.disk is not None:
             # All that was queued has been written by the pause before; what is only resident is lost.
-            self.engine._disk.close()
+            self.engine.pool.kv.disk.close()
         self.reference.restart(clean)
         self.newest = []
         self.engine = self.start()
@@ -131,10 +131,10 @@ class World:
             settle(self.engine)
             if not self.engine.awaits_disk:
                 break
-            assert self.engine._disk is not None
-            assert self.engine._disk.wait(10.0)
-        if self.engine._disk is not None:
-            self.engine._disk.flush()
+            assert self.engine.pool.kv.disk is not None
+            assert self.engine.pool.kv.disk.wait(10.0)
+        if self.engine.pool.kv.disk is not None:
+            self.engine.pool.kv.disk.flush()
         settle(self.engine)
 
     def ask(self, *prompts: list[int]) -> list[tuple[list[int], int]]:
@@ -273,7 +273,7 @@ def test_reuse_is_that_of_perfect_knowledge(
     n_ctx: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+        patch.setattr(tunables, "PIECE_TOKENS", PIECE)
         folder = tmp_path_factory.mktemp("kv")
         memory_bytes, disk_bytes = int(memory_lines * LINE_BYTES), disk_lines * LINE_BYTES
         history(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions)
@@ -293,7 +293,7 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these histories ended in housekeeping that never did."""
-    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
     history(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions)
 
@@ -303,11 +303,11 @@ def test_lines_that_do_not_all_fit_on_disk_are_not_written_by_turns(
     disk_lines: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four lines stay in the context; memory and disk hold two of them at most."""
-    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     world = World(tmp_path, LINE_BYTES // 5, int(disk_lines * LINE_BYTES), 8192)
     rng = random.Random(1)
     world.ask(*([TURN, *[rng.randrange(3, 250) for _ in range(180)], TURN] for _ in range(4)))
-    disk = world.engine._disk
+    disk = world.engine.pool.kv.disk
     assert disk is not None
     written = [-1]
     for _ in range(30):
@@ -324,7 +324,7 @@ def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Request by request, without any slack."""
-    monkeypatch.setattr(kv_store, "PIECE_TOKENS", PIECE)
+    monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     reused = due = 0
     for seed in range(40):
         actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)

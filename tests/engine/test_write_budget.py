@@ -9,8 +9,8 @@ import pytest
 from engine.drive import GREEDY, run, settle
 from localllm.engine.cache import disk as disk_tier
 from localllm.engine.cache.disk import DiskTier
+from localllm.engine.cache.folder import WriteBudget
 from localllm.engine.cache.tree import PrefixCache, as_tokens
-from localllm.engine.cache.write_budget import WriteBudget
 from localllm.engine.core import Engine, EngineSettings
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
@@ -33,13 +33,13 @@ def store(tier: DiskTier, cache: PrefixCache, line: list[int]) -> None:
     tokens = as_tokens(line)
     block = tier.make_block(tokens, bytes(BLOCK_BYTES), 0)
     assert cache.insert(tokens, block)
-    tier.keep(block, tokens)
+    tier.write(block, tokens)
 
 
 def heard(tier: DiskTier, cache: PrefixCache) -> int:
     """Files there are, once all that is queued is done and the engine knows."""
     tier.flush()
-    tier.news([cache])
+    tier.sync([cache])
     cache.check_integrity()
     return len(list(tier.directory.glob("*.kv")))
 
@@ -226,14 +226,14 @@ def test_an_engine_reuses_from_memory_what_it_may_not_write(tmp_path: Path, dail
     def ask(engine: Engine, key: str, prompt: list[int]) -> int:
         outcome = run(engine, request_for(key, prompt, max_tokens=8, sampling=GREEDY, ignore_eos=True))
         settle(engine)
-        assert engine._disk is not None
-        engine._disk.flush()
+        assert engine.pool.kv.disk is not None
+        engine.pool.kv.disk.flush()
         settle(engine)
         return outcome.finish(key).usage.cached_tokens
 
     first = engine()
-    assert first._disk is not None
-    first._disk.budget.count(first._disk.directory, 1)
+    assert first.pool.kv.disk is not None
+    first.pool.kv.disk.budget.count(first.pool.kv.disk.directory, 1)
     ask(first, "a", PROMPT)
     ask(first, "beside", [259, *range(20, 90)])
     assert ask(first, "again", [*PROMPT, 61]) >= len(PROMPT)

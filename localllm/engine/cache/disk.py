@@ -2,14 +2,14 @@
 
 One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
 counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes, in the
-pauses between requests if there are any, and another reads (read_ahead.py); the engine never waits for either. What the
+pauses between requests if there are any, and another reads (kv_file.py); the engine never waits for either. What the
 writer did becomes true for the engine when the engine reads its `news`, so that a block changes on one thread only.
 
 The directory is bounded, and smaller where the disk is nearly full: least recently used files go first. Recency is that of
 the engine's cache while it runs, and is kept in the files' time stamps (the ends of a line a little older than its
 beginning, so that they go before it).
 
-What is written in a day is bounded as well, for disks wear (write_budget.py). A block that is not written because of that is
+What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that is
 held back: in memory only, until it is used again. So is, once much of the day's bytes is gone, a short block that was not
 used since it was made: computing it again costs little, and most such prompts never come again.
 """
@@ -29,37 +29,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from localllm.engine.cache import kv_file
-from localllm.engine.cache.folder import put_label
-from localllm.engine.cache.read_ahead import ReadAhead
+from localllm.engine.cache import tunables
+from localllm.engine.cache.eviction import Block, Kind, StoredFile, depth, file_time_ns, files_to_remove
+from localllm.engine.cache.folder import WriteBudget, put_label
+from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry
 from localllm.engine.cache.tree import PrefixCache
-from localllm.engine.cache.write_budget import WriteBudget
 from localllm.engine.tokens import Tokens
 
-# Hashing and writing takes a core from whoever computes (45 MB: 5 % of a warm turn on two cores). So it waits until
-# nothing is computed and for this long nothing new has come, but no longer than its patience, nor with much in hand.
-_PAUSE_S = 0.05
-_PATIENCE_S = 3.0
-_MAX_WAITING_BYTES = 128 * 2**20
-# What is written while the engine works is written in turns of half a millisecond with rests between: one busy thread more
-# than there are processors stops whoever it displaces, and with it all who wait for that one at a barrier, hundreds of times a
-# step. A line of 70 MB, written in one go, made one step take 250 ms, 20 times as long as the others.
-_RESTS = 20.0
-_LONGEST_REST_S = 0.02
-_FIRST_GUESS_BYTES_S = 5e8
-# A cache never takes the last of a disk that others write to.
-FREE_BYTES = 2 * 10**9
-# A block of so many tokens at most is computed again in a moment.
-_SHORT_TOKENS = 256
-# A file that takes longer than this to read is not waited for, nor is another as long as it does.
-_STUCK_S = 10.0
-# Reading takes as long as it was measured to, unless the read under way has taken longer than this already.
-_LATE_S = 0.05
-# Coarser than any current file system's time stamps (NTFS: 100 ns).
-_STEP_NS = 1000
-
-News = Literal["written", "failed", "removed", "held back"]
-
+# What became of a block that was to be written, or of its file.
+Outcome = Literal["written", "failed", "removed", "held back"]
 
 # What an engine without a disk says of it.
 NO_DISK = dict.fromkeys(
@@ -76,35 +54,25 @@ NO_DISK = dict.fromkeys(
 )
 
 
-def _opened(path: Path) -> kv_file.Readable:
+def _opened(path: Path) -> Readable:
     return path.open("rb", buffering=0)
 
 
-@dataclass(slots=True, eq=False)
-class DiskBlock:
+@dataclass(slots=True, eq=False, kw_only=True)
+class DiskBlock(Block):
     """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file; `state`: it is a state, not KV; `again`: it was used since it was made. The engine's thread alone changes it."""
+    file; `again`: it was used since it was made. The engine's thread alone changes it."""
 
-    start: int
-    stop: int
     path: Path
     tier: DiskTier
-    data: bytes | memoryview | None = None
+    kind: Kind = "kv"
     written: bool = False
-    pending: bool = False
-    size_bytes: int = 0
-    state: bool = False
     again: bool = False
 
     @property
     def depth(self) -> int:
-        """How far down its line it is of use: of two used together the deeper one goes first."""
-        return self.stop if self.state else self.start
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes in memory."""
-        return len(self.data) if self.data is not None else 0
+        """See `eviction.depth`."""
+        return depth(self.start, self.stop, self.kind)
 
     def read(self) -> bytes | memoryview | None:
         """The exported bytes, from memory, the reader or the checked file; None when the file is gone or damaged."""
@@ -123,19 +91,19 @@ class DiskBlock:
         """Hold what the file says in memory too."""
         self.data = data
 
-    def used(self, at: int) -> None:
+    def touch(self, at: int) -> None:
         """Its file is as recent as this."""
-        self.tier.used(self, at)
+        self.tier.touch(self, at)
 
     def discard(self) -> None:
         """No line has it any more: if it waits to be written, it does so no longer."""
         self.data = None
-        self.tier.let_go(self)
+        self.tier.forget_held_back(self)
 
     @property
     def fleeting(self) -> bool:
         """It may never be wanted again, and if it is, little is lost."""
-        return not self.again and self.stop - self.start <= _SHORT_TOKENS
+        return not self.again and self.stop - self.start <= tunables.SHORT_BLOCK_TOKENS
 
 
 @dataclass
@@ -147,123 +115,129 @@ class DiskTier:
     directory: Path
     identity: str
     capacity_bytes: int
-    free_bytes: int = FREE_BYTES
+    free_bytes: int = tunables.DISK_FREE_BYTES
     daily_bytes: int = 0
     model: str = ""
-    read_bytes_s: float = _FIRST_GUESS_BYTES_S
+    read_bytes_s: float = tunables.READ_FIRST_GUESS_BYTES_S
     written_bytes: int = 0
     read_blocks: int = 0
     bad_blocks: int = 0
-    _hurry: bool = False
-    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, float] | None] = field(default_factory=queue.SimpleQueue)
-    _news: deque[tuple[DiskBlock, News]] = field(default_factory=deque)
-    _told: threading.Event = field(default_factory=threading.Event)
+    # Set while nothing is computed: what is written is written then.
+    quiet: threading.Event = field(default_factory=threading.Event)
     _working: threading.Event = field(default_factory=threading.Event)
-    _quiet: threading.Event = field(default_factory=threading.Event)
+    _hurry: bool = False
     _closing: bool = False
+    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, float] | None] = field(default_factory=queue.SimpleQueue)
+    _outcomes: deque[tuple[DiskBlock, Outcome]] = field(default_factory=deque)
+    _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    # Time stamps that a file is to have, by path; those that it does not have yet are also in `_stale`.
-    _stamps_ns: dict[Path, int] = field(default_factory=dict)
+    # When files were last used, by path; those whose time stamps do not say so yet are also in `_stale`.
+    _used_ns: dict[Path, int] = field(default_factory=dict)
     _stale: set[Path] = field(default_factory=set)
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
     _held_back: dict[Path, tuple[DiskBlock, Tokens]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
-        self.open_file: Callable[[Path], kv_file.Readable] = _opened
-        self.reads: ReadAhead[DiskBlock] = ReadAhead(lambda block: self.load(block, self.reads.rest))
+        self.open_file: Callable[[Path], Readable] = _opened
+        self.reads = ReadAhead(lambda block: self.load(block, self.reads.rest))
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
         returns their number."""
         put_label(self.directory, self.model)
         cache.budget.clock = time.time_ns  # what was used in memory and what is on disk are compared
-        found: list[tuple[int, Tokens, DiskBlock]] = []
+        found: list[tuple[int, Tokens, DiskBlock, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
-            entry = kv_file.read_index(path, self.identity)
-            if entry is None or (entry.state and states is None):
+            indexed = read_entry(path, self.identity)
+            tree = cache if indexed is None or not indexed[0].state else states
+            if indexed is None or tree is None:
                 # A damaged file would keep its name from being written again.
                 path.unlink(missing_ok=True)
                 continue
-            block = DiskBlock(
-                entry.start, entry.stop, path, self, None, True, size_bytes=entry.n_data, state=entry.state
-            )
-            stamp_ns = entry.stamp_ns + block.depth * _STEP_NS
-            found.append((stamp_ns, entry.tokens, block))
-            self._blocks[path], self._stamps_ns[path] = block, stamp_ns
+            entry, n_data, stamp_ns = indexed
+            block = self._block(entry, path, tree.kind, n_data)
+            block.written = True
+            used_ns = stamp_ns - file_time_ns(0, block.depth)
+            found.append((used_ns, entry.tokens, block, tree))
+            self._blocks[path], self._used_ns[path] = block, used_ns
         for leftover in self.directory.glob("*.part"):
             leftover.unlink(missing_ok=True)
         # The oldest first, so that the cache knows their order; of a line, what begins first.
         found.sort(key=lambda e: (e[0], e[2].start, e[2].stop))
-        stamps = dict(self._stamps_ns)
-        entered = 0
-        for _, tokens, block in found:
-            tree = states if block.state and states is not None else cache
-            entered += tree.insert(tokens, block)
-        self._stamps_ns, self._stale = stamps, set()
+        used = dict(self._used_ns)
+        entered = sum(tree.insert(tokens, block) for _, tokens, block, tree in found)
+        self._used_ns, self._stale = used, set()
         self.budget.written_bytes()
         self._start()
         return entered
 
-    def sweep(self, older: str) -> None:
+    def _block(self, entry: KvEntry, path: Path, kind: Kind, size_bytes: int = 0) -> DiskBlock:
+        return DiskBlock(
+            data=None, start=entry.start, stop=len(entry.tokens), size_bytes=size_bytes, path=path, tier=self, kind=kind
+        )
+
+    def remove_stale(self, older: str) -> None:
         """Remove the directories beside this one whose names begin with `older`: what they hold has lost its meaning."""
         for path in self.directory.parent.glob(f"{older}*"):
             if path != self.directory and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def make_block(self, tokens: Tokens, data: bytes, start: int, *, state: bool = False) -> DiskBlock:
-        """A block for `cache.insert`, which ends where the line does; `keep` has it written."""
-        path = self.directory / f"{kv_file.name(self.identity, tokens, start, state=state)}.kv"
-        return DiskBlock(start, len(tokens), path, self, data, pending=True, size_bytes=len(data), state=state)
+    def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> DiskBlock:
+        """A block for `cache.insert`, which ends where the line does; `write` has it written."""
+        entry = KvEntry(self.identity, tokens, start, kind == "state")
+        block = self._block(entry, self.directory / entry.file_name, kind, len(data))
+        block.data, block.pending = data, True
+        return block
 
-    def keep(self, block: DiskBlock, tokens: Tokens) -> None:
+    def write(self, block: DiskBlock, tokens: Tokens) -> None:
         """Have a block of the cache written."""
         self._blocks[block.path] = block
         with self._lock:
             self._pending_bytes += block.held_bytes
         self._jobs.put((block, tokens.copy(), time.monotonic()))
 
-    def news(self, trees: Sequence[PrefixCache]) -> None:
+    def sync(self, trees: Sequence[PrefixCache]) -> None:
         """Make true what the writer did since: blocks that are written can be demoted, ones that were removed and are in
         memory no more are forgotten."""
         self._told.clear()
-        while self._news:
-            block, what = self._news.popleft()
+        while self._outcomes:
+            block, what = self._outcomes.popleft()
             block.pending = block.pending and what == "removed"
             block.written = what == "written"
             trees[0].budget.changes += 1
             if what == "held back" and block.data is None:
                 # It was evicted meanwhile.
-                self.let_go(block)
+                self.forget_held_back(block)
             if what == "removed" and block.data is None:
                 for tree in trees:
                     tree.forget(block)
             if not block.written and not block.pending and self._blocks.get(block.path) is block:
                 del self._blocks[block.path]
                 with self._lock:
-                    self._stamps_ns.pop(block.path, None)
+                    self._used_ns.pop(block.path, None)
                     self._stale.discard(block.path)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until there is news, at most so long; False if there was none."""
-        return bool(self._news) or self._told.wait(seconds)
+        """Wait until something was written, at most so long; False if nothing was."""
+        return bool(self._outcomes) or self._told.wait(seconds)
 
-    def used(self, block: DiskBlock, at_ns: int) -> None:
+    def touch(self, block: DiskBlock, at_ns: int) -> None:
         """A block was used, at that time. One that was held back is worth writing after all, on a day that has bytes left."""
         held_back, tokens = self._held_back.get(block.path, (None, None))
         block.again = block.again or held_back is block or self._blocks.get(block.path) is block
         # While it is pending, what the writer decided is not known here yet.
         if held_back is block and tokens is not None and not block.pending and not self.budget.used_up:
-            self.let_go(block)
+            self.forget_held_back(block)
             block.pending = True
-            self.keep(block, tokens)
+            self.write(block, tokens)
         with self._lock:
-            self._stamps_ns[block.path] = max(at_ns, self._stamps_ns.get(block.path, 0))
+            self._used_ns[block.path] = max(at_ns, self._used_ns.get(block.path, 0))
             self._stale.add(block.path)
 
-    def let_go(self, block: DiskBlock) -> None:
+    def forget_held_back(self, block: DiskBlock) -> None:
         """A block is no longer held in memory: if it was held back, nothing is left of it."""
         held_back, _ = self._held_back.get(block.path, (None, None))
         if held_back is block:
@@ -283,52 +257,56 @@ class DiskTier:
             "disk_bad_blocks": self.bad_blocks,
         }
 
-    def worth_reading(self, block: object, n_tokens: int, prefill_tok_s: float | None) -> bool:
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def worth_reading(self, block: Block, n_tokens: int, prefill_tok_s: float | None) -> bool:
         """True when the file is read faster than the `n_tokens` wanted of it are computed, both as measured here."""
-        if not isinstance(block, DiskBlock) or block.data is not None or self.reads.ready(block):
+        if block.data is not None or self.reads.ready(block):
             return True
         under_way_s = self.reads.under_way_s
-        if under_way_s > _STUCK_S or not prefill_tok_s:
-            return under_way_s <= _STUCK_S
+        if under_way_s > tunables.READ_STUCK_S or not prefill_tok_s:
+            return under_way_s <= tunables.READ_STUCK_S
         # What has taken so long already is expected to take as long again.
-        late_s = under_way_s if under_way_s > _LATE_S else 0.0
+        late_s = under_way_s if under_way_s > tunables.READ_LATE_S else 0.0
         return max(block.size_bytes / self.read_bytes_s, late_s) < n_tokens / prefill_tok_s
 
     @property
-    def pace(self) -> tuple[float, int]:
-        """How fast it reads: bytes/s as measured, and how often the time doubled since which the read under way is late."""
-        return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / _LATE_S)[1])
+    def read_speed(self) -> tuple[float, int]:
+        """Bytes/s as measured, and how often the time doubled since which the read under way is late."""
+        return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / tunables.READ_LATE_S)[1])
 
-    def load(self, block: DiskBlock, rest: Callable[[float], object] = lambda _: None) -> memoryview | None:
+    def load(self, block: Block, rest: Callable[[float], object] = lambda _: None) -> memoryview | None:
         """The data of a block that is only on disk; the file is checked whole, and removed if it is not right. `rest` is called
         after each piece with the seconds it took."""
+        assert isinstance(block, DiskBlock)
         started = time.monotonic()
-        try:
+        data = None
+        with contextlib.suppress(OSError):
             with self.open_file(block.path) as f:
-                data = kv_file.read(f, self.identity, rest)
-        except OSError:
-            self.bad_blocks += 1
-            return None
+                data = read_data(f, self.identity, rest)
+            if data is None:
+                block.path.unlink(missing_ok=True)
         if data is None:
             self.bad_blocks += 1
-            block.path.unlink(missing_ok=True)
             return None
         self.read_blocks += 1
         seconds = max(time.monotonic() - started, 1e-6)
-        self.read_bytes_s += 0.3 * (len(data) / seconds - self.read_bytes_s)
+        self.read_bytes_s += tunables.READ_SMOOTHING * (len(data) / seconds - self.read_bytes_s)
         return data
+
+    # --- when to write -------------------------------------------------------------------------------------------
 
     def working(self, busy: bool) -> None:
         """Told by the engine before each step (True) and between requests (False): when to write."""
-        if busy == self._quiet.is_set():
-            (self._quiet.clear if busy else self._working.clear)()
-            (self._working.set if busy else self._quiet.set)()
+        if busy == self.quiet.is_set():
+            (self.quiet.clear if busy else self._working.clear)()
+            (self._working.set if busy else self.quiet.set)()
 
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that back."""
         if wanted and not self._hurry:
             self._hurry = True
-            self._quiet.set()
+            self.quiet.set()
         self._hurry = wanted
 
     def flush(self) -> None:
@@ -345,14 +323,14 @@ class DiskTier:
         if self._thread is not None:
             self._closing = True
             self._jobs.put(None)
-            self._quiet.set()
+            self.quiet.set()
             self._thread.join()
             self._thread = None
 
     def _start(self) -> None:
         self._closing = False
         self._working.clear()
-        self._quiet.set()
+        self.quiet.set()
         self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
         self._thread.start()
 
@@ -361,7 +339,7 @@ class DiskTier:
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             block, tokens, queued_s = job
-            self._wait_for_a_pause(queued_s + _PATIENCE_S)
+            self._wait_for_a_pause(queued_s + tunables.WRITE_PATIENCE_S)
             what = self._put(block, tokens)
             self.budget.written_bytes()
             with self._lock:
@@ -371,7 +349,7 @@ class DiskTier:
                 self._stamp()
         self._stamp()
 
-    def _put(self, block: DiskBlock, tokens: Tokens) -> News:
+    def _put(self, block: DiskBlock, tokens: Tokens) -> Outcome:
         data = block.data
         if data is None:
             # It was evicted meanwhile: nobody waits for it.
@@ -382,7 +360,7 @@ class DiskTier:
             self._held_back[block.path] = block, tokens
             return "held back"
         try:
-            self._write(tokens, block, data)
+            self._write_file(tokens, block, data)
         except OSError:
             # A full or read-only disk costs us the block, nothing more.
             with contextlib.suppress(OSError):
@@ -390,84 +368,77 @@ class DiskTier:
             return "failed"
         return "written"
 
-    def _tell(self, block: DiskBlock, what: News) -> None:
-        self._news.append((block, what))
+    def _tell(self, block: DiskBlock, what: Outcome) -> None:
+        self._outcomes.append((block, what))
         self._told.set()
 
     @property
     def _pressed(self) -> bool:
-        return self._closing or self._hurry or self._pending_bytes > _MAX_WAITING_BYTES
+        return self._closing or self._hurry or self._pending_bytes > tunables.WRITE_WAITING_BYTES
 
     def _wait_for_a_pause(self, until_s: float) -> None:
         while not self._pressed:
-            if not self._quiet.wait(max(0.0, until_s - time.monotonic())):
+            if not self.quiet.wait(max(0.0, until_s - time.monotonic())):
                 return
-            if self._closing or self._hurry or not self._working.wait(_PAUSE_S):
+            if self._closing or self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
                 return
 
-    def _write(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview) -> None:
-        content = self.identity, tokens, block.start, data
+    def _write_file(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview) -> None:
+        entry = KvEntry(self.identity, tokens, block.start, block.kind == "state")
         # Somebody may have cleared the folder.
         put_label(self.directory, self.model)
-        size_bytes = kv_file.size_bytes(*content, state=block.state)
+        size_bytes = entry.size_bytes(len(data))
         self._make_room(block, size_bytes)
         self.budget.count(self.directory, size_bytes)
         part = block.path.with_suffix(".part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as f:
             started = time.perf_counter()
-            for piece in kv_file.pieces(*content, state=block.state):
+            for piece in entry.pieces(data):
                 f.write(piece)
-                self._rest(time.perf_counter() - started)
+                if not self._pressed:
+                    took_s = time.perf_counter() - started
+                    self.quiet.wait(min(took_s * tunables.WRITE_RESTS, tunables.WRITE_REST_S))
                 started = time.perf_counter()
         part.replace(block.path)
         self.written_bytes += len(data)
-
-    def _rest(self, took_s: float) -> None:
-        """Between two turns of so long: while the engine works and nobody waits for what is written, rest many times as long."""
-        if not self._pressed:
-            self._quiet.wait(min(took_s * _RESTS, _LONGEST_REST_S))
 
     def _stamp(self) -> None:
         """Let the files' time stamps say when they were last used."""
         with self._lock:
             stale, self._stale = self._stale, set()
-            stamps = [(path, self._stamps_ns[path] - self._depth_ns(path)) for path in stale]
-        for path, stamp_ns in stamps:
+            stamps = {path: self._file_time_ns(path, self._used_ns[path]) for path in stale}
+        for path, stamp_ns in stamps.items():
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(stamp_ns, stamp_ns))
 
-    def _depth_ns(self, path: Path) -> int:
+    def _file_time_ns(self, path: Path, used_ns: int) -> int:
         block = self._blocks.get(path)
-        return block.depth * _STEP_NS if block is not None else 0
+        return file_time_ns(used_ns, block.depth if block is not None else 0)
 
     def _make_room(self, block: DiskBlock, need_bytes: int) -> None:
-        """Remove the least recently used files (of every model) until the `need_bytes` of `block` fit; OSError where they don't,
-        or only what was used since would make room: two lines would be written by turns, for ever."""
-        files = []
+        """Remove files (of every model) until the `need_bytes` of `block` fit; OSError where they don't."""
         with self._lock:
-            stamps = dict(self._stamps_ns)
+            used_ns = dict(self._used_ns)
+        files = []
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                stamp_ns = stamps.get(path)
-                own = stat.st_mtime_ns if stamp_ns is None else stamp_ns - self._depth_ns(path)
-                files.append((own, stat.st_size, path))
-        total = sum(size for _, size, _ in files)
+                own_ns = self._file_time_ns(path, used_ns[path]) if path in used_ns else stat.st_mtime_ns
+                files.append(StoredFile(own_ns, stat.st_size, path))
+        total = sum(file.size_bytes for file in files)
         capacity_bytes = min(self.capacity_bytes, total + shutil.disk_usage(self.directory).free - self.free_bytes)
         if need_bytes > capacity_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
-        mine = stamps.get(block.path, time.time_ns()) - self._depth_ns(block.path)
-        for used, size, path in sorted(files):
-            if total + need_bytes <= capacity_bytes:
-                return
-            if used > mine:
-                raise OSError("all that is there was used since")
-            path.unlink(missing_ok=True)
-            total -= size
+        mine_ns = self._file_time_ns(block.path, used_ns.get(block.path, time.time_ns()))
+        removed, enough = files_to_remove(files, total + need_bytes - capacity_bytes, mine_ns)
+        for file in removed:
+            file.path.unlink(missing_ok=True)
             with self._lock:
-                self._stamps_ns.pop(path, None)
-                self._stale.discard(path)
-            gone = self._blocks.get(path)
+                self._used_ns.pop(file.path, None)
+                self._stale.discard(file.path)
+            gone = self._blocks.get(file.path)
             if gone is not None:
                 self._tell(gone, "removed")
+        if not enough:
+            raise OSError("all that is there was used since")

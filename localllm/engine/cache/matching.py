@@ -1,20 +1,25 @@
-"""What a waiting request's prompt has in common with the lines in the context and in the cache: compared once, then
-remembered while it waits. Requests wait for many steps; what is O(context) must not be done in each of them."""
+"""How much of a prompt is known: what it has in common with sequences in the context and blocks in the cache, which of those
+to restore, and why the rest is computed although it was known once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from localllm.engine.cache.restore import RestorePlan
-from localllm.engine.cache.tree import as_tokens, common_prefix
+from localllm.engine.cache import tunables
+from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
 
+# --- what it has in common with sequences ----------------------------------------------------------------------------
 
-class Line(Protocol):
-    """Tokens in the context: a running request's, or one's that stayed there. They may grow, but never change."""
+
+class TokenSequence(Protocol):
+    """Tokens in the context: a running request's, or an idle sequence's. They may grow, but never change."""
 
     @property
     def tokens(self) -> Seq[int] | Tokens:
@@ -22,15 +27,16 @@ class Line(Protocol):
         ...
 
 
-class RunningLine(Protocol):
+class RunningSequence(Protocol):
     """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its prompt, are in `sequence`;
-    `known` tokens of the prompt followed some known line; `shares`: its KV may go to others, and come from them."""
+    `known` tokens of the prompt followed some known line, and `cached` were not computed."""
 
     tokens: list[int]
     sequence: int | None
     n_kv: int
     n_prompt: int
     known: int
+    cached: int
 
     @property
     def shares(self) -> bool:
@@ -38,27 +44,169 @@ class RunningLine(Protocol):
         ...
 
 
-class Matching:
-    """One prompt's."""
+class PromptMatch:
+    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what is O(context) must not be
+    done in each of them."""
 
     def __init__(self, prompt: Seq[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
         # How many leading tokens are the same, and whether the next one is known to differ.
-        self._lines: WeakKeyDictionary[Line, tuple[int, bool]] = WeakKeyDictionary()
+        self._shared: WeakKeyDictionary[TokenSequence, tuple[int, bool]] = WeakKeyDictionary()
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
-    def shared(self, line: Line) -> int:
-        """How many leading tokens it shares with `line`."""
-        same, parted = self._lines.get(line, (0, False))
-        n = min(len(line.tokens), len(self.tokens))
+    def shared(self, other: TokenSequence) -> int:
+        """How many leading tokens it shares with `other`."""
+        same, parted = self._shared.get(other, (0, False))
+        n = min(len(other.tokens), len(self.tokens))
         if same < n and not parted:
-            new = common_prefix(as_tokens(line.tokens[same:n]), self.tokens[same:n])
+            new = common_prefix(as_tokens(other.tokens[same:n]), self.tokens[same:n])
             same, parted = same + new, new < n - same
-            self._lines[line] = same, parted
+            self._shared[other] = same, parted
         return same
 
-    def plan(self, as_of: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
-        """What to take of the cache: what `make` said when the cache was last in the state `as_of`."""
-        if self._planned is None or self._planned[0] != as_of:
-            self._planned = as_of, make(self.tokens)
+    def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
+        """What to restore from the cache: what `make` said when the cache was last of that `version`."""
+        if self._planned is None or self._planned[0] != version:
+            self._planned = version, make(self.tokens)
         return self._planned[1]
+
+
+# --- what of the cache to restore ------------------------------------------------------------------------------------
+
+# Is reading this block quicker than computing so many of its tokens?
+ShouldLoad = Callable[[Block, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`: what
+    must follow the last part (None: nothing). `known`: how far the prompt followed any line."""
+
+    match: Match
+    parts: tuple[CachedPart, ...]
+    unread: int = 0
+    state: Match | None = None
+    known: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be computed."""
+        return sum(part.n_tokens for part in self.parts)
+
+
+def plan_restore(
+    cache: PrefixCache, prompt: Tokens, should_load: ShouldLoad, states: PrefixCache | None = None
+) -> RestorePlan:
+    """What to take of all that `cache` holds of `prompt`, and `states` of its states."""
+    if states is not None:
+        return _plan_to_a_state(cache, states, prompt, should_load)
+    held = match = cache.peek(prompt)
+    if cache.whole:
+        # Only one snapshot can be taken: the longest that is worth it.
+        match = _longest(cache, held, prompt, should_load)
+        return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
+    parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
+    return RestorePlan(match, parts, match.saved - sum(part.n_tokens for part in parts), known=match.known)
+
+
+def longest_state(states: PrefixCache, line: Tokens, should_load: ShouldLoad) -> tuple[int, Block] | None:
+    """The longest beginning of `line` that `states` holds the state of, and is worth reading, with that state."""
+    match = _longest(states, states.peek(line), line, should_load)
+    return (match.saved, match.parts[0].block) if match.parts else None
+
+
+def _longest(tree: PrefixCache, match: Match, line: Tokens, should_load: ShouldLoad) -> Match:
+    while match.parts and not should_load(match.parts[0].block, match.saved):
+        match = tree.peek(line[: match.saved - 1])
+    return match
+
+
+def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, should_load: ShouldLoad) -> RestorePlan:
+    """The longest beginning that has its state and all of its KV: without a state, gaps can't be computed."""
+    match = cache.peek(prompt)
+    reached = 0
+    for part in match.parts:
+        if part.start > reached or not should_load(part.block, part.n_tokens):
+            break
+        reached = part.stop
+    unread = states.peek(prompt[: match.length]).saved
+    state = _longest(states, states.peek(prompt[:reached]), prompt[:reached], should_load)
+    known = max(match.known, states.peek(prompt).known)
+    match = cache.peek(prompt[: state.saved])
+    return RestorePlan(match, match.parts if state.parts else (), unread - state.saved, state, known)
+
+
+# --- what was known once ---------------------------------------------------------------------------------------------
+
+
+class PrefixHistory:
+    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed although it was known once
+    must be countable, or nobody sees that a cache is too small. A collision costs a wrong count, nothing else."""
+
+    def __init__(self) -> None:
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, tokens: Tokens) -> None:
+        """`tokens` have KV now."""
+        for _, key in _prefixes(tokens):
+            self._prefixes[key] = None
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > tunables.HISTORY_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def known(self, tokens: Tokens) -> int:
+        """How many leading tokens had, rounded down to whole steps."""
+        length = 0
+        for length_there, key in _prefixes(tokens):
+            if key not in self._prefixes:
+                break
+            length = length_there
+        return length
+
+
+def _prefixes(tokens: Tokens) -> Iterator[tuple[int, int]]:
+    step, key = tunables.HISTORY_STEP_TOKENS, 0
+    for stop in range(step, len(tokens) + 1, step):
+        key = hash((key, tokens[stop - step : stop].tobytes()))
+        yield stop, key
+
+
+# --- why it is computed again ----------------------------------------------------------------------------------------
+
+_REASONS = {
+    "evicted": "were evicted",
+    "unread": "were quicker computed than read from disk",
+    "lost": "were lost on disk",
+    "no_cells": "did not fit the context",
+    "short": "were too few to be copied",
+    "no_snapshot": "have no snapshot this model could go on from",
+}
+
+
+def recomputed(known: int, taken: int, missed: dict[str, int], *, whole: bool) -> dict[str, int]:
+    """Tokens of a prompt that had their KV once and are computed now, by reason (`metrics.RECOMPUTED`): of `known` tokens
+    `taken` are there, and `missed` says what became of some of the others."""
+    lacking = known - taken
+    found = {}
+    for reason, n_tokens in missed.items():
+        found[reason] = min(n_tokens, max(lacking, 0))
+        lacking -= found[reason]
+    if lacking > 0:
+        rest = "short" if known < tunables.MIN_TOKENS else "no_snapshot" if whole else "evicted"
+        found[rest] = found.get(rest, 0) + lacking
+    return {reason: n for reason, n in found.items() if n}
+
+
+def miss_reason(job: RunningSequence, again: dict[str, int], is_control: Callable[[int], bool]) -> str:
+    """Why the rest of the prompt had to be computed, in words; "" when all of it was there. `again`: see `recomputed`."""
+    most = job.n_prompt - 1
+    if job.cached >= most:
+        return ""
+    if not job.shares:
+        return "the request asked for no cache"
+    if sum(again.values()) > tunables.MIN_TOKENS or (job.known >= most and again):
+        return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
+    if job.known == 0:
+        return "nothing like it was seen before"
+    turns = sum(1 for t in job.tokens[: job.known] if is_control(t))
+    return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"

@@ -10,120 +10,23 @@ does something else meanwhile. A disk that takes longer than computing would is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from localllm.engine.cache.block import Block
-from localllm.engine.cache.budget import Room
-from localllm.engine.cache.tree import CachedPart, Match, PrefixCache
+from localllm.engine.cache.eviction import Block
+from localllm.engine.cache.matching import RestorePlan
+from localllm.engine.cache.store import KvStore
+from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
-# Is reading this block quicker than computing so many of its tokens?
-Worth = Callable[[Block, int], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class RestorePlan:
-    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`: what
-    must follow the last part (None: nothing). `known`: how far the prompt followed any line."""
-
-    match: Match
-    parts: tuple[CachedPart, ...]
-    unread: int = 0
-    state: Match | None = None
-    known: int = 0
-
-    @property
-    def saved(self) -> int:
-        """Tokens that need not be computed."""
-        return sum(part.n_tokens for part in self.parts)
-
-
-def plan(cache: PrefixCache, prompt: Tokens, worth: Worth, states: PrefixCache | None = None) -> RestorePlan:
-    """What to take of all that `cache` holds of `prompt`, and `states` of its states."""
-    if states is not None:
-        return _plan_to_a_state(cache, states, prompt, worth)
-    match = cache.peek(prompt)
-    if cache.whole:
-        # Only one snapshot can be taken: the longest that is worth it.
-        held = match
-        match = _worthy(cache, match, prompt, worth)
-        return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
-    parts = tuple(part for part in match.parts if worth(part.block, part.n_tokens))
-    return RestorePlan(match, parts, match.saved - sum(part.n_tokens for part in parts), known=match.known)
-
-
-def point(states: PrefixCache, line: Tokens, worth: Worth) -> tuple[int, Block] | None:
-    """The longest beginning of `line` that `states` holds the state of, and is worth reading, with that state."""
-    match = _worthy(states, states.peek(line), line, worth)
-    return (match.saved, match.parts[0].block) if match.parts else None
-
-
-def _worthy(tree: PrefixCache, match: Match, line: Tokens, worth: Worth) -> Match:
-    while match.parts and not worth(match.parts[0].block, match.saved):
-        match = tree.peek(line[: match.saved - 1])
-    return match
-
-
-def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, worth: Worth) -> RestorePlan:
-    """The longest beginning that has its state and all of its KV: without a state, gaps can't be computed."""
-    match = cache.peek(prompt)
-    reached = 0
-    for part in match.parts:
-        if part.start > reached or not worth(part.block, part.n_tokens):
-            break
-        reached = part.stop
-    unread = states.peek(prompt[: match.length]).saved
-    state = _worthy(states, states.peek(prompt[:reached]), prompt[:reached], worth)
-    known = max(match.known, states.peek(prompt).known)
-    match = cache.peek(prompt[: state.saved])
-    return RestorePlan(match, match.parts if state.parts else (), unread - state.saved, state, known)
-
-
-class Keeper(Protocol):
-    """Who owns the cache, as far as a restoration needs it."""
-
-    cache: PrefixCache
-    states: PrefixCache | None
-
-    def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
-        """What to take of what the cache holds of `prompt`; `at_once`: without waiting for any file."""
-        ...
-
-    def worth(self, block: Block, n_tokens: int) -> bool:
-        """Is having this block quicker than computing so many tokens, as far as is known now?"""
-        ...
-
-    def want(self, block: Block, *, due: bool) -> bool:
-        """Have a block read soon or (`due`) next. False where enough is being read; else it must be released."""
-        ...
-
-    def ready(self, block: Block) -> bool:
-        """Does reading it wait for nothing?"""
-        ...
-
-    def release(self, block: Block) -> None:
-        """A block that was wanted is so no more."""
-        ...
-
-    def store(self, sequence: int, line: Tokens, start: int) -> Room:
-        """Put what `sequence` holds of `line` from `start` on into the cache: "now" if there is room."""
-        ...
-
-    def lost(self, block: Block) -> None:
-        """A block could not be read or imported."""
-        ...
-
 
 @dataclass
-class Restoring:
+class Restoration:
     """A prompt's cached parts being imported into the empty `sequence`. Its blocks stay in the cache until it is `done` or
     closed. `held` tokens are in the sequence, `imported` of them from the cache. Fails silently: what can't be had is
     computed, and counted by reason in `missed`."""
 
-    keeper: Keeper
+    kv: KvStore
     backend: Backend
     sequence: int
     prompt: Tokens
@@ -152,13 +55,13 @@ class Restoring:
     def awaits(self) -> bool:
         """Is the next part still being read? One that takes too long is given up here."""
         while not self.done and self.computes_to is None:
-            late = [block for block in self._next_blocks() if not self.keeper.ready(block)]
+            late = [block for block in self._next_blocks() if not self.kv.in_memory(block)]
             if not late:
                 return False
             left = sum(part.n_tokens for part in self._parts)
             if self.plan.state is not None:
                 left = self.plan.saved
-            if all(self.keeper.worth(block, left) for block in late):
+            if all(self.kv.should_load(block, left) for block in late):
                 # What somebody else had read may be gone again.
                 self._look_ahead()
                 return True
@@ -179,24 +82,21 @@ class Restoring:
         coming = [part.block for part in reversed(self._parts)]
         if self.plan.state is not None:
             coming.append(self.plan.state.parts[0].block)
-        for block in [b for b in self._wanted if not any(b is c for c in coming)]:
-            self._release(block)
+        for block in [b for b in self._wanted if b not in coming]:
+            self._wanted.remove(block)
+            self.kv.release(block)
         due = self._next_blocks()
         for block in coming:
-            if any(block is w for w in self._wanted) or self.keeper.ready(block):
+            if block in self._wanted or self.kv.in_memory(block):
                 continue
-            if not self.keeper.want(block, due=any(block is d for d in due)):
+            if not self.kv.prefetch(block, due=block in due):
                 break
             self._wanted.append(block)
 
-    def _release(self, block: Block) -> None:
-        self._wanted = [b for b in self._wanted if b is not block]
-        self.keeper.release(block)
-
     def _give_up(self) -> None:
-        """The disk is slower than computing would be: go on with what is at hand."""
-        if self.plan.state is None and not self.keeper.cache.whole:
-            left = [part for part in self._parts if self.keeper.ready(part.block)]
+        """The disk is slower than computing would be: go on with what is in memory."""
+        if self.plan.state is None and not self.kv.cache.whole:
+            left = [part for part in self._parts if self.kv.in_memory(part.block)]
             self._miss("unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left))
             self._parts = left
             self._look_ahead()
@@ -208,7 +108,7 @@ class Restoring:
         part = self._parts.pop()
         assert part.start == self._reached, "a gap must be computed first"
         try:
-            data = self._read(self.keeper.cache, part.block)
+            data = self._read(self.kv.cache, part.block)
             if data is None:
                 self._lose(part.block, part.n_tokens)
             else:
@@ -232,7 +132,7 @@ class Restoring:
 
     def _import_state(self, block: Block) -> None:
         """What makes the imported KV a line that can go on."""
-        states = self.keeper.states
+        states = self.kv.states
         assert states is not None
         data = self._read(states, block)
         try:
@@ -259,30 +159,30 @@ class Restoring:
         """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block of its own."""
         self.held = self._reached = held
         if self.computes_to is None and self._parts:
-            self.keeper.store(self.sequence, self.prompt[:held], self._gap_start)
+            self.kv.store(self.sequence, self.prompt[:held], self._gap_start)
 
     def close(self) -> None:
         """Let go of the blocks; what is held stays."""
         if not self.done:
             self.done = True
             for block in self._wanted:
-                self.keeper.release(block)
+                self.kv.release(block)
             self._wanted = []
             self._unlock(self.plan)
 
     def _lock(self, plan: RestorePlan) -> None:
-        self.keeper.cache.lock(plan.match)
-        if plan.state is not None and self.keeper.states is not None:
-            self.keeper.states.lock(plan.state)
+        self.kv.cache.lock(plan.match)
+        if plan.state is not None and self.kv.states is not None:
+            self.kv.states.lock(plan.state)
 
     def _unlock(self, plan: RestorePlan) -> None:
-        self.keeper.cache.unlock(plan.match)
-        if plan.state is not None and self.keeper.states is not None:
-            self.keeper.states.unlock(plan.state)
+        self.kv.cache.unlock(plan.match)
+        if plan.state is not None and self.kv.states is not None:
+            self.kv.states.unlock(plan.state)
 
     def _lose(self, block: Block, n_tokens: int) -> None:
-        self.keeper.lost(block)
-        if self.plan.state is None and not self.keeper.cache.whole:
+        self.kv.lost(block)
+        if self.plan.state is None and not self.kv.cache.whole:
             self._miss("lost", n_tokens)
             return
         self._replan("lost", at_once=False)
@@ -292,7 +192,7 @@ class Restoring:
         self.backend.truncate(self.sequence, 0)
         self.held = self._reached = 0
         self._gap_start = 0
-        held, self.plan = self.plan, self.keeper.plan(self.prompt, at_once=at_once)
+        held, self.plan = self.plan, self.kv.plan(self.prompt, at_once=at_once)
         self._lock(self.plan)
         self._unlock(held)
         self._parts = list(reversed(self.plan.parts))

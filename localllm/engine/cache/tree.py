@@ -13,7 +13,7 @@ Laws, checked by `check_integrity` and by random histories in the tests:
 * `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
 * A line is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
   and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
-* What is locked is neither demoted nor evicted. Who makes room for what: cache/budget.py.
+* What is locked is neither demoted nor evicted. What is evicted for what: cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localllm.engine.cache.block import Block
-from localllm.engine.cache.budget import Age, Budget
+from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, EvictablePool, Kind, depth
 from localllm.engine.tokens import Tokens
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
+    """An image_boundary of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
 
     tokens: Tokens
     start: int
@@ -101,19 +100,18 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return int(different[0]) if different.size else n
 
 
-class PrefixCache:
+class PrefixCache(EvictablePool):
     """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
     unless it shares a `budget`."""
 
-    def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: Budget | None = None) -> None:
+    def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: CacheBudget | None = None) -> None:
         self.whole = whole
-        self.budget = budget if budget is not None else Budget(capacity_bytes)
+        self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
         # States are of use with the KV of their line only, which another tree has.
-        self._beside_kv = bool(self.budget.shelves)
-        self.budget.shelves.append(self)
+        self.kind: Kind = "kv" if not whole else "state" if self.budget.pools else "snapshot"
+        self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
-        self._users: dict[int, tuple[Block, list[Node]]] = {}
-        self.held_bytes = 0
+        self._users: dict[Block, list[Node]] = {}
         self.evicted_tokens = 0
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -147,13 +145,13 @@ class PrefixCache:
         self._use(node, now)
         return found
 
-    def thin(self, line: Tokens, apart: int, newest: int) -> None:
-        """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `apart` to one
-        before them, not among the `newest`, and not where lines part. Those go before anything else."""
+    def prune_snapshots(self, line: Tokens, interval: int, newest: int) -> None:
+        """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `interval` to
+        one before them, not among the `newest`, and not where lines part. Those go before anything else."""
         nodes = [n for n, shared in self._along(line) if n.block is not None and shared == len(n.tokens)]
         before = 0
         for i, node in enumerate(nodes):
-            if i >= len(nodes) - newest or node.stop - before >= apart or len(node.children) > 1:
+            if i >= len(nodes) - newest or node.stop - before >= interval or len(node.children) > 1:
                 self._use_node(node, self.budget.uses)
                 before = node.stop
             else:
@@ -197,7 +195,7 @@ class PrefixCache:
         that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
         line = as_tokens(tokens)
         assert block.stop == len(line), "a block must end where its line ends"
-        if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "now":
+        if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "free":
             return False
         at = self.budget.use() if used is None else used
         if not self.whole:
@@ -212,7 +210,7 @@ class PrefixCache:
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
         """Hold in memory what was read from disk, if there is room: it was used just now."""
-        if id(block) in self._users and not block.held_bytes and self.budget.make_room(len(data)) == "now":
+        if block in self._users and not block.held_bytes and self.budget.make_room(len(data)) == "free":
             block.promote(data)
             self.held_bytes += block.held_bytes
 
@@ -224,19 +222,18 @@ class PrefixCache:
 
     def forget(self, block: Block) -> None:
         """A block turned out to be lost: no node has it any more. What hangs on it stays, behind a gap."""
-        _, nodes = self._users.get(id(block), (block, []))
-        for node in list(nodes):
+        for node in list(self._users.get(block, [])):
             self._set_block(node, None)
             self._prune(node)
         self.budget.changes += 1
 
     def check_integrity(self) -> None:
         """The laws in the module docstring; AssertionError where one is broken."""
-        users: dict[int, int] = {}
+        users: dict[Block, int] = {}
         for node in self._nodes():
             if node is self._root:
                 continue
-            assert len(node.tokens), "an empty edge"
+            assert len(node.tokens), "an empty image_boundary"
             assert node.parent is not None
             assert node.start == node.parent.stop, "a gap between parent and child"
             assert node.parent.children[int(node.tokens[0])] is node, "a child under the wrong first token"
@@ -245,54 +242,41 @@ class PrefixCache:
             newest = max((c.last_used for c in node.children.values()), default=0)
             assert self.whole or node.last_used >= newest, "a beginning older than its end"
             if node.block is not None:
-                users[id(node.block)] = users.get(id(node.block), 0) + 1
+                users[node.block] = users.get(node.block, 0) + 1
                 assert node.block.start <= (0 if self.whole else node.start), "a block that begins after its node"
                 assert node.block.stop >= node.stop, "a block that ends before its node"
-        assert users == {key: len(nodes) for key, (_, nodes) in self._users.items()}, "users disagree with the tree"
-        assert self.held_bytes == sum(b.held_bytes for b, _ in self._users.values()), "held_bytes is wrong"
+        assert users == {block: len(nodes) for block, nodes in self._users.items()}, "users disagree with the tree"
+        assert self.held_bytes == sum(block.held_bytes for block in self._users), "held_bytes is wrong"
 
-    # --- room (cache_budget.Shelf) -----------------------------------------------------------------------------------
+    # --- eviction ------------------------------------------------------------------------------------------------
 
-    def ages(self) -> Iterator[tuple[Age, int]]:
-        """Every block that holds memory and is not locked. Of those used together the ends go before the beginnings; of
-        snapshots that hold everything the shorter before the longer."""
-        for block, nodes in self._users.values():
+    def candidates(self) -> Iterator[Candidate]:
+        """Every block that holds memory and is not locked."""
+        for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
-                depth = -block.start if not self.whole else -block.stop if self._beside_kv else block.stop
-                yield (_middle(block, nodes).last_used, depth), id(block)
+                yield Candidate(_middle(block, nodes).last_used, depth(block.start, block.stop, self.kind), block, self)
 
-    def protected(self, line: Tokens) -> set[int]:
+    def on_path(self, line: Tokens) -> set[Block]:
         """The blocks that `line` goes through; of snapshots the longest."""
-        along = [(n, shared) for n, shared in self._along(line) if n.block is not None]
+        along = [(n, n.block, shared) for n, shared in self._along(line) if n.block is not None]
         if self.whole:
-            return {id(n.block) for n, shared in [(n, k) for n, k in along if k == len(n.tokens)][-1:]}
-        return {id(n.block) for n, shared in along if _uses(n, n.start + shared)}
+            return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
+        return {block for n, block, shared in along if _uses(n, n.start + shared)}
 
-    def demote(self, block: int) -> int:
-        """Let a block keep only its copy; returns the bytes freed, 0 where it has none."""
-        found, _ = self._users[block]
-        held = found.held_bytes
-        if not found.demote():
+    def demote(self, block: Block) -> int:
+        """Have a block keep only its copy; returns the bytes freed, 0 where it has none."""
+        held = block.held_bytes
+        if not block.demote():
             return 0
         self.held_bytes -= held
         return held
 
-    def losable(self, block: int, *, pending: bool) -> int:
-        """The bytes that evicting a block frees; 0 for one that is about to have a copy, unless told `pending`."""
-        found, _ = self._users[block]
-        return found.held_bytes if pending or not found.pending else 0
-
-    def evict(self, block: int) -> None:
+    def evict(self, block: Block) -> None:
         """Forget a block."""
-        _, nodes = self._users[block]
+        nodes = self._users[block]
         self.evicted_tokens += sum(len(n.tokens) for n in nodes)
         for node in list(nodes):
             self.remove(node)
-
-    @property
-    def waits(self) -> bool:
-        """True while a block in memory is about to have a copy."""
-        return any(block.pending and block.held_bytes for block, _ in self._users.values())
 
     # --- the tree ------------------------------------------------------------------------------------------------
 
@@ -317,7 +301,7 @@ class PrefixCache:
     def _use_node(self, node: Node, used: int) -> None:
         node.last_used = max(node.last_used, used)
         if node.block is not None and _uses(node, node.stop):
-            node.block.used(used)
+            node.block.touch(used)
 
     def _wanted(self, line: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""
@@ -350,7 +334,7 @@ class PrefixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
+        """Cut an image_boundary: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
         assert node.parent is not None
         upper = Node(node.tokens[:at].copy(), node.start, node.parent, locks=node.locks, last_used=node.last_used)
         node.parent.children[int(upper.tokens[0])] = upper
@@ -363,15 +347,13 @@ class PrefixCache:
     def _set_block(self, node: Node, block: Block | None) -> None:
         old, node.block = node.block, block
         if block is not None:
-            _, nodes = self._users.setdefault(id(block), (block, []))
-            if not nodes:
-                self.held_bytes += block.held_bytes
+            nodes = self._users.setdefault(block, [])
+            self.held_bytes += 0 if nodes else block.held_bytes
             nodes.append(node)
         if old is not None:
-            _, nodes = self._users[id(old)]
-            nodes.remove(node)
-            if not nodes:
-                del self._users[id(old)]
+            self._users[old].remove(node)
+            if not self._users[old]:
+                del self._users[old]
                 self.held_bytes -= old.held_bytes
                 old.discard()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from localllm.engine.cache.matching import Matching
+from localllm.engine.cache.matching import PromptMatch
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
@@ -134,10 +134,10 @@ class DraftModel:
         line = self._lines.get(job.id)
         if line is None:
             tokens = as_tokens(job.tokens)
-            source = self._pool.lookup(Matching(tokens), ())
+            source = self._pool.lookup(PromptMatch(tokens), ())
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
-            self._pool.make_room(need, live=len(self._lines) + 1, keep=source.resident)
+            self._pool.make_room(need, live=len(self._lines) + 1, keep=source.idle)
             sequence, held = self._pool.take(source, tokens).at_once()
             line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
         right = len(line.held)

@@ -1,0 +1,270 @@
+"""What leaves first where room is short: memory, the context, the disk. Changing how the cache evicts is changing this file.
+
+memory    The blocks unused the longest, whichever tree has them. One with a copy on disk is demoted: it loses its memory, never
+          its place. One that is being written is waited for. Only one without a copy is evicted. What is locked stays, and
+          nothing is evicted for what was used longer ago.
+context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read.
+disk      The files unused the longest, of all models, but none for what was used longer ago.
+
+Of what was used together, ends of lines leave before their beginnings (`depth`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from localllm.engine.cache import tunables
+from localllm.engine.tokens import Tokens
+from localllm_backends.contract import Capabilities, ModelInfo
+
+# Room for a block: there now, there once what is being written is written, or not to be had.
+Space = Literal["free", "pending", "full"]
+# KV of a range of tokens, the state behind a line (its KV lies apart), or a snapshot of everything up to a token.
+Kind = Literal["kv", "state", "snapshot"]
+
+
+def depth(start: int, stop: int, kind: Kind) -> int:
+    """Of blocks that were used together the deeper one leaves first: the end of a line before its beginning, but the shorter
+    snapshot before the longer."""
+    return {"kv": start, "state": stop, "snapshot": -stop}[kind]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Exported KV of tokens [start, stop) of a line, or the state behind them, of `size_bytes`. This one is in memory only;
+    `pending` is True while a copy is being made elsewhere, after which a block can be demoted."""
+
+    data: bytes | memoryview | None
+    start: int
+    stop: int
+    size_bytes: int = 0
+    pending: bool = False
+
+    def __post_init__(self) -> None:
+        self.size_bytes = self.size_bytes if self.data is None else len(self.data)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory (0 while only elsewhere)."""
+        return len(self.data) if self.data is not None else 0
+
+    def read(self) -> bytes | memoryview | None:
+        """The exported bytes; None when they turned out to be lost or corrupt (a miss, never a wrong answer)."""
+        return self.data
+
+    def demote(self) -> bool:
+        """Free the memory and keep a copy elsewhere; False where there is none."""
+        return False
+
+    def promote(self, data: bytes | memoryview) -> None:
+        """Hold `data`, which was read from the copy, in memory too."""
+
+    def touch(self, at: int) -> None:
+        """It was used, at that time in the budget's uses."""
+
+    def discard(self) -> None:
+        """The tree has no use for it any more."""
+
+
+class Candidate(NamedTuple):
+    """A block that holds memory and is not locked."""
+
+    last_used: int
+    depth: int
+    block: Block
+    pool: EvictablePool
+
+
+class EvictablePool(ABC):
+    """Blocks that can be asked for their memory: a tree of them."""
+
+    held_bytes: int = 0
+
+    @abstractmethod
+    def candidates(self) -> Iterable[Candidate]:
+        """Every block that holds memory and is not locked."""
+
+    @abstractmethod
+    def on_path(self, line: Tokens) -> set[Block]:
+        """The blocks that `line` goes through: they are not evicted for it."""
+
+    @abstractmethod
+    def demote(self, block: Block) -> int:
+        """Have a block keep only its copy; returns the bytes freed, 0 where it has none."""
+
+    @abstractmethod
+    def evict(self, block: Block) -> None:
+        """Forget a block."""
+
+
+@dataclass(eq=False)
+class CacheBudget:
+    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds where there is one,
+    so that files can be compared by it, but always on. `changes` grows with everything that may make room or changes what is
+    found: who was refused, or remembers what it found, asks again."""
+
+    capacity_bytes: int
+    uses: int = 0
+    changes: int = 0
+    pools: list[EvictablePool] = field(default_factory=list)
+    clock: Callable[[], int] = lambda: 0
+
+    def use(self) -> int:
+        """Something is used now: when, as `uses` counts."""
+        self.uses = max(self.uses + 1, self.clock())
+        return self.uses
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory, of all pools."""
+        return sum(pool.held_bytes for pool in self.pools)
+
+    def make_room(
+        self, need_bytes: int, *, line: Tokens | None = None, used: int | None = None, force: bool = False
+    ) -> Space:
+        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `line`, or more
+        recent than `used` (None: now). `force`: what is being written is not waited for."""
+        missing = self.held_bytes + need_bytes - self.capacity_bytes
+        if missing <= 0:
+            return "free"
+        if need_bytes > self.capacity_bytes:
+            return "full"
+        keep = set().union(*(pool.on_path(line) for pool in self.pools)) if line is not None else set()
+        until = self.uses if used is None else used
+        missing -= self._evict(missing, keep, until, pending=False)
+        if missing > 0 and any(c.block.pending for c in self._candidates()):
+            if not force:
+                return "pending"
+            missing -= self._evict(missing, keep, until, pending=True)
+        return "free" if missing <= 0 else "full"
+
+    def shrink(self, n_bytes: int) -> int:
+        """Give back `n_bytes` of memory, or all that no lock holds; returns the bytes freed."""
+        freed = self._evict(n_bytes, set(), self.uses, pending=False, all_or_nothing=False)
+        if freed < n_bytes:
+            freed += self._evict(n_bytes - freed, set(), self.uses, pending=True, all_or_nothing=False)
+        return freed
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Hold no more than so many bytes from now on; what is held already stays until there is need for room."""
+        if capacity_bytes != self.capacity_bytes:
+            self.capacity_bytes = capacity_bytes
+            self.changes += 1
+
+    def _candidates(self) -> list[Candidate]:
+        found = (candidate for pool in self.pools for candidate in pool.candidates())
+        return sorted(found, key=lambda c: (c.last_used, -c.depth))
+
+    def _evict(self, n_bytes: int, keep: set[Block], until: int, *, pending: bool, all_or_nothing: bool = True) -> int:
+        """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that was
+        used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two lines could
+        else take turns at losing what the other can't use. Returns the bytes freed."""
+        freed, lost = 0, 0
+        doomed: list[Candidate] = []
+        for candidate in self._candidates():
+            if freed + lost >= n_bytes:
+                break
+            block = candidate.block
+            demoted = candidate.pool.demote(block)
+            if demoted:
+                freed += demoted
+                self.changes += 1
+            elif candidate.last_used <= until and block not in keep and (pending or not block.pending):
+                lost += block.held_bytes
+                doomed.append(candidate)
+        if all_or_nothing and freed + lost < n_bytes:
+            return freed
+        for candidate in doomed:
+            candidate.pool.evict(candidate.block)
+            self.changes += 1
+        return freed + lost
+
+
+# --- the context -----------------------------------------------------------------------------------------------------
+
+# Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory is written. Refused:
+# there is no room. Exported: all of it is in the cache.
+ExportState = Literal["exporting", "awaiting", "refused", "exported"]
+
+
+@dataclass(eq=False)
+class IdleSequence:
+    """A finished sequence still in the context, and how far its export to the prefix cache is: `state`, which held when the
+    cache had seen `as_of` changes. `used`: when its request ended, in uses of the cache; it takes no room in the cache from
+    what was used since."""
+
+    sequence: int
+    tokens: Tokens
+    state: ExportState = "exporting"
+    used: int | None = None
+    as_of: int | None = None
+
+    @property
+    def exported(self) -> bool:
+        """All of it is also in the cache."""
+        return self.state == "exported"
+
+
+def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool) -> list[IdleSequence]:
+    """Those that leave the context: every token held there slows every other sequence, where KV lies in this machine's memory.
+    Unless others are `busy` one stays, for the next turn of the chat just answered."""
+    if able.kv_on_device:
+        return []
+    return [i for i in (idle if busy else idle[:-1]) if i.exported]
+
+
+def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:
+    """Which leave first where cells or sequences run short: what is in the cache already, then the oldest."""
+    return sorted(idle, key=lambda i: not i.exported)
+
+
+def may_stay(able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int) -> bool:
+    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read out."""
+    return able.kv_on_device and cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
+
+
+def export_time_s(able: Capabilities, n_tokens: int, prefill_tok_s: float | None) -> float:
+    """How long idle sequences may be exported before `n_tokens` of prompts are read (0: beside them, piece by piece).
+
+    In a unified KV cache a prompt's attention computes every cell up to the highest that is held, whoever holds it: 1,400
+    tokens of SmolLM2 behind 3,000 idle ones took 6.5 s instead of 5.2. Where sequences have cells of their own nobody is in
+    another's way."""
+    if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
+        return 0.0
+    most_s = tunables.EXPORT_FIRST_S
+    return most_s if prefill_tok_s is None else min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens / prefill_tok_s)
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+class StoredFile(NamedTuple):
+    """A file of the disk tier. `used_ns`: when it was used, made older by its depth."""
+
+    used_ns: int
+    size_bytes: int
+    path: Path
+
+
+def file_time_ns(last_used_ns: int, depth: int) -> int:
+    """The time stamp by which files are ordered."""
+    return last_used_ns - depth * tunables.FILE_DEPTH_NS
+
+
+def files_to_remove(files: Iterable[StoredFile], excess_bytes: int, used_ns: int) -> tuple[list[StoredFile], bool]:
+    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two lines would else be
+    written by turns, for ever. And whether they are enough."""
+    found = []
+    for file in sorted(files):
+        if excess_bytes <= 0 or file.used_ns > used_ns:
+            break
+        found.append(file)
+        excess_bytes -= file.size_bytes
+    return found, excess_bytes <= 0
