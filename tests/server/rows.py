@@ -35,8 +35,8 @@ class Row:
     script: Any = ("Hello", " world")
 
 
-def check(row: Row, response: httpx.Response, reached: Any) -> None:
-    """Is `response` what the row says? `reached`: the request that the engine got, if any."""
+def as_said(row: Row, response: httpx.Response, reached: Any) -> bool:
+    """Is `response` what the row says? An AssertionError names what is not. `reached`: the request that the engine got, if any."""
     if row.refused:
         assert response.status_code == row.refused, response.text
         error = response.json()["error"]
@@ -44,10 +44,11 @@ def check(row: Row, response: httpx.Response, reached: Any) -> None:
         assert row.says.lower() in (message + str(response.json())).lower()
         if not row.path.startswith("/api/") and row.path != ANTH:
             assert set(error) >= {"message", "type", "code", "param"}
-        return
+        return True
     assert response.status_code == 200, response.text
     assert row.effect is not None
     assert row.effect(reached, response.json(), response), response.text
+    return True
 
 
 def honoured(name: str, body: dict[str, Any], effect: Callable[[Any, Any, Any], bool], **more: Any) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from localllm.conversation.tools.prompt import _INSTRUCTION
+from localllm.conversation.tools.prompt import INSTRUCTION
 from localllm.server.app import create_app
 from localllm.server.dialects.fields import HINTS, REFUSED
 from localllm.server.dialects.openai.chat import ChatFields
@@ -42,5 +42,5 @@ def test_every_body_is_described_by_the_fields_its_path_reads() -> None:
 
 
 def test_the_default_tool_format_is_the_documented_one() -> None:
-    for line in _INSTRUCTION.replace("{{", "{").replace("}}", "}").replace("{tools}", "{…one per line…}").splitlines():
+    for line in INSTRUCTION.replace("{{", "{").replace("}}", "}").replace("{tools}", "{…one per line…}").splitlines():
         assert f"    {line}" in PAGE

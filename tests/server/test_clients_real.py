@@ -75,7 +75,7 @@ def _anthropic(server: Running, request: pytest.FixtureRequest) -> Any:
 
 def _ollama(server: Running, request: pytest.FixtureRequest) -> Any:
     client = _package("ollama").Client(host=server.url)
-    request.addfinalizer(client._client.close)  # it has no close of its own
+    request.addfinalizer(client.close)
     return client
 
 

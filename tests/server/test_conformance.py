@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from localllm.server.models.router import ServedModel
-from server.rows import Row, check
+from server.rows import Row, as_said
 from server.rows_openai import OPENAI
 from server.rows_others import OTHERS
 from support.http_server import running_server
@@ -48,4 +48,4 @@ def test_row(row: Row, http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.requests.clear()
     data = row.body if isinstance(row.body, bytes) else json.dumps(row.body).encode()
     response = http.post(row.path, content=data, headers={"content-type": "application/json"})
-    check(row, response, engine.requests[-1] if engine.requests else None)
+    assert as_said(row, response, engine.requests[-1] if engine.requests else None)

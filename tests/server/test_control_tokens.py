@@ -75,27 +75,25 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def check(choice: dict[str, Any]) -> None:
-    assert choice["finish_reason"] == "tool_calls", choice
-    calls = choice["message"]["tool_calls"]
-    assert calls
-    for call in calls:
-        assert call["function"]["name"] == "f"
-        assert json.loads(call["function"]["arguments"])["n"] in (1, 2, 3)
+def calls_as_declared(choice: dict[str, Any]) -> bool:
+    """The choice ends in calls of TOOL, each with arguments that its schema allows."""
+    calls = [c["function"] for c in choice["message"].get("tool_calls") or ()]
+    kept = all(c["name"] == "f" and json.loads(c["arguments"])["n"] in (1, 2, 3) for c in calls)
+    return choice["finish_reason"] == "tool_calls" and bool(calls) and kept
 
 
 def test_the_marker_as_one_control_token_opens_a_call_held_to_its_schema(http: httpx.Client) -> None:
-    check(ask(http, tools=[TOOL], seed=1))
+    assert calls_as_declared(ask(http, tools=[TOOL], seed=1))
 
 
 def test_a_required_call_in_the_same_format(http: httpx.Client) -> None:
-    check(ask(http, tools=[TOOL], tool_choice="required"))
+    assert calls_as_declared(ask(http, tools=[TOOL], tool_choice="required"))
 
 
 def test_an_answer_in_a_schema_or_a_call_behind_the_control_token(http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
-    check(ask(http, tools=[TOOL], response_format=form))
+    assert calls_as_declared(ask(http, tools=[TOOL], response_format=form))
     against = {"logit_bias": {str(MARKER): -100}}
     answer = ask(http, tools=[TOOL], response_format=form, **against)
     assert set(json.loads(answer["message"]["content"])) == {"ok"}

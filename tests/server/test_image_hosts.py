@@ -18,8 +18,9 @@ import pytest
 
 from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
-from localllm.server.generation import image_fetching as fetching
+from localllm.server.generation.image_fetching import MOST_BYTES
 from localllm.server.http.names import image_host
+from localllm.server.http.sockets import trusted_certificates
 from localllm.settings import Settings
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
@@ -70,7 +71,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
             self.send_response(404 if self.path == "/gone" else 200)
             self.end_headers()
             try:
-                self.wfile.write(bytes(fetching.MOST_BYTES + 1) if self.path == "/large" else FILE)
+                self.wfile.write(bytes(MOST_BYTES + 1) if self.path == "/large" else FILE)
             except OSError:  # whoever asked has left
                 pass
 
@@ -96,10 +97,10 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
 def trusted(web: Web, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host's certificate is one of those that are trusted here."""
     monkeypatch.setenv("SSL_CERT_FILE", str(web.certificate))
-    fetching._certificates.cache_clear()
+    trusted_certificates.cache_clear()
     web.asked.clear()
     yield
-    fetching._certificates.cache_clear()
+    trusted_certificates.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +248,7 @@ def test_the_way_is_https_and_its_certificate_counts(
     reply = http.post(CHAT, json=chat(f"http://localhost:{web.port}/a.jpg"))
     assert "https alone" in reply.json()["error"]["message"]
     monkeypatch.delenv("SSL_CERT_FILE")
-    fetching._certificates.cache_clear()
+    trusted_certificates.cache_clear()
     reply = http.post(CHAT, json=chat(web.url("/d.jpg")))
     assert reply.status_code == 400
     assert "can't be reached" in reply.json()["error"]["message"]
@@ -291,11 +292,11 @@ def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> N
     assert "within" in reply.json()["error"]["message"]
 
 
-def test_what_one_request_may_fetch_is_bounded(http: httpx.Client, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "MOST_IMAGES", 2)
-    monkeypatch.setattr(fetching._FetchBudget, "__init__", lambda self: self.__dict__.update(images=2, n_bytes=10**6))
-    parts = [{"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg")}} for i in range(3)]
-    reply = http.post(CHAT, json=user(*parts))
+def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine) -> None:
+    with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
+        running.app.state.server.images.most_images = 2
+        parts = [{"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg", "127.0.0.1")}} for i in range(3)]
+        reply = httpx.post(running.url + CHAT, json=user(*parts), trust_env=False, timeout=60)
     assert reply.status_code == 400
     assert "2 images" in reply.json()["error"]["message"]
     assert len(web.asked) == 2

@@ -117,7 +117,7 @@ def test_ollama_s_client_and_llama_cpp_s_form(server: Running, http: httpx.Clien
     made = client.generate(model="tiny", prompt="what is it?", images=[WIDE], options={"num_predict": 4})
     assert (made.prompt_eval_count or 0) > 20
     assert "vision" in (client.show("tiny").capabilities or [])
-    client._client.close()  # it has no block of its own
+    client.close()
     body = {"prompt": {"prompt_string": "see <__media__> now", "multimodal_data": [WIDE]}, "n_predict": 4}
     reply = http.post("/completion", json=body)
     assert reply.json()["tokens_evaluated"] > 20

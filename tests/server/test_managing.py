@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from localllm.server.models.router import ModelRouter, ServedModel
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from support.http_server import running_server
+from support.until import until
 
 
 def served(name: str, path: Path) -> ServedModel:
@@ -43,13 +43,6 @@ def http(models: ModelRouter) -> Iterator[httpx.Client]:
 def status(http: httpx.Client, name: str, path: str = "/models") -> str:
     found: dict[str, str] = {m["id"]: m["status"]["value"] for m in http.get(path).json()["data"]}
     return found[name]
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_llama_cpps_router_loads_and_unloads(http: httpx.Client) -> None:

@@ -15,9 +15,10 @@ from localllm.server.http.accounts import Account, KeyUsage, NamedKey, digest_of
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import Upstream, Upstreams
 from localllm.server.proxy.usage_meter import UsageMeter
-from server.test_pool import begun, pooled, until
+from server.test_pool import begun, pooled
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
+from support.until import until
 
 ANNA, OWNER = "anna-anna-anna-anna", "owner-owner-owner"
 HI = [{"role": "user", "content": "Tell me something, please."}]

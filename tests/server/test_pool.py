@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from localllm.server.proxy.relay import frame_kind
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
+from support.until import until
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 12}
 
@@ -155,13 +155,6 @@ def reachable(url: str) -> bool:
     except httpx.HTTPError:
         return False
     return True
-
-
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
@@ -369,8 +362,8 @@ def test_no_request_is_lost_when_one_is_drained_and_one_killed(smollm2: Path, tm
         served = [stack.enter_context(process(smollm2, p, tmp_path / str(p))) for p in at]
         front = stack.enter_context(pooled(*(f"http://127.0.0.1:{p}" for p in at)))
         for p in at:
-            until(lambda p=p: reachable(f"http://127.0.0.1:{p}"), 120)
-        until(lambda: all(b.up for b in front.front.pool.nodes), 120)
+            until(lambda p=p: reachable(f"http://127.0.0.1:{p}"), timeout_s=120)
+        until(lambda: all(b.up for b in front.front.pool.nodes), timeout_s=120)
         for end in ("drain", "kill"):
             talks = [[user(f"{end} {i} " + "some words of a long text " * 100)] for i in range(12)]
             said: list[httpx.Response] = []
@@ -381,7 +374,7 @@ def test_no_request_is_lost_when_one_is_drained_and_one_killed(smollm2: Path, tm
             threads = [threading.Thread(target=ask, args=(talk, i % 2 == 0)) for i, talk in enumerate(talks)]
             for thread in threads:
                 thread.start()
-            until(lambda: sum(b.active for b in front.front.pool.nodes) == 12, 60)
+            until(lambda: sum(b.active for b in front.front.pool.nodes) == 12, timeout_s=60)
             victim = max((b for b in front.front.pool.nodes if b.takes), key=lambda b: b.active)
             if end == "drain":
                 front.http.post("/pool/drain", json={"box": victim.name})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from localllm.cli.compose.model_router import router_for
 from localllm.settings import Settings
 from models.tiny_bert import CTX, write_bert
 from support.http_server import running_server
+from support.until import until
 
 DOCUMENTS = ["a machine", "learning is what one does", "machine learning, of course.", "paris"]
 QUERY = "what is machine learning?"
@@ -98,6 +98,13 @@ def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:
     assert states["ranker"][1] == ["rerank"]
 
 
+def _is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_the_scores_are_llama_cpps_own(http: httpx.Client, ranker: Path) -> None:
     program = os.environ.get("LOCALLLM_LLAMA_SERVER")
     if not program:
@@ -109,14 +116,7 @@ def test_the_scores_are_llama_cpps_own(http: httpx.Client, ranker: Path) -> None
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as theirs:
-            until = time.monotonic() + 60
-            while time.monotonic() < until:
-                try:
-                    if theirs.get("/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.1)
+            until(lambda: _is_up(theirs))
             expected, ours = rerank(theirs).json(), rerank(http).json()
     finally:
         process.terminate()

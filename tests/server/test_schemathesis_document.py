@@ -47,7 +47,7 @@ def _test_of(label: str) -> Any:
         suppress_health_check=list(HealthCheck),
     )
     def test(case: Any) -> None:
-        case.call_and_validate(
+        reply = case.call_and_validate(
             checks=[
                 checks.not_a_server_error,
                 checks.status_code_conformance,
@@ -55,6 +55,7 @@ def _test_of(label: str) -> Any:
                 checks.response_schema_conformance,
             ],
         )
+        assert reply.status_code < 500
 
     return test
 

@@ -6,8 +6,7 @@ import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,11 +14,12 @@ import pytest
 
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import PATHS, Upstream, Upstreams
-from server.rows import Row, check
+from server.rows import Row, as_said
 from server.rows_openai import OPENAI
 from server.rows_others import OTHERS
 from support.http_server import Running, running_server
 from support.scripted_engine import BOS, Gate, ScriptedEngine
+from support.until import until
 
 ROWS = [row for row in (*OPENAI, *OTHERS) if row.path in PATHS]
 EVERY = ("openai", "responses", "anthropic", "ollama")
@@ -90,7 +90,7 @@ def test_the_tables_rows_are_answered_alike(
     direct, through = answers
     elsewhere = not isinstance(body, dict) or body["model"] in ("tiny", "small")
     if elsewhere:
-        check(row, through, engine.requests[-1] if engine.requests else None)
+        assert as_said(row, through, engine.requests[-1] if engine.requests else None)
     assert through.status_code == direct.status_code, through.text
     if isinstance(body, dict) and body["model"] in ("tiny", "small"):
         assert alike(through.text) == alike(direct.text)
@@ -115,13 +115,6 @@ def test_pieces_are_not_kept_back(both: tuple[httpx.Client, httpx.Client], engin
         assert any("first" in line for line in lines)
         gate.open()
         assert any("second" in line for line in lines)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_who_leaves_ends_it_there(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:

@@ -20,6 +20,7 @@ from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import LoadProgress, ModelMetadata, ModelWorker
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server
+from support.until import until
 
 HI = [{"role": "user", "content": "Say hi"}]
 
@@ -108,8 +109,7 @@ def test_a_load_that_fails_is_told_and_others_are_served(tiny_model: Path, tmp_p
         waiting = pool.submit(http.post, "/v1/chat/completions", json=body)
         streaming = pool.submit(http.post, "/v1/chat/completions", json={**body, "stream": True})
         # Both wait now: whatever comes of the load is theirs.
-        while models[0].in_use < 3:
-            time.sleep(0.01)
+        until(lambda: models[0].in_use >= 3)
         gate.open()
         assert waiting.result().status_code == 422
         assert waiting.result().json()["error"]["code"] == "bad_model_file"
@@ -138,10 +138,7 @@ def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate)
         with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as stream:
             assert next(stream.iter_lines()) == ": loading"
         gate.open()
-        until = time.monotonic() + 20
-        while model.worker.loading and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not model.worker.loading
+        until(lambda: not model.worker.loading)
         assert model.in_use == 0
         reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
         assert reply.json()["usage"]["completion_tokens"] == 1

@@ -11,7 +11,7 @@ from localllm.conversation.tools.base import Tool, parameters_of
 from localllm.errors import RequestError, UnsupportedError
 
 # For models whose template knows no tools: Hermes' instruction, which many small models have seen.
-_INSTRUCTION = """\
+INSTRUCTION = """\
 You may call functions to help with the user's request. The functions, as JSON schemas:
 <tools>
 {tools}
@@ -117,7 +117,7 @@ def with_instruction(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool
     rewritten = [_as_text(m) for m in messages]
     if not tools:
         return rewritten
-    offer = _INSTRUCTION.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
+    offer = INSTRUCTION.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
     if rewritten and rewritten[0]["role"] == "system":
         rewritten[0] = {**rewritten[0], "content": f"{rewritten[0]['content']}\n\n{offer}".strip()}
         return rewritten

@@ -7,9 +7,7 @@ rebinding) leads nowhere else. Proxies of the environment are not used, since th
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
-import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +18,7 @@ from localllm.addresses import address_kind
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
 from localllm.server.http.names import is_address, is_loopback
+from localllm.server.http.sockets import trusted_certificates
 
 if TYPE_CHECKING:
     import httpx
@@ -43,16 +42,18 @@ Messages = Sequence[Mapping[str, Any]]
 class _FetchBudget:
     """What one request may still fetch."""
 
-    images: int = MOST_IMAGES
+    images: int
     n_bytes: int = MOST_REQUEST_BYTES
 
 
 @dataclass
 class ImageFetcher:
-    """Fetches from `hosts` (name, port), by https alone; `whole_s`: the longest that one image may take."""
+    """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may take; `most_images`:
+    how many of a request are fetched."""
 
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
+    most_images: int = MOST_IMAGES
     _kept: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
@@ -61,7 +62,7 @@ class ImageFetcher:
         named = {image.address for m in messages for image in m.get("images", ()) if image.address}
         if not named or not self.hosts:
             return messages
-        budget = _FetchBudget()
+        budget = _FetchBudget(self.most_images)
         addresses = sorted(named)
         answers = await asyncio.gather(*(self._fetch(address, budget) for address in addresses))
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
@@ -78,7 +79,7 @@ class ImageFetcher:
                 return kept
             budget.images -= 1
             if budget.images < 0:
-                return f"{MOST_IMAGES} images of a request are fetched at most"
+                return f"{self.most_images} images of a request are fetched at most"
             async with self._turns, asyncio.timeout(self.whole_s):
                 data = await self._followed(httpx.URL(address), budget)
         except httpx.InvalidURL:
@@ -107,7 +108,7 @@ class ImageFetcher:
         async with httpx.AsyncClient(
             trust_env=False,
             follow_redirects=False,
-            verify=_certificates(),
+            verify=trusted_certificates(),
             timeout=httpx.Timeout(10, connect=_CONNECT_S),
         ) as client:
             for _ in range(_MOST_REDIRECTS + 1):
@@ -198,10 +199,3 @@ async def _addresses(host: str, port: int) -> list[str]:
     if inner:
         raise RequestError(f"the image's host leads to a {min(inner)} address, which is refused")
     return ips
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    import httpx
-
-    return httpx.create_ssl_context()

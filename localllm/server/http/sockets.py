@@ -6,6 +6,7 @@ A port that is in use is said at once, and the engine's process is on its way be
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import ssl
@@ -195,3 +196,11 @@ def _start(path: Path) -> bytes:
 
 def _refuse_password() -> NoReturn:
     raise _EncryptedError
+
+
+@functools.cache
+def trusted_certificates() -> ssl.SSLContext:
+    """For requests of our own: certifi's, as httpx trusts, for a Python from python.org knows none of the system's."""
+    import httpx
+
+    return httpx.create_ssl_context()

@@ -6,14 +6,13 @@ token's cost through a proxy.
 
 from __future__ import annotations
 
-import functools
-import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from localllm.errors import LocalLLMError
+from localllm.server.http.sockets import trusted_certificates
 from localllm.server.proxy.usage_meter import UsageMeter
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class UpstreamClient:
             headers=outgoing.headers(),
             timeout=timeout,
             allow_redirects=False,
-            ssl=_certificates() if outgoing.url.startswith("https:") else True,
+            ssl=trusted_certificates() if outgoing.url.startswith("https:") else True,
         )
 
     async def status(self, url: str, seconds: float) -> int | None:
@@ -125,7 +124,7 @@ class UpstreamClient:
 
         headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
-        trusted = _certificates() if url.startswith("https:") else True
+        trusted = trusted_certificates() if url.startswith("https:") else True
         return self._open_session().get(url, headers=headers, timeout=timeout, allow_redirects=False, ssl=trusted)
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -160,11 +159,3 @@ def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
     if isinstance(error, TimeoutError):
         return UpstreamError(f"the server {outgoing.name} said nothing for {outgoing.silence_s:.0f} seconds")
     return UpstreamError(f"the server {outgoing.name} broke off ({type(error).__name__})")
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """certifi's, as httpx trusts: a Python from python.org knows none of the system's."""
-    import httpx
-
-    return httpx.create_ssl_context()
