@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import load_spec, prepare, run_settings
+from localllm.cli.compose.load_plan import load_plan_named
+from localllm.cli.compose.load_spec import load_spec, run_settings
 from localllm.engine.worker import backends
 from localllm.settings import Settings
 
 
 @pytest.mark.parametrize("context", [None, 2048])
 def test_a_named_drafter_is_counted_in_what_is_launched(smollm2: Path, context: int | None) -> None:
-    alone = prepare(str(smollm2), Settings({"context": context, "draft": "off"}))
-    drafted = prepare(str(smollm2), Settings({"context": context, "draft": str(smollm2)}))
+    alone = load_plan_named(str(smollm2), Settings({"context": context, "draft": "off"}))
+    drafted = load_plan_named(str(smollm2), Settings({"context": context, "draft": str(smollm2)}))
     assert alone.plan is not None
     assert drafted.plan is not None
     assert drafted.options.draft_path == str(smollm2)
@@ -24,9 +25,9 @@ def test_a_named_drafter_is_counted_in_what_is_launched(smollm2: Path, context: 
 
 
 def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
-    launch = prepare(str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3}))
-    assert launch.plan is not None
-    spec, planned = launch.options.spec, launch.plan.settings
+    load = load_plan_named(str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3}))
+    assert load.plan is not None
+    spec, planned = load.options.spec, load.plan.settings
     assert (spec.n_ctx, spec.n_seq_max, spec.kv_type_k, spec.kv_type_v) == (4096, 3, "q8_0", "q8_0")
     assert (planned.n_ctx, planned.slots, planned.kv_type_k, planned.kv_type_v) == (4096, 3, "q8_0", "q8_0")
     assert (spec.n_batch, spec.n_outputs, spec.n_gpu_layers) == (

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli.compose.plan_inputs import device_named
-from localllm.cli.compose.projector import that_see
+from localllm.cli.compose.lookup import device_named
+from localllm.cli.compose.projector import image_readers
 from localllm.cli.everything import app
 from localllm.library.catalog import load_catalog
 from localllm.planner import memory
@@ -55,16 +55,16 @@ def test_the_projector_is_counted_in_what_is_recommended() -> None:
     assert "projector" in run("recommend", "--sees", "--explain", "--device", "RTX 4090")
 
 
-def test_mlx_files_are_none_that_see(catalog: Catalog) -> None:
-    seeing = that_see(catalog.models)
+def test_mlx_files_are_none_image_readers(catalog: Catalog) -> None:
+    seeing = image_readers(catalog.models)
     assert {v.format for model in seeing for v in model.variants} == {"gguf"}
     assert "qwen3-8b" not in {model.id for model in seeing}
     plans = json.loads(run("recommend", "--sees", "--device", "M4 Max 64GB", "--json"))["plans"]
     assert {plan["backend"] for plan in plans} == {"llamacpp"}
 
 
-def test_every_model_that_sees_has_a_projector_of_some_size(catalog: Catalog) -> None:
-    for model in that_see(catalog.models):
+def test_every_model_image_readerss_has_a_projector_of_some_size(catalog: Catalog) -> None:
+    for model in image_readers(catalog.models):
         for variant in model.variants:
             assert 5e7 < listed_bytes(model, variant) < 2e10, (model.id, variant.quant)
     text_only = catalog.get("qwen3-8b")

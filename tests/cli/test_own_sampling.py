@@ -18,7 +18,8 @@ import pytest
 
 from localllm import paths
 from localllm.cli.chat.own_server import background_server
-from localllm.cli.compose.load_plan import own_sampling, prepare
+from localllm.cli.compose.load_plan import load_plan_named
+from localllm.cli.compose.served_models import own_sampling
 from localllm.engine.messages import Sampling
 from localllm.library.catalog import load_catalog
 from localllm.settings import Settings
@@ -87,20 +88,20 @@ def test_the_chat_has_them_too(tmp_path: Path) -> None:
 
 
 def test_a_file_nobody_describes_gets_what_everybody_gets(tiny_model: Path) -> None:
-    assert own_sampling(prepare(str(tiny_model), Settings()).plan) == Sampling()
+    assert own_sampling(load_plan_named(str(tiny_model), Settings()).plan) == Sampling()
 
 
 def test_the_catalog_goes_before_the_file_and_the_users_own_before_both(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf", sampling={"temp": 0.1, "top_k": 3})
-    assert own_sampling(prepare(str(path), Settings()).plan) == Sampling(temperature=0.6, top_k=20, min_p=0.0)
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.6, top_k=20, min_p=0.0)
     own = paths.config_dir() / "models"
     own.mkdir(parents=True)
     (own / "mine.toml").write_text('[[models]]\nid = "qwen3-0.6b"\nsampling = { temperature = 0.4 }\n')
-    assert own_sampling(prepare(str(path), Settings()).plan) == Sampling(temperature=0.4, top_k=20, min_p=0.0)
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.4, top_k=20, min_p=0.0)
 
 
 def test_the_catalog_says_what_suits_answers_without_reasoning(tmp_path: Path) -> None:
-    plan = prepare(str(write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf")), Settings()).plan
+    plan = load_plan_named(str(write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf")), Settings()).plan
     assert own_sampling(plan) == Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
     assert own_sampling(plan, thinks=False) == Sampling(temperature=0.7, top_p=0.8, top_k=20, min_p=0.0)
 
@@ -110,13 +111,13 @@ def test_what_the_catalog_leaves_open_the_file_says(tmp_path: Path) -> None:
     known = load_catalog().recognise(path.name)
     assert known is not None
     assert (known.sampling.temperature, known.sampling.top_k) == (0.7, None)
-    assert own_sampling(prepare(str(path), Settings()).plan) == Sampling(temperature=0.7, top_k=9, min_p=0.01)
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.7, top_k=9, min_p=0.01)
 
 
 @pytest.mark.parametrize("odd", [{"temp": -1.0}, {"temp": float("nan")}, {"top_p": 7.5}, {"top_k": -4}])
 def test_a_header_that_states_nonsense_states_nothing(tmp_path: Path, odd: dict[str, float]) -> None:
     path = write_llama(tmp_path / "odd.gguf", sampling=odd)
-    assert own_sampling(prepare(str(path), Settings()).plan) == Sampling()
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling()
 
 
 def test_an_mlx_folder_states_it_in_its_generation_config(tmp_path: Path) -> None:
@@ -129,6 +130,6 @@ def test_an_mlx_folder_states_it_in_its_generation_config(tmp_path: Path) -> Non
     stated_by = folder / "generation_config.json"
     stated_by.write_text(json.dumps({"temperature": 0.65, "top_k": 33, "repetition_penalty": 1.1, "eos_token_id": 2}))
     expected = Sampling(temperature=0.65, top_k=33, repeat_penalty=1.1)
-    assert own_sampling(prepare(str(folder), Settings()).plan) == expected
+    assert own_sampling(load_plan_named(str(folder), Settings()).plan) == expected
     stated_by.write_text("[]")
-    assert own_sampling(prepare(str(folder), Settings()).plan) == Sampling()
+    assert own_sampling(load_plan_named(str(folder), Settings()).plan) == Sampling()

@@ -90,11 +90,11 @@ def test_the_history_is_kept_and_a_damaged_file_is_none(tmp_path: Path) -> None:
 
 async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     """One start of `model` that writes `tokens`; whether it could be judged."""
-    from localllm.cli.compose.load_plan import prepare
+    from localllm.cli.compose.load_plan import load_plan_named
     from localllm.settings import Settings
 
-    launch = prepare(str(model), Settings({"context": 1024}))
-    ready = planned(launch)
+    load = load_plan_named(str(model), Settings({"context": 1024}))
+    ready = planned(load)
     worker = ModelWorker("m", ready.host, ready.facts, loading=ready.loading)
     router = ModelRouter([ServedModel("m", worker=worker)])
     watch = PaceWatch(router, said.append)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli.compose.file_plan import check_wish, wish
-from localllm.cli.compose.load_plan import load_spec, prepare, run_settings
+from localllm.cli.compose.load_plan import load_plan_named
+from localllm.cli.compose.load_spec import load_spec, run_settings
+from localllm.cli.compose.plan_inputs import check_offload, offload_options
 from localllm.cli.everything import app
 from localllm.device.named import resolve
 from localllm.errors import UsageError
@@ -41,7 +42,7 @@ def test_flags_become_a_placement(said: dict[str, str], placed: Placement) -> No
 @pytest.mark.parametrize("said", [{"gpu_layers": "most"}, {"cpu_moe": "-3"}, {"split": "a,b"}, {"split": "0,0"}])
 def test_what_is_no_number_is_refused_by_name(said: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(said))):
-        wish(Settings(said))
+        offload_options(Settings(said))
 
 
 def test_layers_of_draft_heads_count_where_the_engine_counts_them() -> None:
@@ -54,10 +55,10 @@ def test_layers_of_draft_heads_count_where_the_engine_counts_them() -> None:
 
 def test_what_was_said_is_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
     path = tiny_gguf.write_moe(tmp_path / "moe.gguf")
-    launch = prepare(str(path), Settings({"context": 512, "cpu_moe": "1", "gpu_layers": "0"}))
-    assert launch.plan is not None
-    assert launch.plan.settings.placement == Placement(gpu_layers=0, experts_on_host=1)
-    assert (launch.options.spec.n_gpu_layers, launch.options.spec.placement.experts_on_host) == (0, 1)
+    load = load_plan_named(str(path), Settings({"context": 512, "cpu_moe": "1", "gpu_layers": "0"}))
+    assert load.plan is not None
+    assert load.plan.settings.placement == Placement(gpu_layers=0, experts_on_host=1)
+    assert (load.options.spec.n_gpu_layers, load.options.spec.placement.experts_on_host) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_a_place_that_is_not_there_is_refused_with_the_machines_name(machine: st
         replace(resolve("RTX 4090"), name="a processor", accelerator="cpu") if "Ryzen" in machine else resolve(machine)
     )
     with pytest.raises(UsageError, match=device.name):
-        check_wish(asked, device)
-    assert check_wish(OffloadOptions(gpu_layers=-1, experts_on_host=2), device)
+        check_offload(asked, device)
+    assert check_offload(OffloadOptions(gpu_layers=-1, experts_on_host=2), device)
 
 
 def test_recommend_takes_them_for_any_machine() -> None:
@@ -88,11 +89,11 @@ def test_shares_of_workers_need_no_gpu_here(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("localllm.device.detect.detect", lambda: device)
     path = str(tiny_gguf.write_moe(tmp_path / "moe.gguf"))
     there = {"context": 512, "workers": ("10.0.0.8:50052", "10.0.0.9:50052")}
-    placed = prepare(path, Settings({**there, "split": "3,1", "gpu_layers": "1"})).options.spec
+    placed = load_plan_named(path, Settings({**there, "split": "3,1", "gpu_layers": "1"})).options.spec
     assert placed.placement.tensor_split == (3.0, 1.0)
     assert placed.placement.workers == there["workers"]
     assert placed.n_gpu_layers == 1
-    plain = prepare(path, Settings(there)).options.spec
+    plain = load_plan_named(path, Settings(there)).options.spec
     assert (plain.n_gpu_layers, plain.placement.tensor_split) == (-1, ())
     with pytest.raises(UsageError, match="3 shares"):
-        prepare(path, Settings({**there, "split": "3,1,1"}))
+        load_plan_named(path, Settings({**there, "split": "3,1,1"}))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose import load_plan as launching
-from localllm.cli.compose.load_plan import prepare
+from localllm.cli.compose import load_plan
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.library.catalog import read_header
 from localllm.planner.projector import projector_bytes
@@ -31,32 +31,32 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, able: None) -> None:
-    launch = prepare(str(model.text), Settings({}))
-    assert launch.options.spec.projector == str(model.projector)
-    without = prepare(str(model.text), Settings({"images": "off"}))
+    load = load_plan_named(str(model.text), Settings({}))
+    assert load.options.spec.projector == str(model.projector)
+    without = load_plan_named(str(model.text), Settings({"images": "off"}))
     assert without.options.spec.projector == ""
-    assert without.eyes.why_not == "switched off (--images off)"
-    assert launch.needs_bytes - without.needs_bytes == launch.eyes.need_bytes > model.projector.stat().st_size
+    assert without.projector.why_not == "switched off (--images off)"
+    assert load.needs_bytes - without.needs_bytes == load.projector.need_bytes > model.projector.stat().st_size
 
 
 def test_it_is_left_out_where_it_does_not_fit_and_says_so(
     model: VisionModel, able: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = prepare(str(model.text), Settings({"images": "off", "context": 2048}))
-    monkeypatch.setattr(launching, "free_for_models", lambda *_: alone.needs_bytes + 100_000)
-    launch = prepare(str(model.text), Settings({"context": 2048}))
-    assert launch.options.spec.projector == ""
-    assert "GB are left" in launch.eyes.why_not
+    alone = load_plan_named(str(model.text), Settings({"images": "off", "context": 2048}))
+    monkeypatch.setattr(load_plan, "free_for_models", lambda *_: alone.needs_bytes + 100_000)
+    load = load_plan_named(str(model.text), Settings({"context": 2048}))
+    assert load.options.spec.projector == ""
+    assert "GB are left" in load.projector.why_not
     with pytest.raises(DoesNotFitError, match="--images on"):
-        prepare(str(model.text), Settings({"images": "on", "context": 2048}))
+        load_plan_named(str(model.text), Settings({"images": "on", "context": 2048}))
 
 
 def test_a_build_without_mtmd_and_draft_heads_are_named(model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaCppType, "reads_images", lambda _: "made without it")
-    launch = prepare(str(model.text), Settings({}))
-    assert (launch.options.spec.projector, launch.eyes.why_not) == ("", "made without it")
+    load = load_plan_named(str(model.text), Settings({}))
+    assert (load.options.spec.projector, load.projector.why_not) == ("", "made without it")
     with pytest.raises(UnsupportedError, match="made without it"):
-        prepare(str(model.text), Settings({"images": "on"}))
+        load_plan_named(str(model.text), Settings({"images": "on"}))
 
 
 def test_draft_heads_switch_images_off_by_name_and_are_refused_beside_images_on(
@@ -66,24 +66,24 @@ def test_draft_heads_switch_images_off_by_name_and_are_refused_beside_images_on(
     text = write_mtp(tmp_path / "heads.gguf")
     projector = tmp_path / "mmproj-heads.gguf"
     projector.write_bytes(model.projector.read_bytes())
-    launch = prepare(str(text), Settings({"draft": "mtp"}))
-    assert launch.options.spec.mtp
-    assert launch.options.spec.projector == ""
-    assert launch.eyes.why_not == "draft heads and images don't go together yet"
+    load = load_plan_named(str(text), Settings({"draft": "mtp"}))
+    assert load.options.spec.mtp
+    assert load.options.spec.projector == ""
+    assert load.projector.why_not == "draft heads and images don't go together yet"
     with pytest.raises(UnsupportedError, match="--images on: draft heads and images"):
-        prepare(str(text), Settings({"draft": "mtp", "images": "on"}))
+        load_plan_named(str(text), Settings({"draft": "mtp", "images": "on"}))
     for draft in ("auto", "off", "ngram"):
-        spec = prepare(str(text), Settings({"draft": draft})).options.spec
+        spec = load_plan_named(str(text), Settings({"draft": draft})).options.spec
         assert (spec.mtp, spec.projector) == (False, str(projector))
-    # A launch that asks for both anyway, as another program's might, is refused in the worker with what to do.
+    # A load that asks for both anyway, as another program's might, is refused in the worker with what to do.
     with pytest.raises(LoadError, match="--draft off"):
         backend_type.load(LoadSpec(str(text), n_ctx=256, mtp=True, projector=str(projector)))
 
 
 def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:
-    assert prepare(str(tiny_model), Settings({})).eyes.why_not == ""
+    assert load_plan_named(str(tiny_model), Settings({})).projector.why_not == ""
     with pytest.raises(UnsupportedError, match="no image projector"):
-        prepare(str(tiny_model), Settings({"images": "on"}))
+        load_plan_named(str(tiny_model), Settings({"images": "on"}))
 
 
 @needs_mtmd()

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from localllm.cli.compose.load_plan import prepare_all
+from localllm.cli.compose import sharing
 from localllm.cli.compose.model_router import router_for
+from localllm.cli.compose.plan_inputs import PlanInputs
+from localllm.cli.compose.sharing import load_plans_together
 from localllm.engine.messages import Finish, Sampling
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.planner.types import Plan
@@ -42,11 +45,11 @@ async def answer(models: ModelRouter, name: str) -> Finish:
 
 
 def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two: list[str | None]) -> None:
-    launches = prepare_all(two, Settings())
-    assert [launch.name for launch in launches] == ["chatty", "filler"]
+    loads = load_plans_together(two, Settings())
+    assert [load.name for load in loads] == ["chatty", "filler"]
 
     async def story() -> None:
-        models = router_for(launches, ["fast=FILLER"])
+        models = router_for(loads, ["fast=FILLER"])
         try:
             assert await models.preload() == ()
             assert {m.name for m in models.list() if m.loaded} == {"chatty", "filler"}
@@ -56,7 +59,7 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two
             await models.close()
 
     async def turns() -> None:
-        models = ModelRouter(router_for(launches).named(), ModelAdmission(launches[0].needs_bytes + 1))
+        models = ModelRouter(router_for(loads).named(), ModelAdmission(loads[0].needs_bytes + 1))
         try:
             assert [m.name for m in await models.preload()] == ["filler"]
             await answer(models, "filler")
@@ -73,34 +76,27 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two
 def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
     two: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
+    real = PlanInputs.plan
 
-    from localllm.cli.compose import load_plan as launch
-
-    real = launch.plan_local
-
-    def tight(*args: object, **kwargs: object) -> Plan | None:
-        plan = real(*args, **kwargs)  # type: ignore[arg-type]
-        assert plan is not None
+    def tight(self: PlanInputs, context: int = 0) -> Plan:
+        plan = real(self, context)
         # A machine with room for three quarters of what both would take alone, and memory that is all context.
         kv = plan.settings.n_ctx * 1000
-        need = dataclasses.replace(plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000)
-        return dataclasses.replace(plan, memory=need)
+        need = replace(plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000)
+        return replace(plan, memory=need)
 
-    monkeypatch.setattr(launch, "plan_local", tight)
-    chosen = prepare_all(two, Settings({"context": 131072}))
+    monkeypatch.setattr(PlanInputs, "plan", tight)
+    chosen = load_plans_together(two, Settings({"context": 131072}))
     assert [c.options.spec.n_ctx for c in chosen] == [131072, 131072]
-    alone = prepare_all(two[:1], Settings())[0].options.spec.n_ctx
-    monkeypatch.setattr(launch, "_LEAST_SHARED_CONTEXT", 1)
+    alone = load_plans_together(two[:1], Settings())[0].options.spec.n_ctx
+    monkeypatch.setattr(sharing, "LEAST_SHARED_CONTEXT", 1)
 
-    def tighter(*args: object, **kwargs: object) -> Plan | None:
-        plan = tight(*args, **kwargs)
-        assert plan is not None
-        limit = int(1.5 * alone * 1000)
-        return dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit_bytes=limit))
+    def tighter(self: PlanInputs, context: int = 0) -> Plan:
+        plan = tight(self, context)
+        return replace(plan, memory=replace(plan.memory, limit_bytes=int(1.5 * alone * 1000)))
 
-    monkeypatch.setattr(launch, "plan_local", tighter)
-    contexts = [p.options.spec.n_ctx for p in prepare_all(two, Settings())]
+    monkeypatch.setattr(PlanInputs, "plan", tighter)
+    contexts = [p.options.spec.n_ctx for p in load_plans_together(two, Settings())]
     assert sum(contexts) <= 1.5 * alone
     assert max(contexts) == alone
 
@@ -119,17 +115,17 @@ def mlx_folder(tmp_path: Path) -> Path:
 def test_an_mlx_folder_is_planned_and_run_by_the_backend_that_accepts_it(
     mlx_folder: Path, two: list[str | None]
 ) -> None:
-    launches = prepare_all([str(mlx_folder), two[0]], Settings())
-    assert [(launch.local.format, launch.plan and launch.plan.backend) for launch in launches] == [
+    loads = load_plans_together([str(mlx_folder), two[0]], Settings())
+    assert [(load.local.format, load.plan and load.plan.backend) for load in loads] == [
         ("mlx", "mlx"), ("gguf", "llamacpp"),
     ]  # fmt: skip
-    assert launches[0].plan is not None
-    assert 0 < launches[0].options.spec.n_ctx <= launches[0].plan.model.native_context
+    assert loads[0].plan is not None
+    assert 0 < loads[0].options.spec.n_ctx <= loads[0].plan.model.native_context
 
     async def story() -> None:
-        models = router_for(launches)
+        models = router_for(loads)
         try:
-            finishes = [await answer(models, launch.name) for launch in launches]
+            finishes = [await answer(models, load.name) for load in loads]
             assert [f.usage.completion_tokens for f in finishes] == [3, 3]
         finally:
             await models.close()
@@ -142,22 +138,22 @@ def test_a_backend_that_does_not_run_the_files_is_said_before_anything_loads(
 ) -> None:
     for reference, backend in ((str(mlx_folder), "llamacpp"), (two[0], "mlx")):
         with pytest.raises(ModelFileError, match=f"not a model that the {backend} backend runs") as caught:
-            prepare_all([reference], Settings({"backend": backend}))
+            load_plans_together([reference], Settings({"backend": backend}))
         assert "--backend" in caught.value.hint
 
 
 def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFileError, match="is not a model"):
-        prepare_all([str(tmp_path)], Settings())
+        load_plans_together([str(tmp_path)], Settings())
 
 
 def test_names_that_cannot_be_told_apart_are_refused(two: list[str | None]) -> None:
-    launches = prepare_all([two[0], two[0]], Settings())
+    loads = load_plans_together([two[0], two[0]], Settings())
     with pytest.raises(UsageError, match="named twice"):
-        router_for(launches)
+        router_for(loads)
     with pytest.raises(UsageError, match="must be NAME=MODEL"):
-        router_for(launches[:1], ["fast=nothing"])
+        router_for(loads[:1], ["fast=nothing"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
@@ -193,7 +189,7 @@ def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
     are read while the model loads."""
     needed = (
         "cli.commands.serve, cli.serve.listening, cli.compose.model_router, cli.serve.run, cli.compose.load_plan, "
-        "cli.compose.file_plan, server.models.unloading, server.models.router, "
+        "cli.compose.plan_inputs, server.models.unloading, server.models.router, "
         "server.http.sockets, server.http.settings, engine.worker.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import prepare
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.detect import detect
 from localllm.device.probes import matrix_rate
 from localllm.device.probes.matrix_rate import Measurement
@@ -41,11 +41,11 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def layout_of(path: Path) -> str:
-    launch = prepare(str(path), Settings({"context": 2048}))
-    assert launch.plan is not None
+    load = load_plan_named(str(path), Settings({"context": 2048}))
+    assert load.plan is not None
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
-    return launch.options.spec.placement.layout
+    return load.options.spec.placement.layout
 
 
 def test_a_model_that_is_quicker_so_is_loaded_as_it_is_stored_and_the_kernels_are_timed_once(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import prepare
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.planner import drafting
@@ -81,7 +81,9 @@ def test_edits_count_for_an_agent_and_not_for_a_chat() -> None:
 
 def test_lookups_asked_for_by_name_are_planned_for_a_recurrent_model_and_loaded(tmp_path: Path) -> None:
     path = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
-    plans = {draft: prepare(str(path), Settings({"draft": draft, "context": 512})) for draft in ("auto", "ngram")}
+    plans = {
+        draft: load_plan_named(str(path), Settings({"draft": draft, "context": 512})) for draft in ("auto", "ngram")
+    }
     auto, named = plans["auto"].plan, plans["ngram"].plan
     assert auto is not None
     assert named is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localllm.cli.compose.load_plan import load_spec
+from localllm.cli.compose.load_spec import load_spec
 from localllm.device.named import resolve
 from localllm.planner import memory, speed
 from localllm.planner.explain import explain

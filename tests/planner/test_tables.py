@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.compose.load_plan import load_spec
+from localllm.cli.compose.load_spec import load_spec
 from localllm.device.named import resolve
 from localllm.planner import memory, places, speed
 from localllm.planner.explain import explain

@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from localllm.cli.chat.own_server import background_server
-from localllm.cli.compose.load_plan import pooled_use, prepare, prepare_all
+from localllm.cli.compose.load_plan import load_plan_named, pooled_use
 from localllm.cli.compose.model_router import router_for
+from localllm.cli.compose.sharing import load_plans_together
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
@@ -38,7 +39,7 @@ def server(bert: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             patch.setenv(f"LOCALLLM_{name}_DIR", str(tmp_path_factory.mktemp(name.lower())))
-        router = router_for(prepare_all([str(tiny_model), str(bert)], Settings()))
+        router = router_for(load_plans_together([str(tiny_model), str(bert)], Settings()))
     with running_server(router) as running:
         yield running
 
@@ -181,11 +182,11 @@ def test_a_worker_that_dies_again_and_again_is_a_503_with_a_time(bert: Path, mon
 
 
 def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Path) -> None:
-    launch = prepare(str(bert), Settings())
-    assert launch.embedding is not None
-    assert launch.needs_bytes > bert.stat().st_size
-    assert prepare(str(tiny_model), Settings()).embedding is None
-    ranker = prepare(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings()).local
+    load = load_plan_named(str(bert), Settings())
+    assert load.embedding is not None
+    assert load.needs_bytes > bert.stat().st_size
+    assert load_plan_named(str(tiny_model), Settings()).embedding is None
+    ranker = load_plan_named(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings()).local
     assert pooled_use(ranker) == "ranks"
     with pytest.raises(UsageError, match="makes embeddings, not text"), background_server(str(bert)):
         pass

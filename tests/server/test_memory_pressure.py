@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.compose import load_plan as launch
-from localllm.cli.compose.load_plan import prepare, prepare_all
+from localllm.cli.compose import sharing
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.model_router import router_for
+from localllm.cli.compose.sharing import load_plans_together
 from localllm.engine.host import memory as memory_guard
 from localllm.errors import BusyError, DoesNotFitError
 from localllm.server.app import create_app
@@ -42,22 +43,22 @@ def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None
 
 
 def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(smollm2: Path, machine: dict[str, int | None]) -> None:
-    wide = prepare(str(smollm2), Settings())
+    wide = load_plan_named(str(smollm2), Settings())
     assert wide.options.engine["planned_bytes"] == wide.needs_bytes
     headroom = memory_guard.headroom_bytes(16 * GB)
     machine["available"] = headroom + wide.needs_bytes
-    assert prepare(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
+    assert load_plan_named(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
     machine["available"] = headroom + wide.needs_bytes - 1
-    narrow = prepare(str(smollm2), Settings())
+    narrow = load_plan_named(str(smollm2), Settings())
     assert narrow.options.spec.n_ctx == wide.options.spec.n_ctx // 2
     assert narrow.options.engine["planned_bytes"] < wide.needs_bytes
     machine["available"] = None
-    assert prepare(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
+    assert load_plan_named(str(smollm2), Settings()).options.spec.n_ctx == wide.options.spec.n_ctx
 
 
 def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(smollm2: Path, machine: dict[str, int | None]) -> None:
     machine["available"] = 1 * GB
-    chosen = prepare(str(smollm2), Settings({"context": 8192}))
+    chosen = load_plan_named(str(smollm2), Settings({"context": 8192}))
     assert chosen.options.spec.n_ctx == 8192
 
     async def story() -> None:
@@ -78,7 +79,7 @@ def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for
     smollm2: Path, machine: dict[str, int | None]
 ) -> None:
     machine["available"] = 0
-    least = prepare(str(smollm2), Settings())
+    least = load_plan_named(str(smollm2), Settings())
     assert least.options.spec.n_ctx == 2048
 
     async def story() -> None:
@@ -91,7 +92,7 @@ def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for
 def test_what_models_may_have_is_what_the_guard_lets_them_load(machine: dict[str, int | None]) -> None:
     headroom = memory_guard.headroom_bytes(16 * GB)
     machine["available"] = headroom + 12345
-    _, available = launch.memory_for_models()
+    _, available = sharing.memory_for_models()
     assert available() == 12345
     machine["available"] = headroom - 1
     assert available() == 0
@@ -149,7 +150,7 @@ def test_metrics_say_what_is_available_what_is_kept_and_how_pressed_each_engine_
 
 def test_a_served_model_shows_this_machines_memory(tiny_model: Path) -> None:
     async def story() -> dict[str, Any]:
-        models = router_for(prepare_all([str(tiny_model)], Settings()))
+        models = router_for(load_plans_together([str(tiny_model)], Settings()))
         try:
             await models.preload()
             return await models.list()[0].snapshot()

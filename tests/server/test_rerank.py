@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.compose.load_plan import prepare_all
 from localllm.cli.compose.model_router import router_for
+from localllm.cli.compose.sharing import load_plans_together
 from localllm.settings import Settings
 from models.tiny_bert import CTX, write_bert
 from support.http_server import running_server
@@ -35,7 +35,7 @@ def http(ranker: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             patch.setenv(f"LOCALLLM_{name}_DIR", str(tmp_path_factory.mktemp(name.lower())))
-        router = router_for(prepare_all([str(p) for p in (tiny_model, *embedders, ranker)], Settings()))
+        router = router_for(load_plans_together([str(p) for p in (tiny_model, *embedders, ranker)], Settings()))
     with running_server(router) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import Launch
+    from localllm.cli.compose.load_plan import LoadPlan
     from localllm.engine.worker.client import WorkerClient, WorkerOptions
 
 DEPTHS = (16, 128, 512, 2048, 8192, 32768, 131072)
@@ -29,7 +29,7 @@ _SETTLE_S = 1.0
 class Sweep:
     """What is measured, one after the other, into `found`. `say` hears each step before it is done."""
 
-    launch: Launch
+    load: LoadPlan
     say: Callable[[str], None]
     speculation: bool = True
 
@@ -40,7 +40,7 @@ class Sweep:
     async def run(self) -> dict[str, Any]:
         """Everything. Raises the LocalLLMError that the model as planned ended in; a variation that does not run is told."""
         with tempfile.TemporaryDirectory(prefix="localllm-bench-") as disk:
-            options = self._options(engine={**self.launch.options.engine, "disk_dir": disk, "draft": "auto"})
+            options = self._options(engine={**self.load.options.engine, "disk_dir": disk, "draft": "auto"})
             async with _engine(options) as engine:
                 await self._depths(engine)
                 await self._streams(engine)
@@ -55,7 +55,7 @@ class Sweep:
         return self.found
 
     def _options(self, **changed: Any) -> WorkerOptions:
-        return replace(self.launch.options, **changed)
+        return replace(self.load.options, **changed)
 
     def _fresh(self) -> int:
         self._seed += 1
@@ -85,7 +85,7 @@ class Sweep:
 
     def _physics(self, depth: int, rate: float) -> dict[str, Any]:
         """What was predicted there, and the bandwidth that this rate means."""
-        plan = self.launch.plan
+        plan = self.load.plan
         if plan is None:
             return {}
         from localllm.device.detect import detect
@@ -159,7 +159,7 @@ class Sweep:
 
     async def _variations(self) -> None:
         """KV types and micro-batches other than planned, each in a load of its own."""
-        spec = self.launch.options.spec
+        spec = self.load.options.spec
         self.found["kv_types"] = [
             {"kv_type": kind, **row}
             for kind in KV_TYPES
@@ -178,8 +178,8 @@ class Sweep:
 
         self.say(name)
         options = self._options(
-            spec=replace(self.launch.options.spec, **changed),
-            engine={**self.launch.options.engine, "disk_dir": None, "draft": "off"},
+            spec=replace(self.load.options.spec, **changed),
+            engine={**self.load.options.engine, "disk_dir": None, "draft": "off"},
         )
         try:
             async with _engine(options) as engine:

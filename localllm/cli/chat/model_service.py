@@ -62,12 +62,13 @@ class ModelDesk:
 
     def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
         """See Desk."""
-        from localllm.cli.compose.plan_inputs import find_model, of_quant
+        from localllm.cli.compose.lookup import of_quant
+        from localllm.library.described import describe
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 
         device, overrides = self._device(wish)
-        model, quant = find_model(ref, self.catalog)
+        model, quant = describe(ref, self.catalog)
         workload = _workload(wish)
         plans = of_quant(planner.variants_of(device, model, workload, overrides=overrides), quant)
         return [*explain(plans[0], device, columns=columns)] if plans else []
@@ -80,12 +81,12 @@ class ModelDesk:
 
     def fit(self, model: OnDisk) -> str:
         """See Desk."""
-        from localllm.cli.compose.load_plan import prepare_local
+        from localllm.cli.compose.load_plan import make_load_plan
         from localllm.errors import LocalLLMError
         from localllm.settings import Settings
 
         try:
-            plan = prepare_local(self._local(model), Settings(), "chat").plan
+            plan = make_load_plan(self._local(model), Settings(), "chat").plan
         except LocalLLMError as e:
             return e.message
         if plan is None:
@@ -104,7 +105,7 @@ class ModelDesk:
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
         """See Desk."""
-        from localllm.cli.compose.plan_inputs import variant_choice
+        from localllm.cli.compose.lookup import variant_choice
         from localllm.library.pull import pull
 
         def hear(p: DownloadProgress) -> None:
@@ -124,7 +125,7 @@ class ModelDesk:
         return self._catalog
 
     def _device(self, wish: Wish) -> tuple[Device, Overrides]:
-        from localllm.cli.compose.plan_inputs import machine_of
+        from localllm.cli.compose.lookup import machine_of
 
         key = (wish.machine.strip(), wish.memory_gb)
         if key not in self._devices:

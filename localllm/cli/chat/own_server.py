@@ -13,7 +13,7 @@ from localllm.errors import LocalLLMError, UsageError
 if TYPE_CHECKING:
     import asyncio
 
-    from localllm.cli.compose.load_plan import Launch
+    from localllm.cli.compose.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
     from localllm_tui.control.engine import Progress
@@ -34,15 +34,15 @@ class OwnEngine:
         self, model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
     ) -> None:
         from localllm.cli.compose.presets import load_presets
-        from localllm.cli.compose.served_models import Offers
+        from localllm.cli.compose.served_models import ServedModels
         from localllm.library.resolve import resolve
         from localllm.server.http.sockets import bind
         from localllm.settings import Settings
 
         self._settings = Settings({"context": context, **(placed or {})})
-        self._offers = Offers(self._settings, load_presets())
+        self._served = ServedModels(self._settings, load_presets())
         reference = model or self._settings.value("model")
-        self._preset = self._offers.preset(reference)
+        self._preset = self._served.preset(reference)
         named = self._preset.model if self._preset is not None else reference
         self._local = resolve(named, offline=bool(self._settings.value("offline")))
         self.model = self._preset.name if self._preset is not None else self._local.name
@@ -120,8 +120,8 @@ class OwnEngine:
 
         secured = ServerSettings(host="127.0.0.1", port=0, api_key=None).secured()
         try:
-            launch = await asyncio.to_thread(self._plan)
-            router = await asyncio.to_thread(self._router, [launch])
+            load = await asyncio.to_thread(self._plan)
+            router = await asyncio.to_thread(self._router, [load])
             self._first = router.resolve(self.model)
         except LocalLLMError as e:
             self._fail(e)
@@ -143,23 +143,23 @@ class OwnEngine:
             pace.cancel()
             await router.close()
 
-    def _plan(self) -> Launch:
+    def _plan(self) -> LoadPlan:
         from dataclasses import replace
 
-        from localllm.cli.compose.load_plan import prepare_local
+        from localllm.cli.compose.load_plan import make_load_plan
 
-        launch = prepare_local(self._local, self._offers.settings_for(self._local, self._preset), "chat")
-        if launch.embedding is not None:
+        load = make_load_plan(self._local, self._served.settings_for(self._local, self._preset), "chat")
+        if load.embedding is not None:
             raise UsageError(
-                f"{launch.name} makes {'scores' if launch.ranks else 'embeddings'}, not text",
+                f"{load.name} makes {'scores' if load.ranks else 'embeddings'}, not text",
                 hint="name a chat model: `localllm models list`",
             )
-        return replace(launch, preset=self._preset)
+        return replace(load, preset=self._preset)
 
-    def _router(self, launches: list[Launch]) -> ModelRouter:
+    def _router(self, loads: list[LoadPlan]) -> ModelRouter:
         from localllm.cli.compose.model_router import router_for
 
-        return router_for(launches, offers=self._offers, only=False)
+        return router_for(loads, served=self._served, only=False)
 
 
 @contextmanager

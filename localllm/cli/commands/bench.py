@@ -10,7 +10,7 @@ import typer
 from localllm.cli.bench.full import second_fastest
 
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import Launch
+    from localllm.cli.compose.load_plan import LoadPlan
     from localllm.engine.worker.client import WorkerClient
 
 _ROUNDS = 3
@@ -84,15 +84,15 @@ def bench(
         servers = bench_against.Servers(model, against, tuple(restart_cmd or ()))
         bench_against.show(bench_against.compare(servers, scenarios, rounds), as_json=as_json)
         return
-    from localllm.cli.compose.load_plan import prepare
+    from localllm.cli.compose.load_plan import load_plan_named
     from localllm.settings import Settings
 
-    launch = prepare(model, Settings({"context": context}))
-    print(f"measuring {launch.name}: {_ROUNDS} rounds, more if they disagree …", file=sys.stderr)
-    figures = asyncio.run(_measure(launch, speculation=speculation))
+    load = load_plan_named(model, Settings({"context": context}))
+    print(f"measuring {load.name}: {_ROUNDS} rounds, more if they disagree …", file=sys.stderr)
+    figures = asyncio.run(_measure(load, speculation=speculation))
     if full:
-        figures["full"] = _full(launch)
-    figures.update(_compare_and_keep(launch, figures))
+        figures["full"] = _full(load)
+    figures.update(_compare_and_keep(load, figures))
     if then is not None:
         figures["compared"] = bench_compare.compared(then, figures)
     if share is not None:
@@ -105,13 +105,13 @@ def bench(
     print("\n".join(lines(figures)))
 
 
-def _full(launch: Launch) -> dict[str, Any]:
+def _full(load: LoadPlan) -> dict[str, Any]:
     import asyncio
     import sys
 
     from localllm.cli.bench.full import Sweep
 
-    return asyncio.run(Sweep(launch, lambda text: print(f"  {text} …", file=sys.stderr, flush=True)).run())
+    return asyncio.run(Sweep(load, lambda text: print(f"  {text} …", file=sys.stderr, flush=True)).run())
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
@@ -163,13 +163,13 @@ def _gb(value: float | None) -> str:
     return "unknown" if value is None else f"{value / 1e9:.2f} GB"
 
 
-async def _measure(launch: Launch, *, speculation: bool) -> dict[str, Any]:
+async def _measure(load: LoadPlan, *, speculation: bool) -> dict[str, Any]:
     from dataclasses import replace
 
     from localllm.cli.bench import speculation as bench_speculation
     from localllm.engine.worker.supervisor import Supervisor
 
-    options = launch.options
+    options = load.options
     # Whatever the settings say: each request then says whether it wants drafts.
     if speculation and options.engine.get("draft") != "mtp":
         options = replace(options, engine={**options.engine, "draft": "auto"})
@@ -224,7 +224,7 @@ async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]
     return run.decode_tok_s, run.prefill_tok_s
 
 
-def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]:
+def _compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
     import datetime
 
@@ -234,7 +234,7 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
     from localllm.planner.speed import Measured
     from localllm.planner.verify import compare
 
-    plan = launch.plan
+    plan = load.plan
     if plan is None:
         return {}
     device, ran = detect(measure=True), plan.settings
@@ -243,7 +243,7 @@ def _compare_and_keep(launch: Launch, figures: dict[str, Any]) -> dict[str, Any]
         decode_tok_s=figures["decode_tok_s"], depth=figures["prompt_tokens"] + _DECODE_TOKENS // 2, kv_type=ran.kv_type,
         prefill_tok_s=figures["prefill_tok_s"], prompt_tokens=figures["prompt_tokens"], file_bytes=plan.variant.file_bytes,
         n_ctx=ran.n_ctx, slots=ran.slots, n_ubatch=ran.n_batch, memory_bytes=int(figures["memory_bytes"]),
-        predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(launch.local.path),
+        predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(load.local.path),
         short_tok_s=figures["short_tok_s"], short_depth=_SHORT_PROMPT_TOKENS + _DECODE_TOKENS // 2,
         gpu_layers=ran.placement.gpu_layers, experts_on_host=ran.placement.experts_on_host, kv_on_host=ran.placement.kv_on_host,
         layout=ran.placement.layout,

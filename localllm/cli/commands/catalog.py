@@ -40,16 +40,16 @@ def update(
     """
     import sys
 
-    from localllm.cli.compose.plan_inputs import find_model
     from localllm.errors import UsageError
     from localllm.library import catalog_update, hub
     from localllm.library.catalog import load_catalog, user_folder
+    from localllm.library.described import describe
 
     if offline or hub.is_offline():
         raise UsageError("an update of the catalog asks the hub", hint="run it without --offline and HF_HUB_OFFLINE")
     known = load_catalog()
     new = [name for name in models or () if "/" in name and known.recognise(name) is None]
-    named = [known.recognise(name) or find_model(name, known)[0] for name in models or () if name not in new]
+    named = [known.recognise(name) or describe(name, known)[0] for name in models or () if name not in new]
     wanted = named if models else list(known.models)
     print(f"asking the hub about {len(wanted) + len(new)} models …", file=sys.stderr)
     found = catalog_update.read(wanted, hub.list_files)

@@ -29,7 +29,7 @@ def pull(
     import sys
 
     from localllm.cli.commands.models import as_row, gb
-    from localllm.cli.compose.plan_inputs import variant_choice
+    from localllm.cli.compose.lookup import variant_choice
     from localllm.library.pull import pull as fetch
     from localllm.settings import Settings
 

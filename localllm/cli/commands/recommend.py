@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.options import CpuMoe, GpuLayers, Split
-from localllm.cli.compose.plan_inputs import device_named, find_model, of_quant, overrides_for
+from localllm.cli.compose.lookup import device_named, of_quant, overrides_for
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -93,12 +93,13 @@ def recommend(
     models too; --plain, a pipe, --json and the options that ask for one answer print a list.
     """
     from localllm.cli.compose import build_advice as other_builds
-    from localllm.cli.compose import projector as seeing
-    from localllm.cli.compose.file_plan import check_wish, wish
+    from localllm.cli.compose import projector
+    from localllm.cli.compose.plan_inputs import check_offload, offload_options
     from localllm.cli.recommend import view
     from localllm.device.named import with_memory
     from localllm.errors import UsageError
     from localllm.library.catalog import age_days, load_catalog, user_folder
+    from localllm.library.described import describe
     from localllm.planner import recommend as planner
     from localllm.settings import Settings
 
@@ -128,17 +129,19 @@ def recommend(
     catalog = load_catalog()
     no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        _reaching(find_model(model, catalog, offline=no_network), workload, at, as_json=as_json)
+        _reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
     machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
-    placed = check_wish(wish(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine)
+    placed = check_offload(
+        offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine
+    )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     if check:
         view.out(view.check(machine, catalog, as_json=as_json))
         return
     if model is not None:
-        one, quant = find_model(model, catalog, offline=no_network)
-        one = next(iter(seeing.that_see([one])), one) if sees else one
+        one, quant = describe(model, catalog, offline=no_network)
+        one = next(iter(projector.image_readers([one])), one) if sees else one
         plans = of_quant(planner.variants_of(machine, one, workload, overrides=overrides), quant)
         best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
         if best is not None:
@@ -147,7 +150,7 @@ def recommend(
         installed = _installed(plans, machine, catalog)
         _show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
         return
-    models = seeing.that_see(catalog.models) if sees else catalog.models
+    models = projector.image_readers(catalog.models) if sees else catalog.models
     answer = planner.recommend(machine, models, workload, overrides=overrides, limit=0 if everything else 8)
     if plot:
         _plot(machine, list(answer.plans), file)

@@ -1,39 +1,40 @@
-"""From a MODEL and settings to something that can be served: the one place that turns a Plan into worker options."""
+"""LoadPlan: all that it takes to load one model, made once from settings, device, model and overrides, and passed on whole.
+
+The walk: `lookup` or `library` finds the files, `plan_inputs` what the planner is asked with, `planner.plan` the Plan,
+`load_spec` what a backend is told; whoever loads hands `options` to a `Supervisor`, and that to the worker process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal
 
-from localllm.cli.compose.projector import Eyes, blind, eyes_of
+from localllm.cli.compose.load_spec import spec_of
+from localllm.cli.compose.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
+from localllm.cli.compose.projector import Projector, left_out, projector_beside
 from localllm.errors import DoesNotFitError
-from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.cli.compose.presets import Preset
-    from localllm.engine.messages import Sampling
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm.library.resolve import LocalModel
-    from localllm.planner.types import Plan, RunSettings
-    from localllm_backends.contract import KvType, LoadSpec
+    from localllm.planner.types import Plan
+    from localllm.settings import Settings
+    from localllm_backends.contract import LoadSpec
     from localllm_catalog.types import Purpose
 
-
-# Models that share a machine give up context for each other down to this many tokens, and then take turns.
-_LEAST_SHARED_CONTEXT = 4096
-# The memory guard lowers a context nobody chose no further.
-_LEAST_CONTEXT = 2048
+# What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay below.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
 # llama.h, enum llama_pooling_type: mean, CLS and last token make vectors, 4 ranks (0 is none).
-_POOLINGS = {1: "embeds", 2: "embeds", 3: "embeds", 4: "ranks"}
+_POOLINGS: dict[int, Literal["embeds", "ranks"]] = {1: "embeds", 2: "embeds", 3: "embeds", 4: "ranks"}
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came from. `preset`: the
-    one of config.toml that it was named by."""
+class LoadPlan:
+    """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came from (None: its header
+    says too little to plan by). `embedding`: the options of one that makes vectors, or scores where it `ranks`. `preset`:
+    the one of config.toml that it was named by."""
 
     name: str
     local: LocalModel
@@ -42,73 +43,129 @@ class Launch:
     embedding: EmbeddingOptions | None = None
     preset: Preset | None = None
     ranks: bool = False
-    eyes: Eyes = field(default_factory=Eyes)
+    projector: Projector = field(default_factory=Projector)
 
     @property
     def needs_bytes(self) -> int:
-        """What it takes while loaded: as planned, or its files' size where there is no plan (an embedding model: and
-        a quarter GB for its buffers, an assumption that models of up to 2,048 tokens stay below)."""
+        """What it takes while loaded: as planned, or its files' size where there is no plan."""
         if self.plan is not None:
-            return self.plan.memory.total_bytes + self.eyes.need_bytes
-        return (
-            self.eyes.need_bytes
-            + self.local.size_bytes
-            + (_EMBEDDING_BUFFERS_BYTES if self.embedding is not None else 0)
-        )
+            return self.plan.memory.total_bytes + self.projector.need_bytes
+        buffers = _EMBEDDING_BUFFERS_BYTES if self.embedding is not None else 0
+        return self.projector.need_bytes + self.local.size_bytes + buffers
+
+    @property
+    def fills_in(self) -> bool:
+        """True where the model can complete code between a prefix and a suffix."""
+        return self.plan is not None and bool(self.plan.model.fim)
 
 
-def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
-    """What a request that names no sampling gets: what the model's maker recommends (where the request switches reasoning
-    off, unless it `thinks`: for that), and where nobody says, ours."""
-    from localllm.engine.messages import Sampling
+def resolved(reference: str | None, settings: Settings) -> LocalModel:
+    """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and ModelFileError."""
+    from localllm.library.resolve import resolve
 
-    if plan is None:
-        return Sampling()
-    stated, without = plan.model.sampling, plan.model.sampling_non_thinking
-    names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
-    said = {name: getattr(stated, name) for name in names}
-    if not thinks and without is not None:
-        said |= {name: value for name in names if (value := getattr(without, name)) is not None}
-    return Sampling(**{name: value for name, value in said.items() if value is not None})
+    return resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
 
 
-def prepare_all(
-    references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
-) -> list[Launch]:
-    """Prepare models that share this machine, the first one for coding, a further one that can fill in for
-    autocomplete. Contexts nobody chose are halved, the largest first, until all fit at once; where that is not enough
-    each keeps what it would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as
-    `prepare` does."""
-    each = own or [settings] * len(references)
-    alone = [prepare(r, s, "coding", of=len(references)) for r, s in zip(references, each, strict=True)]
-    for i, launch in enumerate(alone[1:], 1):
-        if _fills_in(launch):
-            alone[i] = prepare(references[i], each[i], "autocomplete", of=len(references))
-    planned = [i for i, a in enumerate(alone) if a.plan is not None and each[i]["context"].automatic]
-    if len(alone) == 1 or not planned:
-        return alone
-    limit = min(a.plan.memory.limit_bytes for a in alone if a.plan is not None)
-    shared = list(alone)
-    while sum(s.needs_bytes for s in shared) > limit:
-        at = max(planned, key=lambda i: shared[i].options.spec.n_ctx)
-        smaller = shared[at].options.spec.n_ctx // 2
-        if smaller < _LEAST_SHARED_CONTEXT:
-            return alone
-        purpose: Purpose = "autocomplete" if at and _fills_in(shared[at]) else "coding"
-        lowered = prepare(references[at], each[at].lowered("context", smaller), purpose, of=len(references))
-        if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
-            return alone
-        shared[at] = lowered
-    return shared
+def load_plan_named(reference: str | None, settings: Settings, purpose: Purpose = "chat") -> LoadPlan:
+    """The LoadPlan of MODEL. Raises ModelNotFoundError, ModelFileError, BackendMissingError, DoesNotFitError or UsageError."""
+    return make_load_plan(resolved(reference, settings), settings, purpose)
 
 
-def _fills_in(launch: Launch) -> bool:
-    return launch.plan is not None and bool(launch.plan.model.fim)
+def make_load_plan(
+    local: LocalModel, settings: Settings, purpose: Purpose = "chat", *, of: int = 1, spare_bytes: int = 0
+) -> LoadPlan:
+    """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
+    memory for cached prefixes; `spare_bytes`: what others would give back to make room. Raises as `load_plan_named`."""
+    from localllm.engine.worker import backends
+
+    # Said now, before anything is planned: no backend runs these files, or its package is missing.
+    backend = backends.for_path(str(local.path), settings.value("backend"))
+    use = pooled_use(local)
+    if use is not None:
+        return _embedding_plan(local, settings, use)
+    draft, second = _drafting(local, settings)
+    inputs = plan_inputs(local, settings, purpose, second)
+    plan = _first_plan(local, settings, inputs)
+    free = free_for_models(_headroom_bytes(settings))
+    room = _Room(local, inputs, None if free is None else free + spare_bytes)
+    projector, plan = _with_projector(room, plan, projector_beside(local, backend, settings, draft), settings)
+    spec = spec_of(str(local.path), plan, settings)
+    if projector.file is not None and not spec.mtp:
+        spec = replace(spec, projector=str(projector.file))
+    # What other machines take of it is not known here.
+    takes = 0 if settings.value("workers") else room.takes(plan)
+    planned_bytes = takes + projector.need_bytes if takes else 0
+    engine = _engine_settings(local, settings, draft=draft, of=of, planned_bytes=planned_bytes)
+    options = _worker_options(spec, settings, engine, second)
+    return LoadPlan(local.name, local, options, plan, projector=projector)
 
 
-def _headroom(settings: Settings) -> int | None:
-    asked = settings.value("memory_headroom_gb")
-    return None if asked is None else int(asked * 1e9)
+# -- the plan that fits ------------------------------------------------------------------------------------------------
+
+
+def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None) -> Plan | None:
+    """The plan on this machine; None for a header that can't be planned by, and where it does not fit but other machines take
+    layers of it too: what they have is not planned for, llama.cpp splits the model by what each device has free.
+
+    Raises DoesNotFitError when even the smallest context can't fit."""
+    plan = inputs.plan() if inputs is not None else None
+    if plan is None or plan.fits != "no":
+        return plan
+    if settings.value("workers"):
+        return None
+    need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
+    raise DoesNotFitError(
+        f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
+        f"and this machine has {limit / 1e9:.1f} GB usable"
+    )
+
+
+class _Room:
+    """What of the system's memory is free for a model now (None: not known), and the plans that this leaves room for."""
+
+    def __init__(self, local: LocalModel, inputs: PlanInputs | None, free_bytes: int | None) -> None:
+        from localllm.device.detect import detect
+
+        self._local, self._inputs, self.free_bytes = local, inputs, free_bytes
+        self._discrete = (inputs.device if inputs is not None else detect()).kind == "discrete"
+
+    def takes(self, plan: Plan | None) -> int:
+        """Bytes of the system's memory. A graphics card's own memory ends in an error when it is full, the system's in
+        swapping."""
+        if plan is None:
+            return 0 if self._discrete else self._local.size_bytes
+        return plan.memory.host_bytes if self._discrete else plan.memory.total_bytes
+
+    def fitted(self, plan: Plan | None, beside_bytes: int) -> Plan | None:
+        """`plan`, a context nobody chose halved until the memory guard would let it load with so many bytes beside it; what
+        still is too large is refused when it is loaded, as others may have gone by then."""
+        if plan is None or self._inputs is None or self.free_bytes is None or not self._inputs.context_is_free:
+            return plan
+        while self.takes(plan) > self.free_bytes - beside_bytes:
+            smaller = self._inputs.plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
+            if smaller.settings.n_ctx >= plan.settings.n_ctx:
+                break
+            plan = smaller
+        return plan
+
+    def left_bytes(self, plan: Plan | None) -> int:
+        """What is left beside the model where its projector would be: of the accelerator's pool, and of what is free."""
+        left = [1 << 62]
+        if plan is not None and plan.memory.limit_bytes:
+            left.append(plan.memory.limit_bytes - plan.memory.total_bytes)
+        if self.free_bytes is not None and (plan is None or plan.memory.host_bytes <= 0):
+            left.append(self.free_bytes - self.takes(plan))
+        return min(left)
+
+
+def _with_projector(
+    room: _Room, plan: Plan | None, projector: Projector, settings: Settings
+) -> tuple[Projector, Plan | None]:
+    """The projector and a plan that leaves room for it; else a plan without."""
+    beside = room.fitted(plan, projector.need_bytes)
+    if projector.file is None or (left := room.left_bytes(beside)) >= projector.need_bytes:
+        return projector, beside
+    return left_out(projector, settings, left), room.fitted(plan, 0)
 
 
 def free_for_models(headroom: int | None = None) -> int | None:
@@ -123,260 +180,47 @@ def free_for_models(headroom: int | None = None) -> int | None:
     return None if available is None or not headroom else max(0, available - headroom)
 
 
-def memory_for_models() -> tuple[int, Callable[[], int]]:
-    """(bytes models may take together on this machine, a function that says how many of them are available now: of a
-    pool that the system lives in too, what the memory guard will let them have)."""
-    from localllm.device.detect import detect
-
-    device = detect()
-
-    def available() -> int:
-        free = detect().memory.available_bytes
-        shared = None if device.kind == "discrete" else free_for_models()
-        return free if shared is None else min(free, shared)
-
-    return device.memory.limit_bytes, available
+def _headroom_bytes(settings: Settings) -> int | None:
+    asked = settings.value("memory_headroom_gb")
+    return None if asked is None else int(asked * 1e9)
 
 
-def prepare(reference: str | None, settings: Settings, purpose: Purpose = "chat", *, of: int = 1) -> Launch:
-    """Resolve MODEL, plan it on this machine for `purpose`, and make worker options that run exactly that plan. `of`
-    models share the memory for cached prefixes.
-
-    Raises ModelNotFoundError, ModelFileError, BackendMissingError, DoesNotFitError or UsageError.
-    """
-    from localllm.library.resolve import resolve
-
-    local = resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
-    return prepare_local(local, settings, purpose, of=of)
+# -- the worker's options ----------------------------------------------------------------------------------------------
 
 
-def prepare_local(
-    local: LocalModel, settings: Settings, purpose: Purpose = "chat", *, of: int = 1, spare_bytes: int = 0
-) -> Launch:
-    """`prepare` for files on this disk. `spare_bytes`: what others would give back to make room. Raises as it does."""
+def _worker_options(
+    spec: LoadSpec, settings: Settings, engine: dict[str, object], second: LocalModel | None
+) -> WorkerOptions:
     from localllm import paths
-    from localllm.engine.worker import backends
     from localllm.engine.worker.client import WorkerOptions
 
-    # Said now, before anything is planned: no backend runs these files, or its package is missing.
-    backends.for_path(str(local.path), settings.value("backend"))
-    use = pooled_use(local)
-    if use is not None:
-        return replace(_embedding(local, settings), ranks=use == "ranks")
-    draft, second = _drafting(settings)
-    if draft == "mtp":
-        _check_draft_heads(local)
-    plan = _planned_with_workers(local, settings, purpose, second)
-    free = free_for_models(_headroom(settings))
-    free = None if free is None else free + spare_bytes
-    eyes, whole = eyes_of(local, settings, draft), plan
-    beside = None if free is None else free - eyes.need_bytes
-    plan, planned = _within_free(local, settings, purpose, second, whole, beside)
-    if eyes.projector is not None and (left := _left_bytes(plan, planned, free)) < eyes.need_bytes:
-        eyes = blind(eyes, settings, left)
-        plan, planned = _within_free(local, settings, purpose, second, whole, free)
-    heads = plan.model.mtp_layers if plan is not None and plan.variant.mtp_bytes else 0
-    run, threads = run_settings(plan, settings), settings.value("threads") or 0
-    spec = load_spec(str(local.path), run, n_threads=threads, n_mtp_layers=heads)
-    spec = replace(spec, projector=str(eyes.projector) if eyes.projector is not None and not spec.mtp else "")
-    if settings.value("workers"):
-        spec, planned = _with_workers(spec, settings, heads), 0
     log = paths.private_dir(paths.log_dir()) / "worker.log"
-    engine: dict[str, object] = {
+    draft_path = str(second.path) if second is not None else None
+    return WorkerOptions(spec, settings.value("backend"), engine, draft_path, log, 60.0 * settings.value("hang_min"))
+
+
+def _engine_settings(
+    local: LocalModel, settings: Settings, *, draft: str, of: int, planned_bytes: int
+) -> dict[str, object]:
+    """Values of engine.core.EngineSettings that survive JSON."""
+    from localllm import paths
+
+    return {
         "draft": draft,
-        "cache_bytes": cache_bytes(settings) // of,
+        "cache_bytes": _cache_bytes(settings) // of,
         "disk_dir": str(paths.prefixes_dir()),
         "disk_bytes": int(settings.value("cache_disk_gb") * 1e9),
         "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
         "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
         "model_name": local.name,
         "kv_evidence_dir": str(paths.kv_evidence_dir()),
-        "planned_bytes": planned + eyes.need_bytes if planned else 0,
-        "headroom_bytes": _headroom(settings),
-        "gives_way": not threads,
+        "planned_bytes": planned_bytes,
+        "headroom_bytes": _headroom_bytes(settings),
+        "gives_way": not settings.value("threads"),
     }
-    draft_path = str(second.path) if second else None
-    hang_s = 60.0 * settings.value("hang_min")
-    options = WorkerOptions(spec, settings.value("backend"), engine, draft_path, log, hang_s)
-    return Launch(local.name, local, options, plan, eyes=eyes)
 
 
-def _planned_with_workers(
-    local: LocalModel, settings: Settings, purpose: Purpose, second: LocalModel | None
-) -> Plan | None:
-    """The plan on this machine; None where it does not fit, but other machines take layers of it too: what they have is
-    not planned for, llama.cpp splits the model by what each device has free."""
-    try:
-        return plan_local(local, settings, purpose, second)
-    except DoesNotFitError:
-        if not settings.value("workers"):
-            raise
-        return None
-
-
-def _with_workers(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
-    """`spec` with layers on other machines: all of them on those and this one's accelerators, unless --gpu-layers says
-    how many. A context that nobody planned or chose is no larger than one that is shared."""
-    from localllm.cli.compose.file_plan import wish
-
-    asked = wish(settings)
-    layers = -1 if asked.gpu_layers is None else asked.gpu_layers + (heads if asked.gpu_layers > 0 else 0)
-    # A split that was planned is of this machine's GPUs alone.
-    placement = replace(
-        spec.placement,
-        gpu_layers=layers,
-        workers=tuple(settings.value("workers")),
-        tensor_split=tuple(asked.tensor_split or ()),
-    )
-    return replace(spec, placement=placement, n_ctx=spec.n_ctx or 2 * _LEAST_SHARED_CONTEXT)
-
-
-def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
-    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
-    can't do); without a plan the backend's defaults."""
-    from localllm.cli.compose.file_plan import wish
-    from localllm.planner.types import Drafter, RunSettings
-
-    if plan is not None:
-        run = plan.settings
-    else:
-        slots, drafter = max(1, int(settings.value("parallel"))), Drafter(settings.value("draft"))
-        run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
-        run = wish(settings).over(run)
-    if settings.value("context"):
-        run = replace(run, n_ctx=settings.value("context"))
-    kv_type = settings.value("kv_type")
-    return run if kv_type == "auto" else run.with_kv_type(kv_type)
-
-
-def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: int = 0) -> LoadSpec:
-    """What a backend is told to load, from how the model is to be run: the one place that makes one from the other.
-    `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's own."""
-    from localllm_backends.contract import LoadSpec
-
-    placement, layers = run.placement, run.placement.gpu_layers
-    if layers > 0:
-        placement = replace(placement, gpu_layers=layers + n_mtp_layers)
-    return LoadSpec(
-        path=path,
-        n_ctx=run.n_ctx,
-        n_seq_max=run.slots,
-        n_batch=run.n_batch,
-        n_threads=n_threads,
-        kv_type_k=cast("KvType", run.kv_type_k),
-        kv_type_v=cast("KvType", run.kv_type_v),
-        flash_attention=run.flash_attention,
-        n_outputs=run.n_outputs,
-        n_rewind=run.n_rewind,
-        mtp=run.drafter.is_mtp,
-        placement=placement,
-    )
-
-
-def _within_free(
-    local: LocalModel,
-    settings: Settings,
-    purpose: Purpose,
-    second: LocalModel | None,
-    plan: Plan | None,
-    free: int | None,
-) -> tuple[Plan | None, int]:
-    """(the plan, what it takes of the system's memory). A context nobody chose is halved until the memory guard would
-    let it load in `free` bytes; what still is too large is refused when it is loaded, as others may have gone by then."""
-    from localllm.device.detect import detect
-
-    discrete = detect().kind == "discrete"
-
-    def takes(plan: Plan | None) -> int:
-        # A graphics card's own memory ends in an error when it is full; the system's ends in swapping.
-        if plan is None:
-            return 0 if discrete else local.size_bytes
-        return plan.memory.host_bytes if discrete else plan.memory.total_bytes
-
-    while plan is not None and free is not None and takes(plan) > free and settings["context"].automatic:
-        settings = settings.lowered("context", max(plan.settings.n_ctx // 2, _LEAST_CONTEXT))
-        smaller = plan_local(local, settings, purpose, second)
-        if smaller is None or smaller.settings.n_ctx >= plan.settings.n_ctx:
-            break
-        plan = smaller
-    return plan, takes(plan)
-
-
-def _left_bytes(plan: Plan | None, planned: int, free: int | None) -> int:
-    """What is left beside the model where its projector would be: of the accelerator's pool, and of what is free."""
-    left = plan.memory.limit_bytes - plan.memory.total_bytes if plan is not None and plan.memory.limit_bytes else None
-    apart = plan is not None and plan.memory.host_bytes > 0
-    beside = None if free is None or apart else free - planned
-    return min(n for n in (left, beside, 1 << 62) if n is not None)
-
-
-def _drafting(settings: Settings) -> tuple[str, LocalModel | None]:
-    """(the engine's drafting mode, the second model that drafts or None) for the `draft` setting."""
-    from localllm.engine.messages import DRAFT_MODES
-    from localllm.library.resolve import resolve
-
-    draft = settings.value("draft")
-    if draft in DRAFT_MODES:
-        return draft, None
-    return "auto", resolve(draft, offline=bool(settings.value("offline")))
-
-
-def _check_draft_heads(local: LocalModel) -> None:
-    """UnsupportedError where `--draft mtp` asks for draft heads that the model does not have; said by its header."""
-    from localllm.errors import ModelFileError, UnsupportedError
-    from localllm.library.catalog import read_header
-
-    hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
-    if local.format != "gguf":
-        raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
-    try:
-        header = read_header(local.path)
-    except ModelFileError:
-        return  # the engine says what is wrong with it
-    if not header.metadata.get(f"{header.architecture}.nextn_predict_layers"):
-        why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
-        raise UnsupportedError(f"--draft mtp: {why}", hint=hint)
-
-
-def pooled_use(local: LocalModel) -> str | None:
-    """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks" (scores); None for text."""
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_header
-
-    if local.format != "gguf":
-        return None
-    try:
-        header = read_header(local.path)
-    except ModelFileError:
-        return None  # the engine says what is wrong with it
-    if header.metadata.get(f"{header.architecture}.classifier.output_labels"):
-        return "ranks"
-    pooling = header.metadata.get(f"{header.architecture}.pooling_type")
-    return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
-
-
-def _embedding(local: LocalModel, settings: Settings) -> Launch:
-    from localllm import paths
-    from localllm.engine.worker.client import WorkerOptions
-    from localllm.engine.worker.embedding import EmbeddingOptions
-    from localllm_backends.contract import LoadSpec
-
-    log = paths.private_dir(paths.log_dir()) / "worker.log"
-    context, threads = settings.value("context") or 0, settings.value("threads") or 0
-    options = EmbeddingOptions(
-        str(local.path),
-        settings.value("backend"),
-        context,
-        threads,
-        log_path=log,
-        planned_bytes=local.size_bytes + _EMBEDDING_BUFFERS_BYTES,
-        headroom_bytes=_headroom(settings),
-        hang_s=60.0 * settings.value("hang_min"),
-    )
-    return Launch(local.name, local, WorkerOptions(LoadSpec(path=str(local.path))), None, options)
-
-
-def cache_bytes(settings: Settings) -> int:
+def _cache_bytes(settings: Settings) -> int:
     """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at most 8 GiB."""
     import psutil
 
@@ -386,21 +230,71 @@ def cache_bytes(settings: Settings) -> int:
     return int(min(8 * 2**30, psutil.virtual_memory().available // 8))
 
 
-def plan_local(
-    local: LocalModel, settings: Settings, purpose: Purpose, second: LocalModel | None = None
-) -> Plan | None:
-    """The Plan for files on this disk, with `second` to draft for them; None when their header says too little to plan
-    by (the engine then decides).
+def _drafting(local: LocalModel, settings: Settings) -> tuple[str, LocalModel | None]:
+    """(the engine's drafting mode, the second model that drafts or None) for the `draft` setting. Raises UnsupportedError
+    where it asks for draft heads that the model does not have."""
+    from localllm.engine.messages import DRAFT_MODES
 
-    Raises DoesNotFitError when even the smallest context can't fit.
-    """
-    from localllm.cli.compose.file_plan import plan_file
+    draft = settings.value("draft")
+    if draft not in DRAFT_MODES:
+        return "auto", resolved(draft, settings)
+    if draft == "mtp":
+        _check_draft_heads(local)
+    return draft, None
 
-    plan = plan_file(local, settings, purpose, second)
-    if plan is not None and plan.fits == "no":
-        need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
-        raise DoesNotFitError(
-            f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
-            f"and this machine has {limit / 1e9:.1f} GB usable"
-        )
-    return plan
+
+def _check_draft_heads(local: LocalModel) -> None:
+    from localllm.errors import UnsupportedError
+
+    hint = "use --draft auto, which drafts from the text itself, or a model whose file carries draft heads"
+    if local.format != "gguf":
+        raise UnsupportedError("draft heads (--draft mtp) run on llama.cpp only, from a GGUF file", hint=hint)
+    header = _header_facts(local)
+    if header is not None and not header.get("nextn_predict_layers"):
+        why = f"{local.name} has no draft heads: its header names none (nextn_predict_layers)"
+        raise UnsupportedError(f"--draft mtp: {why}", hint=hint)
+
+
+def _header_facts(local: LocalModel) -> dict[str, object] | None:
+    """What a GGUF header says under its architecture's name; None where it can't be read (the engine says what is wrong)."""
+    from localllm.errors import ModelFileError
+    from localllm.library.catalog import read_header
+
+    try:
+        header = read_header(local.path)
+    except ModelFileError:
+        return None
+    start = f"{header.architecture}."
+    return {k.removeprefix(start): v for k, v in header.metadata.items() if k.startswith(start)}
+
+
+# -- embedding models and rerankers ------------------------------------------------------------------------------------
+
+
+def pooled_use(local: LocalModel) -> Literal["embeds", "ranks"] | None:
+    """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks" (scores); None for text."""
+    header = _header_facts(local) if local.format == "gguf" else None
+    if header is None:
+        return None
+    if header.get("classifier.output_labels"):
+        return "ranks"
+    pooling = header.get("pooling_type")
+    return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
+
+
+def _embedding_plan(local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]) -> LoadPlan:
+    from localllm.engine.worker.embedding import EmbeddingOptions
+    from localllm_backends.contract import LoadSpec
+
+    options = _worker_options(LoadSpec(path=str(local.path)), settings, {}, None)
+    embedding = EmbeddingOptions(
+        str(local.path),
+        settings.value("backend"),
+        settings.value("context") or 0,
+        settings.value("threads") or 0,
+        log_path=options.log_path,
+        planned_bytes=local.size_bytes + _EMBEDDING_BUFFERS_BYTES,
+        headroom_bytes=_headroom_bytes(settings),
+        hang_s=options.hang_s,
+    )
+    return LoadPlan(local.name, local, options, None, embedding, ranks=use == "ranks")

@@ -1,65 +1,115 @@
-"""Which models `localllm serve` offers: those named, the presets of config.toml, and what else is installed."""
+"""The router of a server: the models named, the presets of config.toml, what else is installed, and other servers' models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from localllm.errors import ModelNotFoundError, UsageError
+
 if TYPE_CHECKING:
-    from localllm.cli.compose.load_plan import Launch
-    from localllm.cli.compose.served_models import Offers
+    from localllm.cli.compose.load_plan import LoadPlan
+    from localllm.cli.compose.served_models import ServedModels
+    from localllm.library.types import LocalModel
     from localllm.server.models.router import ModelRouter
+    from localllm.server.models.served import ServedModel
     from localllm.settings import Settings
+
+log = logging.getLogger("localllm.server")
 
 
 def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) -> ModelRouter:
     """What the command line and config.toml say is served; without a name the best model at hand. Raises as
-    `launch.prepare` does, and UsageError."""
+    `load_plan_named` does, and UsageError."""
     from localllm.cli.compose.presets import load_presets
-    from localllm.cli.compose.served_models import Offers
+    from localllm.cli.compose.served_models import ServedModels
     from localllm.cli.compose.upstreams import load_upstreams
-    from localllm.errors import ModelNotFoundError
 
-    offers = Offers(settings, load_presets())
+    served = ServedModels(settings, load_presets())
     upstreams = load_upstreams(settings.value("allow_upstream"))
     if upstreams is not None and not named and settings["model"].automatic and settings.value("only"):
         # --only without a model: those of other servers alone.
-        launches = []
+        loads = []
     else:
         try:
-            launches = offers.prepare(named or [None])
+            loads = served.load_plans(named or [None])
         except ModelNotFoundError:
             if named or upstreams is None:
                 raise
-            launches = []
-    router = router_for(launches, aliases, offers=offers, only=settings.value("only"))
+            loads = []
+    router = router_for(loads, aliases, served=served, only=settings.value("only"))
     router.upstreams = upstreams
     return router
 
 
 def router_for(
-    launches: Sequence[Launch], aliases: Sequence[str] = (), *, offers: Offers | None = None, only: bool = True
+    loads: Sequence[LoadPlan], aliases: Sequence[str] = (), *, served: ServedModels | None = None, only: bool = True
 ) -> ModelRouter:
-    """The models of `launches`, the presets of config.toml and, unless `only`, what else is installed, behind one door,
-    with the memory of this machine as their limit. `aliases`: further names, as `--alias` takes them. Raises
-    UsageError."""
-    from localllm.cli.compose.load_plan import memory_for_models
-    from localllm.cli.compose.served_models import Installed, Offers, check_names, further_presets, with_aliases
+    """The models of `loads`, the presets of config.toml and, unless `only`, what else is installed, with the memory of this
+    machine as their limit. `aliases`: further names, as `--alias` takes them. Raises UsageError."""
+    from localllm.cli.compose.installed_models import DiskModels
+    from localllm.cli.compose.served_models import ServedModels
+    from localllm.cli.compose.sharing import memory_for_models
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.worker import ModelAdmission
     from localllm.settings import Settings
 
-    offers = offers or Offers(Settings())
-    named = [(launch.local, offers.served(launch.local, launch.preset, launch)) for launch in launches]
-    check_names([model.name for _, model in named])
-    named += further_presets(offers, named, only=only)
+    served = served or ServedModels(Settings())
+    named = [(load.local, served.model(load.local, load.preset, load)) for load in loads]
+    _check_names([model.name for _, model in named])
+    named += _further_presets(served, named, only=only)
     if not only or len(named) > 1:
-        offers.admission = ModelAdmission(*memory_for_models())
-    themselves = [(x.local, model) for x, (_, model) in zip(launches, named, strict=False) if x.preset is None]
-    installed = Installed(offers, themselves, only=only)
+        served.admission = ModelAdmission(*memory_for_models())
+    themselves = [(x.local, model) for x, (_, model) in zip(loads, named, strict=False) if x.preset is None]
+    installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]
-    for alias, model in with_aliases(aliases, models, installed.find).items():
+    for alias, model in _with_aliases(aliases, models, installed.find).items():
         model.aliases = (*model.aliases, alias)
         if model not in models:
             models.append(model)
-    return ModelRouter(models, offers.admission, installed)
+    return ModelRouter(models, served.admission, installed)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises UsageError when one is there twice."""
+    if len(set(names)) < len(names):
+        raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
+
+
+def _further_presets(
+    served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
+) -> Iterable[tuple[LocalModel, ServedModel]]:
+    """The presets of config.toml that were not named; with `only` those of named models. One whose model is not on
+    this disk is left out, and the log says so."""
+    from localllm.cli.compose.served_models import on_disk, real_path
+
+    taken = {model.name.lower() for _, model in named}
+    paths = {real_path(local.path) for local, _ in named}
+    for preset in served.further_presets():
+        if preset.name.lower() in taken:
+            continue
+        local = on_disk(preset)
+        if local is None:
+            log.warning("the preset %s is left out: no model %s on this disk", preset.name, preset.model)
+        elif not only or real_path(local.path) in paths:
+            yield local, served.model(local, preset)
+
+
+def _with_aliases(
+    sent: Sequence[str], models: Sequence[ServedModel], find: Callable[[str], ServedModel | None]
+) -> Mapping[str, ServedModel]:
+    """`NAME=MODEL` texts, or `NAME` for the first model: each further name with its model, one of `models` or one that
+    `find` knows. Raises UsageError."""
+    by_name = {model.name.lower(): model for model in models}
+    found: dict[str, ServedModel] = {}
+    for text in sent:
+        alias, equals, name = text.partition("=")
+        model = (by_name.get(name.lower()) or find(name)) if equals else next(iter(models), None)
+        if not alias or model is None:
+            raise UsageError(
+                f"--alias {text!r} must be NAME=MODEL with a model that is served",
+                hint=f"served: {', '.join(m.name for m in models)}",
+            )
+        found[alias] = model
+    return found

@@ -1,4 +1,4 @@
-"""Whether a model is loaded with the image projector that lies beside it: yes where it fits, and why not where it doesn't."""
+"""Images: whether a model is loaded with the projector that lies beside it, and what the catalog says of reading them."""
 
 from __future__ import annotations
 
@@ -12,62 +12,58 @@ from localllm.errors import DoesNotFitError, LocalLLMError, UnsupportedError
 if TYPE_CHECKING:
     from localllm.library.resolve import LocalModel
     from localllm.settings import Settings
+    from localllm_backends.contract import BackendType
     from localllm_catalog.types import Model
 
 
 @dataclass(frozen=True)
-class Eyes:
-    """The projector to load (None: none), what it takes in bytes, and why there is none (\"\": it has none)."""
+class Projector:
+    """The projector's file to load (None: none), what it takes in bytes, and why there is none ("": the model has none)."""
 
-    projector: Path | None = None
+    file: Path | None = None
     need_bytes: int = 0
     why_not: str = ""
 
-    def without(self, why: str) -> Eyes:
-        """None, for that reason."""
-        return Eyes(None, 0, why)
 
-
-def eyes_of(local: LocalModel, settings: Settings, draft: str) -> Eyes:
-    """The projector beside `local`, as far as the `images` setting, the drafting mode and the build let it be used. Raises
+def projector_beside(local: LocalModel, engine: BackendType, settings: Settings, draft: str) -> Projector:
+    """The projector beside `local`, as far as the `images` setting, the drafting mode and the engine let it be used. Raises
     UnsupportedError where images were asked for and can't be had."""
     from localllm.errors import ModelFileError
     from localllm.library.catalog import read_header
     from localllm.planner.projector import projector_bytes
-    from localllm_backends.llamacpp import backend_type
 
     wanted = settings.value("images")
-    if wanted == "off" or local.format != "gguf" or local.mmproj is None:
+    if wanted == "off" or local.mmproj is None:
         if wanted == "on":
             raise UnsupportedError(
                 f"--images on: no image projector lies beside {local.name}",
                 hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has one",
             )
-        return Eyes(why_not="switched off (--images off)" if local.mmproj is not None else "")
-    why = backend_type.reads_images()
-    if draft == "mtp":
-        why = "draft heads and images don't go together yet"
+        return Projector(why_not="switched off (--images off)" if local.mmproj is not None else "")
+    why = engine.reads_images() if draft != "mtp" else "draft heads and images don't go together yet"
     if why is None:
         try:
             header = read_header(local.mmproj)
             size = local.mmproj.stat().st_size
-            return Eyes(local.mmproj, projector_bytes(header.metadata, size))
+            return Projector(local.mmproj, projector_bytes(header.metadata, size))
         except (ModelFileError, OSError) as e:
             why = e.message if isinstance(e, LocalLLMError) else str(e)
     if wanted == "on":
         raise UnsupportedError(f"--images on: {why}")
-    return Eyes(why_not=why)
+    return Projector(why_not=why)
 
 
-def blind(eyes: Eyes, settings: Settings, free_bytes: int) -> Eyes:
-    """`eyes` closed, since beside the model only `free_bytes` are left. Raises DoesNotFitError where images were asked for."""
-    said = f"the image projector needs {eyes.need_bytes / 1e9:.1f} GB and {max(0, free_bytes) / 1e9:.1f} GB are left"
+def left_out(projector: Projector, settings: Settings, free_bytes: int) -> Projector:
+    """No projector, since only `free_bytes` are left beside the model. Raises DoesNotFitError where images were asked for."""
+    said = (
+        f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and {max(0, free_bytes) / 1e9:.1f} GB are left"
+    )
     if settings.value("images") == "on":
         raise DoesNotFitError(f"--images on: {said}", hint="use a smaller --context, or a smaller quant of the model")
-    return eyes.without(said)
+    return Projector(why_not=said)
 
 
-def that_see(models: Sequence[Model]) -> tuple[Model, ...]:
+def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
     """Those of `models` that read images here: in GGUF files alone, since llama.cpp alone does."""
     seeing = (
         replace(m, variants=tuple(v for v in m.variants if v.format == "gguf")) for m in models if "image" in m.modality

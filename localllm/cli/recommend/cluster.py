@@ -37,8 +37,8 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
     """The answer, line by line. Raises UsageError where a question is not whole."""
     import json
 
-    from localllm.cli.compose.plan_inputs import find_model
     from localllm.library.catalog import load_catalog
+    from localllm.library.described import describe
     from localllm.planner import cluster, plan, sharing
     from localllm.planner.types import RunSettings
 
@@ -51,7 +51,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
     boxes = machines(device)
     if len(boxes) < 2:
         raise UsageError("--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"')
-    model, quant = find_model(reference, load_catalog())
+    model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=plan.context_for(model, workload), slots=workload.parallel)
     plans = [
         (variant.quant, cluster.plan(model, variant, settings, boxes, cluster.LINKS[link]))

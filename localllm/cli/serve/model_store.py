@@ -19,7 +19,7 @@ class LibraryStore:
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         """See ModelStore.pull."""
-        from localllm.cli.compose.plan_inputs import variant_choice
+        from localllm.cli.compose.lookup import variant_choice
         from localllm.library.pull import pull
         from localllm.server.models.installed import StoreProgress
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.crowds import NEAR_TIE, isolated
 from engine.drive import GREEDY, Outcome, run, settle
-from localllm.cli.compose.load_plan import prepare
+from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.main import run as localllm
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Sampling
@@ -213,16 +213,19 @@ def test_heads_draft_only_when_they_are_asked_for(path: Path) -> None:
 
 
 def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
-    launch, usual = prepare(str(path), Settings({"draft": "mtp", "context": 1024})), prepare(str(path), Settings())
-    assert launch.options.spec.mtp
+    load, usual = (
+        load_plan_named(str(path), Settings({"draft": "mtp", "context": 1024})),
+        load_plan_named(str(path), Settings()),
+    )
+    assert load.options.spec.mtp
     assert not usual.options.spec.mtp
-    assert launch.plan is not None
+    assert load.plan is not None
     assert usual.plan is not None
-    assert launch.plan.memory.draft_bytes > 0
+    assert load.plan.memory.draft_bytes > 0
     assert usual.plan.memory.draft_bytes == 0
 
     async def ask() -> Finish:
-        client = await WorkerClient.start(launch.options)
+        client = await WorkerClient.start(load.options)
         try:
             # While it is idle a worker measures what drafting costs; a first answer waits for nothing.
             async for event in client.submit(
@@ -239,15 +242,15 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
 
 def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) -> None:
     path = tiny_mtp.write_hybrid_mtp(tmp_path / "m.gguf")
-    launch, usual = prepare(str(path), Settings({"draft": "mtp"})), prepare(str(path), Settings())
-    rewind = launch.options.spec.n_rewind
+    load, usual = load_plan_named(str(path), Settings({"draft": "mtp"})), load_plan_named(str(path), Settings())
+    rewind = load.options.spec.n_rewind
     assert rewind > 0
     assert usual.options.spec.n_rewind == 0
-    assert launch.plan is not None
+    assert load.plan is not None
     assert usual.plan is not None
     # Without heads the backend keeps one sequence more for itself.
     one = usual.plan.memory.recurrent_bytes // usual.plan.settings.n_sequences
-    assert launch.plan.memory.recurrent_bytes == one * launch.plan.settings.n_sequences * (1 + rewind)
+    assert load.plan.memory.recurrent_bytes == one * load.plan.settings.n_sequences * (1 + rewind)
 
 
 def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
@@ -271,7 +274,7 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnsupportedError, match="has no draft heads"):
-        prepare(str(tiny_model), Settings({"draft": "mtp"}))
+        load_plan_named(str(tiny_model), Settings({"draft": "mtp"}))
     with pytest.raises(SystemExit) as ended:
         localllm(["serve", str(tiny_model), "--draft", "mtp"])
     assert ended.value.code == 2

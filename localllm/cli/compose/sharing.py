@@ -1,0 +1,65 @@
+"""Models that share this machine: what memory there is for them, and contexts with which all of them fit at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from localllm.cli.compose.load_plan import LoadPlan, free_for_models, make_load_plan, resolved
+
+if TYPE_CHECKING:
+    from localllm.settings import Settings
+    from localllm_catalog.types import Purpose
+
+# Models that share a machine give up context for each other down to this many tokens, and then take turns.
+LEAST_SHARED_CONTEXT = 4096
+
+
+def load_plans_together(
+    references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
+) -> list[LoadPlan]:
+    """Plan models that share this machine, the first one for coding, a further one that can fill in for autocomplete.
+    Contexts nobody chose are halved, the largest first, until all fit at once; where that is not enough each keeps what
+    it would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as `load_plan_named`
+    does."""
+    each = own or [settings] * len(references)
+    models = [resolved(r, s) for r, s in zip(references, each, strict=True)]
+
+    def planned(i: int, settings: Settings, purpose: Purpose) -> LoadPlan:
+        return make_load_plan(models[i], settings, purpose, of=len(models))
+
+    alone = [planned(i, s, "coding") for i, s in enumerate(each)]
+    for i, load in enumerate(alone[1:], 1):
+        if load.fills_in:
+            alone[i] = planned(i, each[i], "autocomplete")
+    free = [i for i, load in enumerate(alone) if load.plan is not None and each[i]["context"].automatic]
+    if len(alone) == 1 or not free:
+        return alone
+    limit = min(load.plan.memory.limit_bytes for load in alone if load.plan is not None)
+    shared = list(alone)
+    while sum(load.needs_bytes for load in shared) > limit:
+        at = max(free, key=lambda i: shared[i].options.spec.n_ctx)
+        smaller = shared[at].options.spec.n_ctx // 2
+        if smaller < LEAST_SHARED_CONTEXT:
+            return alone
+        purpose: Purpose = "autocomplete" if at and shared[at].fills_in else "coding"
+        lowered = planned(at, each[at].lowered("context", smaller), purpose)
+        if lowered.options.spec.n_ctx >= shared[at].options.spec.n_ctx:
+            return alone
+        shared[at] = lowered
+    return shared
+
+
+def memory_for_models() -> tuple[int, Callable[[], int]]:
+    """(bytes models may take together on this machine, a function that says how many of them are available now: of a
+    pool that the system lives in too, what the memory guard will let them have)."""
+    from localllm.device.detect import detect
+
+    device = detect()
+
+    def available() -> int:
+        free = detect().memory.available_bytes
+        shared = None if device.kind == "discrete" else free_for_models()
+        return free if shared is None else min(free, shared)
+
+    return device.memory.limit_bytes, available
