@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benchmarks.soak import Report, growth, kill, soak
-from benchmarks.soak_mix import ChatRequest, draw, flowing, send
+from benchmarks.soak_mix import Ask, draw, flowing, send
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
@@ -110,7 +110,7 @@ def test_the_accounting_knows_a_hung_request(leaves: float | None, end: str) -> 
     async def run() -> str:
         async with httpx.AsyncClient(transport=httpx.MockTransport(never), base_url="http://localhost") as http:
             ask = flowing("hi", 3)
-            return (await send(http, ChatRequest(ask.kind, ask.path, ask.body, leaves), limit_s=0.05)).end
+            return (await send(http, Ask(ask.kind, ask.path, ask.body, leaves), limit_s=0.05)).end
 
     assert asyncio.run(run()) == end
 
