@@ -33,6 +33,9 @@ MAX_SECONDS = 5.0
 MAX_WRITTEN_BYTES = 2 * limits.MAX_TEXT_BYTES
 MAX_HELD_BYTES = 2 * limits.MAX_TEXT_BYTES
 _LARGE_BYTES = 4096
+# Ways to multiply text that no chat template needs: llama.cpp's own engine (common/jinja), on which each runs, lacks them.
+_UNUSED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
+_UNUSED_METHODS = frozenset({"encode", "expandtabs", "format_map", "to_bytes", "translate", "zfill"})
 
 
 class TemplateRaisedError(jinja2.TemplateError):
@@ -97,7 +100,7 @@ def _shown(value: Any) -> Any:
 def _made(value: Any) -> Any:
     """`value`, measured, and remembered where it is large: many large texts are as much as one that is too large."""
     limits.made(value)
-    size = sys.getsizeof(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+    size = sys.getsizeof(value) if isinstance(value, (str, list, tuple)) else 0
     if size >= _LARGE_BYTES:
         _budget.held.append(value)
         _budget.held_bytes += size
@@ -196,8 +199,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.globals.pop("lipsum", None)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, __tick__=_tick)
-        for unused in ("urlize", "xmlattr"):  # they write HTML, and multiply text in ways of their own
-            self.filters.pop(unused)
+        self.filters.update(dict.fromkeys(_UNUSED_FILTERS, _refuse_filter))
         self.filters.update(tojson=_tojson, join=_join)
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
         self.filters.update(__concat__=_concat, __slice__=_made)
@@ -209,6 +211,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """A template may add to a list it made itself and take from it; each is a step."""
+        if attr in _UNUSED_METHODS:
+            return False
         return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +222,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         name = getattr(__obj, "__name__", "")
         # The sandbox wraps str.format in a function of its own.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if name == "join" and isinstance(owner, (str, bytes)) and args:
+        if name == "join" and isinstance(owner, str) and args:
             args = (list(args[0]), *args[1:])
             limits.joined_exactly(owner, args[0])
         limits.check_method(owner, name, args, kwargs)
@@ -242,6 +246,10 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return _made(function(*args, **kwargs))
 
     return measured
+
+
+def _refuse_filter(*_: Any) -> NoReturn:
+    raise TemplateLimitError("the chat template uses a filter that is not offered here")
 
 
 def _concat(*parts: Any) -> str:

@@ -35,7 +35,7 @@ def allow(size_bytes: int, what: str) -> None:
 
 
 def made(value: Any) -> Any:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, str):
         allow(sys.getsizeof(value), "text")
     elif isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
         raise TemplateLimitError(f"the chat template made a list of more than {MAX_ITEMS} items")
@@ -61,8 +61,6 @@ def text_bytes(value: Any, *, indent: int = 0) -> int:
         if isinstance(item, str):
             # A control character becomes six in JSON; a text that has many of them is rare, and small.
             total += sys.getsizeof(item) if len(item) < 4096 or item.isprintable() else 2 * sys.getsizeof(item)
-        elif isinstance(item, bytes):
-            total += 4 * len(item)
         elif isinstance(item, int):
             total += item.bit_length() // 3
         elif isinstance(item, Mapping):
@@ -82,17 +80,17 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
                 _check_repeat(a, b)
     elif operator == "**" and not (_bits(left) * abs(right) <= MAX_INTEGER_BITS):
         raise TemplateLimitError("the chat template computes a very large power")
-    elif operator == "+" and isinstance(left, (str, bytes, list, tuple)) and isinstance(right, type(left)):
+    elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
         if isinstance(left, (list, tuple)):
             _allow_items(len(left) + len(right))
         else:
             allow((len(left) + len(right)) * max(_char_bytes(left), _char_bytes(right)), "text")
-    elif operator == "%" and isinstance(left, (str, bytes)):
-        _check_percent(str(left) if isinstance(left, str) else left.decode("latin-1"), right)
+    elif operator == "%" and isinstance(left, str):
+        _check_percent(left, right)
 
 
 def _check_repeat(value: Any, times: int) -> None:
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, str):
         allow(len(value) * times * _char_bytes(value), "repetition")
     elif isinstance(value, (list, tuple)):
         _allow_items(len(value) * times)
@@ -155,29 +153,14 @@ def _check_indent(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     allow(sys.getsizeof(plain) + (plain.count("\n") + 1) * each * _char_bytes(plain), "indent")
 
 
-def _check_wordwrap(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    plain = str(text)
-    width = kwargs.get("width", args[0] if args else 79)
-    wrap = kwargs.get("wrapstring", args[2] if len(args) > 2 else "\n")
-    lines = plain.count("\n") + len(plain) // max(1, width if isinstance(width, int) else 1) + 1
-    _allow_items(len(plain))
-    allow(sys.getsizeof(plain) + lines * 4 * len(str(wrap or "")), "wordwrap")
-
-
 def _check_replace(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if len(args) < 2 or not all(isinstance(a, (str, bytes)) for a in args[:2]):
+    if len(args) < 2 or not all(isinstance(a, str) for a in args[:2]):
         return
-    plain: Any = text if isinstance(text, (str, bytes)) else str(text)
+    plain = str(text)
     old, new = args[0], args[1]
-    count = plain.count(old) if isinstance(old, type(plain)) else 0
+    count = plain.count(old)
     each = max(_char_bytes(plain), _char_bytes(new))
     allow((len(plain) + count * max(0, len(new) - len(old))) * each, "replace")
-
-
-def _check_translate(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    table = args[0] if args and isinstance(args[0], Mapping) else {}
-    longest = max((len(v) for v in table.values() if isinstance(v, str)), default=1)
-    allow(len(text) * max(1, longest) * 4 if longest > 1 else len(text), "translate")
 
 
 def _check_split(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -185,32 +168,20 @@ def _check_split(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if len(text) <= MAX_ITEMS:
         return
     if by:
-        _allow_items(text.count(by) if isinstance(by, type(text)) else 0)  # else it fails by itself
+        _allow_items(text.count(by) if isinstance(by, str) else 0)  # else it fails by itself
     else:
-        _allow_items(sum(text.count(space) for space in " \n\t\r") if isinstance(text, str) else len(text))
+        _allow_items(sum(text.count(space) for space in " \n\t\r"))
 
 
 def _check_lines(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if len(text) > MAX_ITEMS:
-        _allow_items((text.count("\n") if isinstance(text, str) else text.count(b"\n")) + 1)
-
-
-def _check_tabs(text: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    size = kwargs.get("tabsize", args[0] if args else 8)
-    if isinstance(size, int):
-        allow(
-            sys.getsizeof(text) + (text.count("\t") if isinstance(text, str) else text.count(b"\t")) * size * 4,
-            "expandtabs",
-        )
+        _allow_items(text.count("\n") + 1)
 
 
 def _check_characters(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A filter that takes a text apart, or makes groups of a given number."""
-    if isinstance(value, (str, bytes, list, tuple)):
+    """A filter that takes a text apart."""
+    if isinstance(value, (str, list, tuple)):
         _allow_items(len(value))
-    for n in (*args, *kwargs.values()):
-        if isinstance(n, int):
-            _allow_items(n)
 
 
 def _check_sum(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -227,21 +198,18 @@ def _check_percent_filter(value: Any, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 _METHODS: Mapping[str, Check] = {
-    "ljust": _check_width, "rjust": _check_width, "center": _check_width, "zfill": _check_width,
-    "replace": _check_replace, "translate": _check_translate, "expandtabs": _check_tabs,
+    "ljust": _check_width, "rjust": _check_width, "center": _check_width, "replace": _check_replace, "format": _check_format,
     "split": _check_split, "rsplit": _check_split, "splitlines": _check_lines,
-    "format": _check_format, "format_map": lambda text, args, kwargs: _check_format(text, (), args[0] if args else {}),
 }  # fmt: skip
 _FILTERS: Mapping[str, Check] = {
-    "center": _check_width, "indent": _check_indent, "wordwrap": _check_wordwrap, "replace": _check_replace,
-    "format": _check_percent_filter, "list": _check_characters, "batch": _check_characters,
-    "slice": _check_characters, "sort": _check_characters, "unique": _check_characters, "sum": _check_sum,
-    "string": _check_text, "pprint": _check_text,
+    "center": _check_width, "indent": _check_indent, "replace": _check_replace, "format": _check_percent_filter,
+    "list": _check_characters, "sort": _check_characters, "unique": _check_characters, "sum": _check_sum,
+    "string": _check_text,
 }  # fmt: skip
 
 
 def check_method(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if isinstance(owner, (str, bytes)) and name in _METHODS:
+    if isinstance(owner, str) and name in _METHODS:
         _METHODS[name](owner, args, kwargs)
 
 
@@ -266,7 +234,7 @@ def joined(separator: Any, parts: Iterable[Any]) -> str:
     return glue.join(texts)
 
 
-def joined_exactly(separator: str | bytes, parts: Sequence[Any]) -> None:
-    size = sum(len(p) + len(separator) for p in parts if isinstance(p, (str, bytes)))
+def joined_exactly(separator: str, parts: Sequence[Any]) -> None:
+    size = sum(len(p) + len(separator) for p in parts if isinstance(p, str))
     widest = max((_char_bytes(p) for p in (separator, *parts)), default=1)
     allow(size * widest, "join")
