@@ -23,8 +23,8 @@ from pathlib import Path
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.opening import Opening
 
 TOKENS_S = 200.0
 LOOK_S = 0.005

@@ -17,8 +17,8 @@ from localllm.cli.chat import engines
 from localllm.cli.chat.model_service import ModelDesk
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.opening import Opening
 from localllm_tui.screens.models import ModelsScreen
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

@@ -10,7 +10,7 @@ import pytest
 from localllm.cli.chat.model_service import ModelDesk
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library import store
-from localllm_tui.control.desk import Wish
+from localllm_tui.control.interfaces import Wish
 
 
 def test_plans_change_with_every_wish() -> None:

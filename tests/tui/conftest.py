@@ -11,8 +11,8 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.opening import Opening
 from tui.scripted_sse import ScriptedServer
 
 

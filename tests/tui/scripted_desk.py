@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control.desk import Offer, OnDisk, Planned, PullProgress, Wish
+from localllm_tui.control.interfaces import Offer, OnDisk, Planned, PullProgress, Wish
 
 
 def offer(name: str, gigabytes: float = 4.0, **more: object) -> Offer:

@@ -36,7 +36,7 @@ app([*sys.argv[1:], "--url", url])
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs it was made with."""
     import localllm.cli.chat.own_server
-    from localllm_tui.control.engine import Progress
+    from localllm_tui.control.interfaces import Progress
 
     asked: list[str | None] = []
 

@@ -12,11 +12,12 @@ from rich.cells import cell_len
 
 from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control import commands
-from localllm_tui.control.attach import check_room, read_text
+from localllm_tui.control.attachments import check_room, read_text
 from localllm_tui.control.client import AnswerUsage
-from localllm_tui.control.meter import Meter, Numbers, ago, bar, elide, how_many, status_text
-from localllm_tui.control.registry import as_text
-from localllm_tui.control.registry import commands as registry_commands
+from localllm_tui.control.commands import as_text
+from localllm_tui.control.commands import commands as registry_commands
+from localllm_tui.control.formatting import ago, bar, elide, how_many
+from localllm_tui.control.meter import Meter, Numbers, status_text
 from localllm_tui.control.terminal import printable
 from support.pdfs import needs_pdf, pdf
 

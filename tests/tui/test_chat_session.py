@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
-from localllm_tui.control.drafts import Drafts
+from localllm_tui.control.attachments import code_blocks, fenced
+from localllm_tui.control.formatting import TITLE_CHARS, title_of
+from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.session import Session
-from localllm_tui.control.texts import TITLE_CHARS, code_blocks, fenced, title_of
 
 
 class Clock:

@@ -9,8 +9,8 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm.errors import UsageError
-from localllm_tui.control import importing
-from localllm_tui.control.exporting import to_json, to_markdown
+from localllm_tui.control import import_export
+from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
 
 
@@ -69,7 +69,7 @@ def test_what_was_saved_is_read_back_whole(session: Session, history: History, t
     session.ask("on the other branch")
     file = tmp_path / "chat.json"
     file.write_text(to_json(Session(history, "m", conv_id=session.id)), encoding="utf-8")
-    (again,) = importing.store(history, importing.read(file), "other")
+    (again,) = import_export.store(history, import_export.read(file), "other")
     assert _shape(history, again) == _shape(history, str(session.id))
     assert history.get(again).model == "m"
 
@@ -93,7 +93,7 @@ def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Pat
             nodes[str(n["parent"])]["children"].append(name)  # type: ignore[attr-defined]
     file = tmp_path / "conversations.json"
     file.write_text(json.dumps([{"title": "Old", "mapping": nodes, "current_node": "q2"}, {"mapping": {}}]))
-    (conv,) = importing.store(history, importing.read(file), "m")
+    (conv,) = import_export.store(history, import_export.read(file), "m")
     assert history.get(conv).title == "Old"
     assert [m.content for m in history.messages(conv)] == ["what?", "this", "and?"]
     assert sorted(m.content for m in history.tree(conv)[0]) == ["and?", "that", "this", "what?"]
@@ -109,7 +109,7 @@ def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: 
     file.write_text(
         json.dumps([{"id": "c", "chat": {"title": "T", "history": {"messages": messages, "currentId": "2"}}}])
     )
-    (conv,) = importing.store(history, importing.read(file), "m")
+    (conv,) = import_export.store(history, import_export.read(file), "m")
     assert [m.content for m in history.messages(conv)] == ["what?", "this"]
     assert len(history.tree(conv)[0]) == 3
     assert history.get(conv).model == "x"
@@ -119,7 +119,7 @@ def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) 
     file = tmp_path / "m.json"
     said = [("system", "Be brief"), ("user", "hi"), ("assistant", [{"type": "text", "text": "hello"}])]
     file.write_text(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
-    (conv,) = importing.store(history, importing.read(file), "m")
+    (conv,) = import_export.store(history, import_export.read(file), "m")
     session = Session(history, "m", conv_id=conv)
     assert (session.title, session.system) == ("hi", "Be brief")
     assert [t.content for t in session.turns] == ["hi", "hello"]
@@ -134,5 +134,5 @@ def test_what_is_no_conversation_is_refused_and_nothing_is_written(said: str, hi
     file = tmp_path / "x.json"
     file.write_text(said)
     with pytest.raises(UsageError):
-        importing.read(file)
+        import_export.read(file)
     assert history.list() == []

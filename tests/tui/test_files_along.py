@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual import events
 
-from localllm_tui.control.files import below, dropped
+from localllm_tui.control.attachments import below, dropped
 from localllm_tui.screens.files import FilePicker
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer

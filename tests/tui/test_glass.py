@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from localllm.cli.chat.own_server import background_server
-from localllm_tui.control import glass
 from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
-from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, headline, panel_lines
 from localllm_tui.widgets.glass import GlassPanel
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
@@ -51,21 +50,21 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
     achieved = seen.achieved_gbps(physics)
     assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
     assert seen.tok_s == pytest.approx(12.5)
-    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in glass.headline(physics, seen)
+    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(physics, seen)
 
 
 @pytest.mark.parametrize("said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}])
 def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
     assert Physics.of(said) is None
-    assert "does not say" in glass.lines(None, None)[0]
+    assert "does not say" in panel_lines(None, None)[0]
 
 
 @pytest.mark.parametrize("seen", [None, Seen(), Seen(live=3.0, coming=True), Seen(AnswerUsage(10, 1), AnswerTimings())])
 def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: Seen | None) -> None:
-    text = "\n".join(glass.lines(known(), seen))
+    text = "\n".join(panel_lines(known(), seen))
     assert "EACH TOKEN READS" in text
     assert ("as it arrives" in text) == (seen is not None and seen.live is not None)
-    assert all(len(line) <= glass.WIDTH for line in text.splitlines())
+    assert all(len(line) <= PANEL_WIDTH for line in text.splitlines())
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         assert "27 of 34 GB/s: 80% of what" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
-            lines = [line.rstrip() for line in glass.lines(d.app.chat.physics, d.app.chat.seen)]
+            lines = [line.rstrip() for line in panel_lines(d.app.chat.physics, d.app.chat.seen)]
             assert [line for line in lines if line not in screen] == []  # none is folded
             assert "prompt: 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
@@ -141,7 +140,7 @@ def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, serve
 
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
-    text = "\n".join(glass.lines(known(), Seen(AnswerUsage(10, 0), coming=True)))
+    text = "\n".join(panel_lines(known(), Seen(AnswerUsage(10, 0), coming=True)))
     assert "told once the answer is complete" in text
 
 

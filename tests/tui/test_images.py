@@ -17,12 +17,10 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_tui.app import ChatApp
-from localllm_tui.control.attach import check_room, read_text
+from localllm_tui.control.attachments import as_sent, check_room, read_text, with_files
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.files import FileCost
-from localllm_tui.control.images import as_sent
-from localllm_tui.control.opening import Opening
-from localllm_tui.control.texts import with_files
+from localllm_tui.control.meter import FileCost
 from models.tiny_vision import write_vision
 from support.http_server import running_server
 from support.pictures import needs_mtmd, needs_pillow, png

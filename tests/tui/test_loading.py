@@ -8,9 +8,9 @@ from typing import Any
 from localllm.conversation.history import History
 from localllm.errors import DoesNotFitError, LocalLLMError
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.engine import Progress
-from localllm_tui.control.opening import Opening
+from localllm_tui.control.interfaces import Progress
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 

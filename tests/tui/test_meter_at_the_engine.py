@@ -14,8 +14,8 @@ import pytest
 from localllm.cli.chat.own_server import background_server
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient, Done, StreamEvent
-from localllm_tui.control.opening import Opening
 from tui.conftest import Driver
 
 CONTEXT = 1024

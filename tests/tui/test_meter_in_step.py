@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.conversation.history import History
-from localllm_tui.control.meter import bar
+from localllm_tui.control.formatting import bar
 from tui.conftest import Driver
 from tui.scripted_sse import Drop, Finish, Gate, Refuse, Say, ScriptedServer, UntilGone
 

@@ -9,9 +9,8 @@ import pytest
 from textual.widgets import OptionList
 
 from localllm.errors import DownloadError
-from localllm_tui.control.desk import OnDisk
-from localllm_tui.control.offering import compare, disk_line
-from localllm_tui.control.pulls import Pulls
+from localllm_tui.control.interfaces import OnDisk
+from localllm_tui.control.model_list import Pulls, compare, disk_line
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_desk import ScriptedDesk, offer

@@ -14,7 +14,7 @@ from localllm.conversation.history import History
 from localllm_tui import plain
 from localllm_tui.app import ChatApp
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.commands import COMMANDS
+from localllm_tui.control.commands import COMMANDS, sections
 from localllm_tui.control.keys import (
     APP,
     APPROVAL,
@@ -32,7 +32,6 @@ from localllm_tui.control.keys import (
     Moment,
     hints,
 )
-from localllm_tui.control.registry import sections
 from localllm_tui.control.session import Session
 from localllm_tui.screens.approval import Approval
 from localllm_tui.screens.chat import ChatScreen

@@ -19,8 +19,7 @@ import pytest
 from textual.app import App
 from textual.widgets import Static
 
-from localllm_tui.control.attach import read_text
-from localllm_tui.control.images import data_url
+from localllm_tui.control.attachments import data_url, read_text
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.thumbnails import Thumbnails, small
 from support.pictures import needs_pillow, png

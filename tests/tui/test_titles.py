@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localllm.conversation.history import History, StoredMessage
-from localllm_tui.control.titling import clean
+from localllm_tui.control.titles import clean
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
 

@@ -15,7 +15,8 @@ from localllm import paths
 from localllm.cli.chat.config import tool_hosts
 from localllm.conversation.history import History
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED, ToolSpec
+from localllm_tui.control.interfaces import ToolSpec
+from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED
 from localllm_tui.mcp_host import McpHost
 from localllm_tui.screens.approval import Approval
 from localllm_tui.widgets.tool import ToolFold

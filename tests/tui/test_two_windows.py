@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.conversation.history import History
-from localllm_tui.control.drafts import Drafts
+from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.session import Session
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -46,7 +46,7 @@ def test_what_a_closed_window_left_is_the_next_ones(tmp_path: Path) -> None:
 
 def test_a_killed_window_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from localllm_tui.control.drafts import Drafts\n"
+        "import sys, pathlib; from localllm_tui.control.local_state import Drafts\n"
         "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); d.load(None); print('ready', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(

@@ -15,10 +15,10 @@ from textual.theme import Theme
 
 from localllm_tui import palette
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.keys import APP, remapped
-from localllm_tui.control.opening import Opening
-from localllm_tui.control.preferences import Preferences
+from localllm_tui.control.local_state import Preferences
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import copy_with_tool, on_signals
 from localllm_tui.no_color import CSS as NO_COLOR_CSS

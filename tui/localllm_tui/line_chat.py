@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 
 from localllm.conversation.history import History, StoredMessage
+from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.client import ChatClient, ListedModel
-from localllm_tui.control.registry import as_text, commands
+from localllm_tui.control.commands import as_text, commands
 from localllm_tui.control.session import Answer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
-from localllm_tui.control.texts import typed_in
 from localllm_tui.control.tools import ToolBox
 
 FOUND_SHOWN = 20

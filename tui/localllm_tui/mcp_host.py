@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.errors import LocalLLMError
-from localllm_tui.control.tools import ToolSpec
+from localllm_tui.control.interfaces import ToolSpec
 
 _START_S = 30.0
 _CALL_S = 120.0
@@ -18,7 +18,7 @@ _CALL_S = 120.0
 
 @dataclass(slots=True)
 class McpHost:
-    """Implements control.tools.ToolHost. The program gets the few variables of the environment that the SDK passes on, and
+    """Implements control.interfaces.ToolHost. The program gets the few variables of the environment that the SDK passes on, and
     `env`; what it writes on standard error is dropped, since the screen is there."""
 
     name: str

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from textual.app import App
 from textual.filter import LineFilter
 
-from localllm_tui.control.desk import Desk, Wish
+from localllm_tui.control.interfaces import Desk, Wish
 from localllm_tui.control.keys import remapped
-from localllm_tui.control.pulls import Pulls
+from localllm_tui.control.model_list import Pulls
 from localllm_tui.no_color import CSS as NO_COLOR_CSS
 from localllm_tui.no_color import NoColors
 from localllm_tui.screens.models import ModelsScreen

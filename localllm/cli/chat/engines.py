@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from localllm.cli.chat.attach import Attached
-    from localllm_tui.control.engine import Engine, MakesEngine, Progress
+    from localllm_tui.control.interfaces import Engine, MakesEngine, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Wanted:
 
 
 class Attachment:
-    """A server that runs already (implements localllm_tui.control.engine.Engine)."""
+    """A server that runs already (implements localllm_tui.control.interfaces.Engine)."""
 
     def __init__(self, attached: Attached) -> None:
         self.base_url, self.model, self.where = attached.base_url, attached.model, attached.where
@@ -45,7 +45,7 @@ class Attachment:
 
     def progress(self) -> Progress:
         """It has loaded what it has, and says itself what it loads when it is asked."""
-        from localllm_tui.control.engine import Progress
+        from localllm_tui.control.interfaces import Progress
 
         return Progress()
 

@@ -1,4 +1,4 @@
-"""What the chat's screen of models asks (localllm_tui.control.desk.Desk), answered by planner, device and library."""
+"""What the chat's screen of models asks (localllm_tui.control.interfaces.Desk), answered by planner, device and library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm_tui.control.desk import Offer, OnDisk, Planned, PullProgress, Wish
+from localllm_tui.control.interfaces import Offer, OnDisk, Planned, PullProgress, Wish
 
 if TYPE_CHECKING:
     from localllm.device.types import Device

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
-    from localllm_tui.control.engine import Progress
+    from localllm_tui.control.interfaces import Progress
 
 _LOOK_S = 0.1
 _STOP_S = 10.0
 
 
 class OwnEngine:
-    """Implements localllm_tui.control.engine.Engine, on a free loopback port. `placed`: settings of where the model lies,
+    """Implements localllm_tui.control.interfaces.Engine, on a free loopback port. `placed`: settings of where the model lies,
     None where nothing was said. Made at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError
     or UsageError."""
 
@@ -64,7 +64,7 @@ class OwnEngine:
 
     def progress(self) -> Progress:
         """See Engine."""
-        from localllm_tui.control.engine import Progress
+        from localllm_tui.control.interfaces import Progress
 
         if not self._tried.is_set():
             return Progress("loading", self._first.worker.progress if self._first is not None else 0.0)

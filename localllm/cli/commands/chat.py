@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
-    from localllm_tui.control.opening import Opening
+    from localllm_tui.control.chat import Opening
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
@@ -58,7 +58,7 @@ def chat(
     from contextlib import ExitStack
 
     from localllm.cli.chat import engines
-    from localllm_tui.control.attach import check_room, read_text
+    from localllm_tui.control.attachments import check_room, read_text
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
@@ -103,9 +103,9 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     from localllm.conversation.history import History
     from localllm.errors import NotFoundError
     from localllm.settings import Settings
+    from localllm_tui.control.attachments import with_files
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session
-    from localllm_tui.control.texts import with_files
 
     question, system = asked.question, asked.system
     history: History | None = None
@@ -143,7 +143,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         return
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.model_service import ModelDesk
-    from localllm_tui.control.opening import Opening
+    from localllm_tui.control.chat import Opening
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""

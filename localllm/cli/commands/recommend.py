@@ -191,7 +191,7 @@ def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float,
     """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.model_service import ModelDesk
-    from localllm_tui.control.desk import Wish
+    from localllm_tui.control.interfaces import Wish
     from localllm_tui.models_app import ModelsApp
 
     take_keys()

@@ -1,9 +1,10 @@
-"""One answer on its way: from the server's stream to the disk, the numbers and whatever shows it."""
+"""One answer from the server's stream to the disk, and those that the disk refused at first."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
@@ -185,3 +186,41 @@ class Answering:
             self._not_saved(e)
             return False
         return True
+
+
+TRY_EVERY_S = 1.0
+# A locked file makes each try wait: the keys are to have most of the time all the same.
+WAIT_SHARE = 5.0
+
+
+class Owing:
+    """Tried again by a timer, and before anything else is asked."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._owed: list[tuple[Answering, Callable[[StoredMessage], None]]] = []
+        self._next_s = 0.0
+
+    def add(self, answering: Answering, then: Callable[[StoredMessage], None]) -> None:
+        """Remember an answer if it is owed; `then` is told of its turn once it is written."""
+        if answering.owed:
+            self._owed.append((answering, then))
+            self._next_s = self._now() + TRY_EVERY_S
+
+    def pay(self) -> None:
+        """Write all of it. Raises LocalLLMError where the disk still refuses."""
+        while self._owed:
+            answering, then = self._owed[0]
+            turn = answering.write_owed()
+            del self._owed[0]
+            if turn is not None:
+                then(turn)
+
+    def pay_if_due(self) -> None:
+        """The same for a timer, which is not to stop for it."""
+        began_s = self._now()
+        if self._owed and began_s >= self._next_s:
+            with suppress(LocalLLMError):
+                self.pay()
+            ended_s = self._now()
+            self._next_s = ended_s + max(TRY_EVERY_S, WAIT_SHARE * (ended_s - began_s))

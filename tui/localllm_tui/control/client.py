@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
-from localllm_tui.control.engine import Engine
-from localllm_tui.control.images import as_sent
+from localllm_tui.control.attachments import as_sent
+from localllm_tui.control.interfaces import Engine
 
 if TYPE_CHECKING:
     import httpx  # read when the first request is made: the screen is there before

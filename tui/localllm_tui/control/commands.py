@@ -1,4 +1,4 @@
-"""The slash commands: their one table, from which parsing, completion, /help, the palette and plain mode all read."""
+"""The slash commands: one table for parsing, completion, the palette, plain mode and the help of F1."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from localllm.errors import UsageError
-from localllm_tui.control import doing
+from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import Chat
-from localllm_tui.control.keys import label_of, remapped
+from localllm_tui.control.keys import APP, CHAT, COMPOSER, KEYS, MODELS, SLIDER, TURN, label_of, remapped
 
 Runs: TypeAlias = Callable[[Chat, str], Awaitable[None]]
 
@@ -47,72 +47,72 @@ class Command:
 
 
 COMMANDS = (
-    Command("new", doing.new, "start a new conversation", palette="New conversation"),
+    Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", doing.find, "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", actions.find, "the panel of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
     ),
     Command(
-        "find", doing.look, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
+        "find", actions.look, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
         keys="ctrl+f", label="Ctrl+F",
     ),
     Command(
-        "continue", doing.resume_last, "go on with a stopped answer; else open the last conversation", "",
+        "continue", actions.resume_last, "go on with a stopped answer; else open the last conversation", "",
         "Continue", ("resume",)
     ),
-    Command("retry", doing.retry, "answer the last question again", "", "Retry the last answer", ("regenerate",)),
-    Command("more", doing.more, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
+    Command("retry", actions.retry, "answer the last question again", "", "Retry the last answer", ("regenerate",)),
+    Command("more", actions.more, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
-        "earlier", doing.show_earlier, "show the version before of the last answer",
+        "earlier", actions.show_earlier, "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", doing.edit, "change the last question; the old one stays beside it", palette="Edit the last question"
+        "edit", actions.edit, "change the last question; the old one stays beside it", palette="Edit the last question"
     ),
     Command(
-        "branch", doing.branch, "go on in a conversation of its own, with all that was said", palette="Branch here"
+        "branch", actions.branch, "go on in a conversation of its own, with all that was said", palette="Branch here"
     ),
-    Command("drop", doing.drop, "remove the last question, where it has no answer", palette="Remove the last question"),
+    Command("drop", actions.drop, "remove the last question, where it has no answer", palette="Remove the last question"),
     Command(
-        "compact", doing.compact, "leave out the oldest messages once not all fit the context", "[off]",
+        "compact", actions.compact, "leave out the oldest messages once not all fit the context", "[off]",
         "Compact the conversation",
     ),
     Command(
-        "copy", doing.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]", "Copy the last answer"
+        "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]", "Copy the last answer"
     ),
     Command(
-        "save", doing.save, "write the conversation to a file, Markdown or JSON (/save! overwrites)",
-        "FILE.md|.json", insist=doing.save_over
+        "save", actions.save, "write the conversation to a file, Markdown or JSON (/save! overwrites)",
+        "FILE.md|.json", insist=actions.save_over
     ),
-    Command("title", doing.title, "show or change the conversation's title", "[TEXT]"),
-    Command("import", doing.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
-    Command("attach", doing.attach, "send a file along with the next question (- takes back)", "FILE"),
+    Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
+    Command("import", actions.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
+    Command("attach", actions.attach, "send a file along with the next question (- takes back)", "FILE"),
     Command(
-        "system", doing.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
+        "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
     ),
-    Command("model", doing.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
+    Command("model", actions.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
     Command(
-        "tools", doing.tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "tools", actions.tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
         "[on [NAME]|off]", "Tools", plain=False,
     ),
-    Command("sampling", doing.sample, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
+    Command("sampling", actions.sample, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
     Command(
-        "models", doing.models, "what would fit this machine, what is on its disk; pull, use and remove", "",
+        "models", actions.models, "what would fit this machine, what is on its disk; pull, use and remove", "",
         "Models", plain=False, keys="f4", label="F4",
     ),
     Command(
-        "own", doing.own, "load the model in this chat, when the server it is attached to went away", "",
+        "own", actions.own, "load the model in this chat, when the server it is attached to went away", "",
         "Load the model in this chat", plain=False,
     ),
     Command(
-        "glass", doing.glass, "show or hide what a token costs and where the time went", "", "What a token costs",
+        "glass", actions.glass, "show or hide what a token costs and where the time went", "", "What a token costs",
         plain=False, keys="f3", label="F3",
     ),
     Command(
-        "help", doing.show_help, "show all commands and keys", "", "Keys and commands", ("?",), keys="f1",
+        "help", actions.show_help, "show all commands and keys", "", "Keys and commands", ("?",), keys="f1",
         label="F1",
     ),
-    Command("quit", doing.leave, "leave; everything is kept", aliases=("exit", "q")),
+    Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
 # What config.toml may call the commands that have a key.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
@@ -165,3 +165,48 @@ def suggestion(name: str) -> str:
     """What to say about a command that does not exist."""
     close = difflib.get_close_matches(name.rstrip("!"), [c.name for c in COMMANDS], n=1)
     return f"did you mean /{close[0]}?" if close else "/help lists the commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`how` it is asked for, and `what` it does."""
+
+    how: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Entries that belong together."""
+
+    title: str
+    entries: tuple[Entry, ...]
+
+
+def sections() -> tuple[Section, ...]:
+    """All keys and commands."""
+    return (
+        _keys("In the input", COMPOSER),
+        _keys("Anywhere in the chat", CHAT, APP),
+        _keys("With a turn selected", TURN),
+        _keys("Among the models", MODELS, SLIDER),
+        commands(),
+    )
+
+
+def commands(*, plain: bool = False) -> Section:
+    """The slash commands; `plain`: those that work without a screen."""
+    return Section("Commands", tuple(Entry(c.usage, c.help) for c in COMMANDS if c.plain or not plain))
+
+
+def _keys(title: str, *owners: str) -> Section:
+    keys = [Entry(k.label_now, k.help) for owner in owners for k in KEYS if k.owner == owner and k.help]
+    if CHAT in owners:
+        keys += [Entry(c.label_now, c.help) for c in COMMANDS if c.label_now]
+    return Section(title, tuple(keys))
+
+
+def as_text(section: Section) -> str:
+    """A section as lines, aligned."""
+    width = max(len(e.how) for e in section.entries)
+    return "\n".join([section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)])

@@ -1,18 +1,23 @@
-"""The numbers of an answer as it streams: speed, time to first token, context used; and their one line of text."""
+"""The figures of an answer as it streams, their status line, and what the conversation and the input cost in tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 
-from localllm_tui.control.client import AnswerUsage
+from localllm.conversation.history import StoredMessage
+from localllm.errors import ContextLengthError, UsageError
+from localllm_tui.control.attachments import MAX_BYTES_PER_TOKEN, data_url, fenced, is_pdf, read_text
+from localllm_tui.control.client import AnswerUsage, ChatClient
+from localllm_tui.control.formatting import BAR_CELLS, amount, bar, elide
+from localllm_tui.control.session import Session
 
-BAR_CELLS = 10
-_EIGHTHS = "▏▎▍▌▋▊▉"
 _GAP = "  "
 
 
@@ -110,16 +115,6 @@ class Numbers:
         return cls(model, meter.tok_s, meter.ttft_s, used, n_ctx, meter.usage.cached if meter.usage else None)
 
 
-def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
-    """A bar readable by shape alone, exact to an eighth of a cell. Anything used shows, and only a full context fills it."""
-    eighths = min(8 * cells, used * 8 * cells // n_ctx)
-    if used > 0:
-        eighths = max(1, eighths)
-    full, part = divmod(eighths, 8)
-    shown = "█" * full + (_EIGHTHS[part - 1] if part else "")
-    return shown + "░" * (cells - len(shown))
-
-
 def status_text(n: Numbers, width: int) -> str:
     """The status line in at most `width` cells: words where there is room, short names where there is not."""
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
@@ -157,27 +152,105 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
 
 
-def elide(text: str, cells: int) -> str:
-    """`text` in at most `cells` terminal cells, with … where something was cut."""
-    if cell_len(text) <= cells:
-        return text
-    while text and cell_len(text) > cells - 1:
-        text = text[:-1]
-    return text + "…" if cells > 0 else ""
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What is in the input: its text, the files that go with it, and the question it is another version of (None: it is new)."""
+
+    text: str
+    attached: Sequence[tuple[str, str]] = ()
+    instead: StoredMessage | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not self.text.strip() and not self.attached
+
+    def messages(self, session: Session, *, alone: bool = False) -> list[dict[str, str]]:
+        """What would be sent; `alone`: without what was said before."""
+        return session.would_send(self.text, self.attached, instead=self.instead, alone=alone)
 
 
-def ago(seconds: float) -> str:
-    """How long ago, in words: "just now", "5 min ago", "3 h ago", "2 days ago"."""
-    minutes = int(seconds // 60)
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h ago"
-    return f"{minutes // (24 * 60)} days ago"
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Tokens: the conversation as it is, and with what is typed (None: nothing is). None: the server can't tell."""
+
+    said: int | None = None
+    asked: int | None = None
+
+    @classmethod
+    async def of(cls, client: ChatClient, model: str, session: Session, typed: Typed) -> Cost:
+        """Counted by the server, where it did not count already."""
+        said = session.used_tokens if session.counted else await client.count(model, session.context())
+        asked = None if typed.empty else await client.count(model, typed.messages(session))
+        return cls(said, asked)
+
+    def words(self, n_ctx: int | None) -> str:
+        """What sending costs, for the input's frame; "" where nothing is typed or known."""
+        if self.asked is None:
+            return ""
+        if n_ctx is None:
+            return f"{self.asked:,} tokens in all"
+        return f"{self.asked:,} of {n_ctx:,} tokens" + (": too long" if self.asked >= n_ctx else " in all")
 
 
-def how_many(n: int, what: str) -> str:
-    """ "1 message", "2 messages"."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+async def check_fits(client: ChatClient, model: str, session: Session, typed: Typed, n_ctx: int | None) -> None:
+    """Raise ContextLengthError for a question that the server would refuse for its length: unsent, it can be changed.
+
+    A server that can't count is left to refuse by itself.
+    """
+    if n_ctx is None:
+        return
+    compacts = client.compacts or session.compacts
+    messages = typed.messages(session, alone=compacts)
+    if sum(len(m["content"].encode("utf-8", "replace")) for m in messages) < n_ctx // 2:
+        return  # a token is a byte at least, and no template doubles a conversation
+    tokens = await client.count(model, messages)
+    if tokens is None or tokens < n_ctx:
+        return
+    alone = tokens if compacts else await client.count(model, typed.messages(session, alone=True))
+    if alone is not None and alone >= n_ctx:
+        raise ContextLengthError(
+            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not sent",
+            hint="shorten it, or start the chat with a larger --context",
+        )
+    raise ContextLengthError(
+        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: it was not sent",
+        hint="shorten it, or let the oldest messages be left out: Ctrl+P, Compact the conversation",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FileCost:
+    """What a file would add to the question: `tokens` (None: the server can't count), or why it can't go along."""
+
+    tokens: int | None = None
+    refused: str = ""
+
+    @classmethod
+    async def of(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
+        """Counted by the server; a file that can't fit whatever the tokenizer is not even read."""
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as f:
+                head = f.read(16)
+            picture = bool(data_url(head))
+            if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture and not is_pdf(head):
+                return cls(refused=f"too long: {amount(size)}")
+            name, text = await asyncio.to_thread(read_text, path)
+        except UsageError as e:
+            return cls(
+                refused=e.message.removeprefix(f"{path.name} is ").removeprefix("a ").split(",")[0].split(" (")[0]
+            )
+        except OSError as e:
+            return cls(refused=e.strerror or str(e))
+        tokens, why_not = await client.counted(model, [{"role": "user", "content": fenced(name, text)}])
+        if picture and why_not:
+            return cls(refused=why_not.rpartition(": ")[2])
+        if tokens is not None and n_ctx is not None and tokens >= n_ctx:
+            return cls(tokens, f"too long: {tokens:,} tokens")
+        return cls(tokens)
+
+    @property
+    def words(self) -> str:
+        """In a few words; "" where nothing is known."""
+        return self.refused or (f"{self.tokens:,} tokens" if self.tokens is not None else "")

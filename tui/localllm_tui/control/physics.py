@@ -1,13 +1,16 @@
-"""What a token costs in bytes and FLOPs, held against what an answer took: arithmetic on the server's own figures."""
+"""What a token costs in bytes and FLOPs against what an answer took, from the server's own figures; and the panel that shows it."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from localllm_tui.control.client import AnswerTimings, AnswerUsage
+from localllm_tui.control.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +140,138 @@ def bars(values: Sequence[float], cells: int) -> list[str]:
     """Bars of at most `cells` in the proportion of `values`; what is there at all shows."""
     most = max(values, default=0.0)
     return ["█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values]
+
+
+PANEL_WIDTH = 38
+_PLOT_ROWS = 7
+_BAR = 12
+
+
+def panel_lines(physics: Physics | None, seen: Seen | None, width: int = PANEL_WIDTH) -> list[str]:
+    """The panel, line by line, in at most `width` cells each."""
+    if physics is None:
+        return ["This server does not say what", "a token costs it."]
+    shown = seen or Seen()
+    text = [*_token(physics, shown), "", *_answer(physics, shown), "", *_time(shown), "", *_memory(physics)]
+    return [line[:width] for line in (*text, "", *roof(physics, shown, width))]
+
+
+def headline(physics: Physics, seen: Seen) -> str:
+    """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory can do"."""
+    said = f"each token reads {gb(physics.token_bytes(seen.depth))}"
+    achieved = seen.achieved_gbps(physics)
+    if achieved is None:
+        return said
+    share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
+    return f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
+
+
+def _of_bandwidth(achieved: float, physics: Physics) -> str:
+    digits = 0 if achieved >= 10 else 1
+    return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
+
+
+def _token(physics: Physics, seen: Seen) -> list[str]:
+    kv = physics.kv_bytes(seen.depth)
+    rows = [("weights", float(physics.dense_bytes)), ("experts", float(physics.routed_bytes)), ("KV cache", kv)]
+    rows = [(name, n) for name, n in rows if n or name == "KV cache"]
+    drawn = bars([n for _, n in rows], _BAR)
+    total = gb(physics.token_bytes(seen.depth))
+    return [
+        f"EACH TOKEN READS {total}",
+        *(f"  {name:<9}{gb(n):>9}  {bar}" for (name, n), bar in zip(rows, drawn, strict=True)),
+        f"  {physics.quant} weights, {physics.kv_type} KV, {seen.depth:,.0f} deep",
+    ]
+
+
+def _answer(physics: Physics, seen: Seen) -> list[str]:
+    achieved, rate = seen.achieved_gbps(physics), seen.tok_s
+    as_it_came = "" if seen.live is None else ", as it arrives" if seen.coming else ", as it arrived"
+    head = f"THIS ANSWER{as_it_came}"
+    if achieved is None or rate is None:
+        now = ["  nothing measured yet"]
+    else:
+        share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
+        now = [
+            f"  {_of_bandwidth(achieved, physics)} GB/s: {share:.0%} of what",
+            "  this memory can do",
+            f"  {'now' if seen.coming else 'was':<9}{rate:>8.1f} tok/s",
+        ]
+    plan = physics.decode
+    return [
+        head,
+        *now,
+        f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
+        f"  limit    {physics.limit_tok_s(seen.depth):>8.1f}  without drafting",
+    ]
+
+
+def _time(seen: Seen) -> list[str]:
+    took, usage = seen.timings, seen.usage
+    if seen.live is not None and not seen.coming:
+        return ["TIME", "  not told of a stopped answer"]
+    if seen.coming or seen.live is not None or not usage.prompt:
+        return ["TIME", "  told once the answer is complete"]
+    rate = seen.prefill_tok_s
+    drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
+    rows = [
+        "TIME",
+        f"  queued   {took.queued_s:>7.2f} s  {drawn[0]}",
+        f"  prefill  {took.prefill_s:>7.2f} s  {drawn[1]}",
+        f"  decode   {took.decode_s:>7.2f} s  {drawn[2]}",
+        f"  prompt: {usage.cached:,} of {usage.prompt:,} from cache",
+    ]
+    if rate is not None and took.prefilled > 1:
+        rows.append(f"  the rest at {rate:,.0f} tok/s")
+    if seen.cache_miss:
+        said = printable(f"not more: {seen.cache_miss}")
+        rows += textwrap.wrap(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
+    if took.drafted:
+        rows.append(f"  drafts: {took.accepted:,} of {took.drafted:,} accepted")
+    return rows
+
+
+def _memory(physics: Physics) -> list[str]:
+    needs = physics.memory
+    total, limit = float(needs.get("total_bytes") or 0), float(needs.get("limit_bytes") or 0)
+    if not total:
+        return []
+    rest = total - float(needs.get("weights_bytes") or 0) - float(needs.get("kv_bytes") or 0)
+    return [
+        f"MEMORY {gb(total)}" + (f" of {gb(limit)}" if limit else ""),
+        f"  weights {gb(float(needs.get('weights_bytes') or 0))}, KV {gb(float(needs.get('kv_bytes') or 0))}",
+        f"  buffers and state {gb(rest)}",
+    ]
+
+
+def roof(physics: Physics, seen: Seen, width: int = PANEL_WIDTH) -> list[str]:
+    """The roofline, log-log: GFLOP/s over FLOPs per byte, with decode (d) and prefill (p) where they ran, or are planned
+    where nothing was measured (in brackets in the legend)."""
+    decode, prefill = seen.tok_s or physics.decode.value, seen.prefill_tok_s or physics.prefill.value
+    per_byte = physics.flops_per_token / max(1.0, physics.token_bytes(seen.depth))
+    points = [
+        ("d", per_byte, decode * physics.flops_per_token / 1e9),
+        ("p", per_byte * max(1, physics.n_batch), prefill * physics.flops_per_token / 1e9),
+    ]
+    if physics.bandwidth_gbps <= 0 or physics.tflops <= 0 or min(y for _, _, y in points) <= 0:
+        return []
+    columns = width - 2
+    xs, peak = [x for _, x, _ in points], physics.tflops * 1e3
+    x0, x1 = math.log10(min(xs) / 3), math.log10(max(*xs, peak / physics.bandwidth_gbps) * 3)
+    ys = [y for _, _, y in points]
+    y0, y1 = math.log10(min(*ys, physics.bandwidth_gbps * 10**x0) / 1.5), math.log10(max(peak, *ys) * 1.2)
+    grid = [[" "] * columns for _ in range(_PLOT_ROWS)]
+
+    def put(x: float, y: float, mark: str) -> None:
+        column = round((x - x0) / (x1 - x0) * (columns - 1))
+        row = round((y1 - y) / (y1 - y0) * (_PLOT_ROWS - 1))
+        if 0 <= column < columns and 0 <= row < _PLOT_ROWS:
+            grid[row][column] = mark
+
+    for i in range(columns):
+        x = x0 + (x1 - x0) * i / (columns - 1)
+        put(x, math.log10(min(physics.bandwidth_gbps * 10**x, peak)), "·")
+    for mark, x, y in points:
+        put(math.log10(x), math.log10(y), mark)
+    measured = "decode (d), prefill (p)" if seen.tok_s else "planned decode (d), prefill (p)"
+    return [f"ROOF  {measured}", *("  " + "".join(row).rstrip() for row in grid), "  FLOPs per byte →"]

@@ -1,4 +1,4 @@
-"""One conversation as the chat holds it: what is said, in step with the history on disk; knows no screen."""
+"""One conversation in step with the history on disk; knows no screen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import NotFoundError, UsageError
-from localllm_tui.control.branches import Branches
-from localllm_tui.control.texts import files_of, title_of, with_files
+from localllm_tui.control.attachments import files_of, with_files
+from localllm_tui.control.conversation_tree import Branches
+from localllm_tui.control.formatting import title_of
 
 # An answer is written this often while it streams: what a kill -9 can cost.
 SAVE_EVERY_S = 0.5

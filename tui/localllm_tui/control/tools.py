@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control.client import ChatClient, Done, StreamEvent, TextDelta, ToolCall, ToolRan, Waiting
+from localllm_tui.control.interfaces import ToolHost, ToolSpec
 from localllm_tui.control.terminal import printable
 
 # Rounds of calls within one answer: a model that asks for ever is stopped.
@@ -17,35 +17,6 @@ MOST_ROUNDS = 8
 # Of one result, what the model gets.
 MOST_CHARS = 20_000
 NOT_ALLOWED = "The person did not allow this call."
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSpec:
-    """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it is."""
-
-    name: str
-    description: str = ""
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    host: str = ""
-
-
-class ToolHost(Protocol):
-    """A program that offers tools, `name`d in config.toml. All raise LocalLLMError."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def open(self) -> Sequence[ToolSpec]:
-        """Start it, and learn its tools."""
-        ...
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool says."""
-        ...
-
-    async def close(self) -> None:
-        """End it."""
-        ...
 
 
 Approves = Callable[[ToolCall, ToolSpec], Awaitable[bool]]

@@ -1,4 +1,4 @@
-"""What the chat says in words: its welcome, its warnings, the line under an answer that ended out of the ordinary."""
+"""What the chat says: its welcome, its warnings, the line under an answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
+from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import Moment, hints
-from localllm_tui.control.meter import ago, elide, how_many
 from localllm_tui.control.terminal import printable
 
 
@@ -113,17 +113,3 @@ def note_under(turn: StoredMessage) -> str:
     if turn.meta.get("edited"):
         said += ("; " if said else "") + "changed by you"
     return said
-
-
-def amount(n_bytes: float) -> str:
-    """Bytes as people read them: 94 MB, 4.7 GB."""
-    if n_bytes >= 1e9:
-        return f"{n_bytes / 1e9:.1f} GB"
-    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
-
-
-def span(seconds: float) -> str:
-    """Seconds as people read them: 0.4 s, 12 s, 3 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

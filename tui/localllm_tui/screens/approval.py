@@ -13,9 +13,9 @@ from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.client import ToolCall
+from localllm_tui.control.interfaces import ToolSpec
 from localllm_tui.control.keys import APPROVAL, Moment, hints
 from localllm_tui.control.terminal import printable
-from localllm_tui.control.tools import ToolSpec
 
 
 class Approval(ModalScreen[bool]):

@@ -11,14 +11,14 @@ from textual.worker import Worker, WorkerCancelled
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
-from localllm_tui.control.answering import Answering
+from localllm_tui.control.answering import Answering, Owing
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ToolCall
-from localllm_tui.control.cost import Typed, check_fits
-from localllm_tui.control.opening import Opening
-from localllm_tui.control.owing import Owing
+from localllm_tui.control.interfaces import ToolSpec
+from localllm_tui.control.meter import Typed, check_fits
 from localllm_tui.control.session import Answer
 from localllm_tui.control.terminal import printable
-from localllm_tui.control.tools import ToolSpec, stream_with_tools
+from localllm_tui.control.tools import stream_with_tools
 from localllm_tui.control.wording import CONTINUED_BESIDE, CONTINUED_ELSEWHERE, full_context, note_under, way_on
 from localllm_tui.messages import QuestionSubmitted
 from localllm_tui.screens.approval import Approval

@@ -15,14 +15,13 @@ from textual.widgets import TextArea
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control import commands, doing, titling, turning
+from localllm_tui.control import command_actions, commands, titles
+from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.keys import CHAT
-from localllm_tui.control.opening import Opening
 from localllm_tui.control.session import Session
-from localllm_tui.control.terminal import KeyboardTerminal
-from localllm_tui.control.texts import typed_in
-from localllm_tui.control.tidying import Tidying
+from localllm_tui.control.terminal import KeyboardTerminal, Tidying
 from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
 from localllm_tui.screens.shopping import ShoppingScreen
 from localllm_tui.screens.working import start
@@ -83,10 +82,10 @@ class ChatScreen(ShoppingScreen):
     def _title_when_quiet(self) -> None:
         """Have a title made once nothing was typed or answered for a while."""
         quiet_s = time.monotonic() - self._quiet_since_s
-        if self.titles_after_s is None or quiet_s < self.titles_after_s or not titling.wanted(self._session):
+        if self.titles_after_s is None or quiet_s < self.titles_after_s or not titles.wanted(self._session):
             return
         self._quiet_since_s = time.monotonic()
-        making = partial(titling.give, self.client, self.model, self._session)
+        making = partial(titles.give, self.client, self.model, self._session)
         start(self, making, "title")
 
     def _not_quiet(self) -> None:
@@ -159,7 +158,7 @@ class ChatScreen(ShoppingScreen):
             return
         self._removing = 0
         try:
-            await turning.run(self, event.what, turn, event.argument)
+            await command_actions.run_on_turn(self, event.what, turn, event.argument)
         except LocalLLMError as e:
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", timeout=4, markup=False)
         self._reselect(event.what, turn, at=selected)
@@ -223,7 +222,7 @@ class ChatScreen(ShoppingScreen):
 
     async def on_much_pasted(self, event: MuchPasted) -> None:
         try:
-            doing.attach_text(self, f"pasted-{len(self.attached) + 1}.txt", event.text)
+            command_actions.attach_text(self, f"pasted-{len(self.attached) + 1}.txt", event.text)
         except LocalLLMError as e:
             await self.trouble(e)
 
@@ -267,9 +266,9 @@ class ChatScreen(ShoppingScreen):
     async def _after_choice(self, place: Place | None) -> None:
         try:
             if place is not None:
-                await doing.resume(self, place.conversation_id, place.turn_id)
+                await command_actions.resume(self, place.conversation_id, place.turn_id)
             elif self._session.id is not None and not self.history.holds(self._session.id):
-                await doing.new(self, "")  # it was removed in the list
+                await command_actions.new(self, "")  # it was removed in the list
         except LocalLLMError as e:
             await self.trouble(e)
 

@@ -8,7 +8,7 @@ from typing import Any
 from textual.screen import Screen
 from textual.timer import Timer
 
-from localllm_tui.control.cost import Cost
+from localllm_tui.control.meter import Cost
 from localllm_tui.screens.working import start
 
 # Long enough that typing does not ask with every key, short enough to be there when one looks.

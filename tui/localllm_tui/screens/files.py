@@ -19,10 +19,11 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.attachments import below
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.files import FileCost, below
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import FILES, Moment, hints
-from localllm_tui.control.meter import elide
+from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.working import start
 from localllm_tui.widgets.foreign import title

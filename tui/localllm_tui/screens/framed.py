@@ -13,18 +13,17 @@ from textual.widget import Widget
 
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control import commands, glass, sampling, wording
+from localllm_tui.control import commands, sampling, wording
 from localllm_tui.control.answering import Answering
+from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ListedModel
-from localllm_tui.control.cost import Cost, Typed
-from localllm_tui.control.drafts import Drafts
-from localllm_tui.control.engine import is_here
+from localllm_tui.control.interfaces import is_here
 from localllm_tui.control.keys import Moment
-from localllm_tui.control.meter import Numbers
-from localllm_tui.control.opening import Opening
-from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.control.local_state import Drafts
+from localllm_tui.control.meter import Cost, Numbers, Typed
+from localllm_tui.control.physics import Physics, Seen, headline
 from localllm_tui.control.session import Session
-from localllm_tui.control.texts import typed_in
 from localllm_tui.control.tools import ToolBox
 from localllm_tui.screens.counting import Counting
 from localllm_tui.widgets.composer import Composer
@@ -255,7 +254,7 @@ class FramedScreen(Screen[None]):
             and width >= LEAST_HEADLINE_COLUMNS
             and not told
         ):
-            reads = glass.headline(self.physics, seen)
+            reads = headline(self.physics, seen)
         how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
         parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools_on else ""]
         if not self._session.system and self.listed is not None and self.listed.has_system:

@@ -12,9 +12,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control import glass
 from localllm_tui.control.keys import GLASS, Moment, hints
-from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, panel_lines
 
 _LOOK_S = 0.25
 
@@ -25,7 +24,7 @@ class GlassScreen(ModalScreen[None]):
     DEFAULT_CSS = f"""
     GlassScreen {{ align: center middle; }}
     GlassScreen > VerticalScroll {{
-        width: {glass.WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
+        width: {PANEL_WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
         border: round $accent; padding: 0 2; background: $surface;
     }}
     GlassScreen Static {{ text-wrap: nowrap; }}
@@ -49,4 +48,4 @@ class GlassScreen(ModalScreen[None]):
         self.dismiss(None)
 
     def _draw(self) -> None:
-        self.query_one(Static).update("\n".join(glass.lines(*self._read())))
+        self.query_one(Static).update("\n".join(panel_lines(*self._read())))

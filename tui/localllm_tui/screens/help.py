@@ -12,8 +12,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.commands import Section, sections
 from localllm_tui.control.keys import HELP, Moment, hints
-from localllm_tui.control.registry import Section, sections
 
 
 class HelpScreen(ModalScreen[None]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from textual.timer import Timer
 
 from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.opening import Opening
 from localllm_tui.screens.asking import AskingScreen
 from localllm_tui.screens.working import start
 

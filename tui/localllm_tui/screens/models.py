@@ -19,22 +19,21 @@ from textual.widgets.option_list import Option
 
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control import desk as wishes
-from localllm_tui.control.desk import Desk, Offer, OnDisk, Planned, Wish
+from localllm_tui.control import interfaces
+from localllm_tui.control.formatting import amount, elide
+from localllm_tui.control.interfaces import Desk, Offer, OnDisk, Planned, Wish
 from localllm_tui.control.keys import MODELS, Moment, hints
-from localllm_tui.control.meter import elide
-from localllm_tui.control.offering import (
+from localllm_tui.control.model_list import (
+    Pulls,
+    catalog_head,
     compare,
     context_words,
     disk_details,
     disk_head,
     disk_line,
-    head,
     offer_details,
     offer_line,
 )
-from localllm_tui.control.pulls import Pulls
-from localllm_tui.control.wording import amount
 from localllm_tui.screens.reading import Reading
 from localllm_tui.screens.working import start
 from localllm_tui.widgets.slider import Slider
@@ -84,19 +83,23 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         wish = self._wish
-        machines = ["", *wishes.MACHINES, *([wish.machine] if wish.machine not in ("", *wishes.MACHINES) else [])]
-        contexts = sorted({*wishes.CONTEXTS, wish.context})
+        machines = [
+            "",
+            *interfaces.MACHINES,
+            *([wish.machine] if wish.machine not in ("", *interfaces.MACHINES) else []),
+        ]
+        contexts = sorted({*interfaces.CONTEXTS, wish.context})
         with Vertical():
             yield Static("", id="machine", markup=False)
             yield Slider("context", contexts, context_words, value=wish.context, name="context")
             with Horizontal(classes="sliders"):
                 yield Slider(
-                    "for", wishes.PURPOSES, wishes.PURPOSE_WORDS.__getitem__, value=wish.purpose, name="purpose"
+                    "for", interfaces.PURPOSES, interfaces.PURPOSE_WORDS.__getitem__, value=wish.purpose, name="purpose"
                 )
-                yield Slider("wait", wishes.WAITS_S, _wait_words, value=int(wish.longest_wait_s), name="wait")
+                yield Slider("wait", interfaces.WAITS_S, _wait_words, value=int(wish.longest_wait_s), name="wait")
             with Horizontal(classes="sliders"):
                 yield Slider("machine", machines, lambda m: m or "this one", value=wish.machine, name="device")
-                yield Slider("memory", wishes.MEMORIES_GB, _memory_words, value=int(wish.memory_gb), name="memory")
+                yield Slider("memory", interfaces.MEMORIES_GB, _memory_words, value=int(wish.memory_gb), name="memory")
             yield Input(placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"', id="typed")
             yield Static("", id="columns", markup=False)
             yield OptionList()
@@ -172,7 +175,7 @@ class ModelsScreen(ModalScreen[str | None]):
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
         else:
             rows = [(o.ref, self._line(o)) for o in self.offers]
-            self.query_one("#columns", Static).update(head(self._room))
+            self.query_one("#columns", Static).update(catalog_head(self._room))
             said = _summary(self._planned)
         self.query_one("#machine", Static).update(elide(said, self._room))
         listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])

@@ -22,10 +22,10 @@ from localllm.conversation.history import ConversationSummary, History, StoredMe
 from localllm.conversation.history_search import Hit
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER, Moment, hints
-from localllm_tui.control.meter import ago, elide, how_many
 from localllm_tui.control.terminal import printable
-from localllm_tui.control.texts import typed_in
 
 LISTED = 200
 # Of one conversation; all of them where only one is looked at.

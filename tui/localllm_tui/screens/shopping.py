@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control import first_run
-from localllm_tui.control.desk import Offer, Wish
-from localllm_tui.control.opening import Opening
-from localllm_tui.control.pulls import Pulls
+from localllm_tui.control import model_list
+from localllm_tui.control.chat import Opening
+from localllm_tui.control.interfaces import Offer, Wish
+from localllm_tui.control.model_list import Pulls
 from localllm_tui.screens.loading import LoadingScreen
 from localllm_tui.screens.working import start
 from localllm_tui.widgets.first_run import FirstRun
@@ -60,7 +60,9 @@ class ShoppingScreen(LoadingScreen):
     async def redraw(self) -> None:
         await super().redraw()
         if self._starter and not self.session.turns and self.pulls is not None:
-            said = first_run.lines(self._starter, self._offers or (), self.pulls, planned=self._offers is not None)
+            said = model_list.first_run_lines(
+                self._starter, self._offers or (), self.pulls, planned=self._offers is not None
+            )
             await self.transcript.mount(FirstRun(said))
             if self._offers is None:
                 start(self, self._plan_first_run, "first run")
@@ -79,13 +81,15 @@ class ShoppingScreen(LoadingScreen):
 
     def _show_first_run(self) -> None:
         assert self.pulls is not None
-        said = first_run.lines(self._starter, self._offers or (), self.pulls, planned=self._offers is not None)
+        said = model_list.first_run_lines(
+            self._starter, self._offers or (), self.pulls, planned=self._offers is not None
+        )
         for page in self.transcript.query(FirstRun):
             page.update("\n".join(said))
 
     async def action_pull(self, nth: int) -> None:
         """Pull one of the plans of the first run, counted from 1; use it once it is here."""
-        best = first_run.worth(self._starter, self._offers or ()) if self._starter else []
+        best = model_list.worth_pulling(self._starter, self._offers or ()) if self._starter else []
         if self.pulls is None or nth > len(best):
             return
         offer = best[nth - 1]

@@ -11,8 +11,8 @@ from textual.geometry import Offset
 from textual.widgets import TextArea
 
 from localllm_tui.bindings import bindings_of, caught_by
+from localllm_tui.control.attachments import dropped
 from localllm_tui.control.commands import matching
-from localllm_tui.control.files import dropped
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
-from localllm_tui.control import glass
-from localllm_tui.control.physics import Physics, Seen
+from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, panel_lines
 
 # Narrower, the panel would leave the conversation less than 60 columns.
 LEAST_COLUMNS = 100
@@ -16,7 +15,7 @@ class GlassPanel(Static):
 
     DEFAULT_CSS = f"""
     GlassPanel {{
-        dock: right; width: {glass.WIDTH + 6}; height: 1fr; padding: 1 2; display: none;
+        dock: right; width: {PANEL_WIDTH + 6}; height: 1fr; padding: 1 2; display: none;
         border-left: solid $panel; overflow-y: auto; text-wrap: nowrap; scrollbar-size-vertical: 1;
     }}
     GlassPanel.wanted {{ display: block; }}
@@ -51,4 +50,4 @@ class GlassPanel(Static):
 
     def _draw(self) -> None:
         if self.wanted:
-            self.update("\n".join(glass.lines(self.physics, self.seen)))
+            self.update("\n".join(panel_lines(self.physics, self.seen)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
-from localllm_tui.control.meter import elide
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.terminal import printable
 
 _GAP = " · "

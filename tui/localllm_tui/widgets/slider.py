@@ -11,8 +11,8 @@ from textual.message import Message
 from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import SLIDER
-from localllm_tui.control.meter import elide
 
 T = TypeVar("T")
 _LABEL = 9

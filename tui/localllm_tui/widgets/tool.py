@@ -9,7 +9,7 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm_tui.control.client import ToolCall, ToolRan
-from localllm_tui.control.meter import elide
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.terminal import printable
 from localllm_tui.widgets.foreign import label
 

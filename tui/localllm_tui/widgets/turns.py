@@ -7,10 +7,9 @@ from textual.containers import Vertical
 from textual.widgets import Static
 
 from localllm.conversation.history import StoredMessage
-from localllm_tui.control.images import urls_in
+from localllm_tui.control.attachments import files_of, typed_in, urls_in
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import printable
-from localllm_tui.control.texts import files_of, typed_in
 from localllm_tui.messages import EarlierWanted, LaterWanted
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView

@@ -1,10 +1,13 @@
-"""What the screen of models asks of whoever knows machines, plans and the disk."""
+"""What the command line hands to the chat: an engine, a model service, tool hosts, and how the chat is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from localllm.errors import LocalLLMError
 
 PURPOSES = ("chat", "coding", "autocomplete", "long")
 PURPOSE_WORDS = {
@@ -121,4 +124,96 @@ class Desk(Protocol):
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
         """Bring a model to this disk, going on where an earlier try ended; returns its name here. What `told` raises
         ends it."""
+        ...
+
+
+State = Literal["loading", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an engine is with its first model: `share` of it is loaded, from 0 to 1. `failed` with `error`; what asks it
+    for another model, or for this one again, may all the same unless it is `down`."""
+
+    state: State = "ready"
+    share: float = 1.0
+    error: LocalLLMError | None = None
+    down: bool = False
+
+    def words(self, model: str) -> str:
+        """In a few words; "" where there is nothing to wait for."""
+        if self.state != "loading":
+            return ""
+        return f"loading {model}" + (f" {self.share:.0%}" if self.share > 0 else "")
+
+
+class Engine(Protocol):
+    """An OpenAI-compatible server at `base_url` (…/v1), or behind a Unix socket, and the `model` of it to ask first."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def api_key(self) -> str | None: ...
+
+    @property
+    def unix_socket(self) -> str: ...
+
+    @property
+    def where(self) -> str:
+        """Its address, as people say it; "" for the chat's own."""
+        ...
+
+    def start(self) -> None:
+        """Begin to load, in a thread; once is enough."""
+        ...
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        ...
+
+    def stop(self) -> None:
+        """Let it go."""
+        ...
+
+
+def is_here(engine: Engine) -> bool:
+    """Whether what is asked stays on this machine."""
+    host = urlsplit(engine.base_url).hostname or ""
+    return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")
+
+
+# Makes an engine of the chat's own with a model: what a chat goes on with whose server went away.
+MakesEngine = Callable[[str], Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it is."""
+
+    name: str
+    description: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    host: str = ""
+
+
+class ToolHost(Protocol):
+    """A program that offers tools, `name`d in config.toml. All raise LocalLLMError."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self) -> Sequence[ToolSpec]:
+        """Start it, and learn its tools."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the tool says."""
+        ...
+
+    async def close(self) -> None:
+        """End it."""
         ...

@@ -1,13 +1,15 @@
-"""What is typed and not sent yet: one small file per conversation and window, so that no way of ending the chat loses it."""
+"""What the chat keeps beside the conversations: drafts of unsent messages, one per window, and preferences."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from localllm import paths
 
@@ -124,3 +126,33 @@ class Drafts:
             os.close(held)
             return None
         return held
+
+
+_FILE = "chat.json"
+
+
+class Preferences:
+    """Names and values in `folder`. A file that can't be read is empty, and a disk that refuses is ignored: what is
+    lost is a habit, never something said."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _FILE
+
+    def get(self, name: str) -> Any:
+        """What was set last; None where nothing was."""
+        return self._read().get(name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Remember a value."""
+        try:
+            paths.private_dir(self._file.parent)
+            paths.write_private(self._file, json.dumps({**self._read(), name: value}))
+        except OSError:
+            pass
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""The tree of one conversation in memory, in step with the disk: which branch is shown, what versions a turn has."""
+"""The tree of one conversation in memory, in step with the disk: the branch shown, the versions of a turn."""
 
 from __future__ import annotations
 

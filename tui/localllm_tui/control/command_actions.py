@@ -1,18 +1,20 @@
-"""What each slash command does. All raise LocalLLMError for what can't be done, before anything is changed."""
+"""What each slash command and each key on a selected turn does; raises LocalLLMError before anything is changed."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+from localllm.conversation.history import StoredMessage
 from localllm.errors import UsageError
-from localllm_tui.control import importing, sampling, turning
-from localllm_tui.control.attach import check_room, read_text
+from localllm_tui.control import import_export, sampling
+from localllm_tui.control.attachments import check_room, code_blocks, read_text, typed_in
 from localllm_tui.control.chat import Chat
-from localllm_tui.control.exporting import to_json, to_markdown
+from localllm_tui.control.formatting import title_of
+from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
-from localllm_tui.control.texts import code_blocks, title_of
 
 
 async def new(chat: Chat, _: str) -> None:
@@ -99,7 +101,7 @@ async def edit(chat: Chat, which: str) -> None:
 async def branch(chat: Chat, _: str) -> None:
     """A conversation of its own with all that was said so far."""
     await chat.stop_answer()
-    await turning.run(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
+    await run_on_turn(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
 
 
 async def drop(chat: Chat, _: str) -> None:
@@ -182,7 +184,7 @@ async def import_from(chat: Chat, name: str) -> None:
     """The conversations of a file into the history; a single one is opened."""
     if not name:
         raise UsageError("/import needs a file name", hint="for example /import conversations.json")
-    ids = importing.store(chat.history, importing.read(Path(name)), chat.model)
+    ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
     if len(ids) == 1:
         await resume(chat, ids[0])
     await chat.say(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
@@ -274,3 +276,56 @@ async def own(chat: Chat, _: str) -> None:
 async def leave(chat: Chat, _: str) -> None:
     """The end of the chat."""
     await chat.leave()
+
+
+async def run_on_turn(chat: Chat, what: str, turn: StoredMessage, argument: int = 0) -> None:
+    """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
+    stopped = what not in ("copy", "code") and await chat.stop_answer()
+    await _DONE[what](chat, turn, argument)
+    if stopped and what in ("version", "branch"):  # a key for looking around: nobody asked for that
+        await chat.say("the answer that was being written was stopped; g at its turn goes on with it")
+
+
+async def _edit(chat: Chat, turn: StoredMessage, _: int) -> None:
+    chat.edit(turn)
+
+
+async def _again(chat: Chat, turn: StoredMessage, _: int) -> None:
+    await chat.answer_again(turn)
+
+
+async def _more(chat: Chat, turn: StoredMessage, _: int) -> None:
+    await chat.answer_again(turn, goes_on=True)
+
+
+async def _version(chat: Chat, turn: StoredMessage, step: int) -> None:
+    chat.session.other_version(turn, step)
+    await chat.redraw()
+
+
+async def _copy(chat: Chat, turn: StoredMessage, _: int) -> None:
+    chat.to_clipboard(typed_in(turn), "the question" if turn.role == "user" else "the answer")
+
+
+async def _code(chat: Chat, turn: StoredMessage, number: int) -> None:
+    blocks = code_blocks(turn.content)
+    if not 1 <= number <= len(blocks):
+        raise UsageError(f"this turn has {len(blocks)} code blocks" + (f", not {number}" if blocks else ""))
+    chat.to_clipboard(blocks[number - 1], f"code block {number} of {len(blocks)}")
+
+
+async def _branch(chat: Chat, turn: StoredMessage, _: int) -> None:
+    branch = chat.session.branch_off(turn)
+    await chat.open(branch)
+    await chat.say(f"a conversation of its own from here on: {branch.title}; /list has both")
+
+
+async def _remove(chat: Chat, turn: StoredMessage, _: int) -> None:
+    chat.session.remove(turn)
+    await chat.redraw()
+
+
+_DONE: dict[str, Callable[[Chat, StoredMessage, int], Awaitable[None]]] = {
+    "edit": _edit, "again": _again, "more": _more, "version": _version, "copy": _copy, "code": _code,
+    "branch": _branch, "remove": _remove,
+}  # fmt: skip

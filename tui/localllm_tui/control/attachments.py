@@ -1,0 +1,228 @@
+"""What goes with a question: text files, PDFs and images, how they stand in its text, and what they cost in tokens."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from localllm.conversation import pdf
+from localllm.conversation.history import StoredMessage
+from localllm.errors import ContextLengthError, UsageError
+
+# No tokenizer in use averages more bytes than this over a text; the server counts exactly, this only refuses early.
+MAX_BYTES_PER_TOKEN = 8
+# Beyond any context served today: reading more could only end in the same refusal, later.
+MAX_BYTES = 16_000_000
+
+
+def is_pdf(data: bytes) -> bool:
+    """Whether a file that begins so is a PDF."""
+    return data.startswith(b"%PDF-")
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data URL. Raises UsageError."""
+    path = path.expanduser()
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, and only files can be attached", hint="attach the files one by one")
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise UsageError(f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached")
+        data = path.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
+    url = data_url(data)
+    if url:
+        return path.name, url
+    if is_pdf(data):
+        return path.name, _text_of_pdf(path.name, data)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UsageError(
+            f"{path.name} is not UTF-8 text (byte {e.start:,} is not)", hint="convert it first, for example with iconv"
+        ) from e
+    if "\0" in text:
+        raise UsageError(f"{path.name} is a binary file, and models read text and images")
+    return path.name, text
+
+
+def _text_of_pdf(name: str, data: bytes) -> str:
+    """Its pages, one after another. One that is a picture says so; a PDF of nothing else is refused."""
+    if not pdf.installed():
+        raise UsageError(f"{name} is a PDF, and {pdf.MISSING.partition(': ')[0]}", hint=pdf.MISSING.partition(": ")[2])
+    found = pdf.read(data, pictures=False)
+    if found.problem:
+        raise UsageError(f"{name}: {found.problem}", hint="attach its text, or pictures of its pages")
+    if not any(page.text for page in found.pages):
+        raise UsageError(f"{name} has no text: its pages are pictures", hint="attach pictures of its pages")
+    return "\n\n".join(page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1))
+
+
+def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
+    """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises ContextLengthError."""
+    # What an image comes to depends on the model: the server counts it.
+    size = sum(len(text.encode()) for _, text in attached if not is_image(text))
+    if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
+        raise ContextLengthError(
+            f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "
+            f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
+            hint="attach a part, or start the chat with a larger --context",
+        )
+
+
+_STARTS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF87a", "gif"), (b"GIF89a", "gif"))
+_MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]+)\)\n*")
+
+
+def data_url(data: bytes) -> str:
+    """A file's content as an address, where it begins as an image does that servers read; else ""."""
+    kind = next((kind for start, kind in _STARTS if data.startswith(start)), "")
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        kind = "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}" if kind else ""
+
+
+def is_image(text: str) -> bool:
+    """Whether an attached file's text is an image's address."""
+    return text.startswith("data:image/")
+
+
+def in_markdown(name: str, url: str) -> str:
+    """An attached image in a question's text."""
+    return f"![{re.sub(r'[^-_.0-9A-Za-z ]', '_', name)}]({url})"
+
+
+def urls_in(markdown: str) -> list[str]:
+    """The addresses of the images in a question's text."""
+    return [found.group(2) for found in _MARKED.finditer(markdown)]
+
+
+def as_sent(messages: Sequence[Mapping[str, Any]], *, items: bool = False) -> list[Mapping[str, Any]]:
+    """`messages` with the images in questions as parts, as /v1/chat/completions reads them (`items`: /v1/responses)."""
+    return [_in_parts(m, items=items) for m in messages]
+
+
+def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
+    content = message.get("content")
+    if message.get("role") != "user" or not isinstance(content, str) or not _MARKED.search(content):
+        return message
+    parts: list[dict[str, Any]] = []
+    at = 0
+    for found in _MARKED.finditer(content):
+        before = content[at : found.start()].strip("\n")
+        parts += [_text(before, items=items)] if before else []
+        if items:
+            parts.append({"type": "input_image", "image_url": found.group(2)})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": found.group(2)}})
+        at = found.end()
+    rest = content[at:]
+    return {**message, "content": [*parts, *([_text(rest, items=items)] if rest else [])]}
+
+
+def _text(text: str, *, items: bool) -> dict[str, Any]:
+    return {"type": "input_text" if items else "text", "text": text}
+
+
+_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n(.*?)(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def typed_in(question: StoredMessage) -> str:
+    """What a person typed for `question`, without the files that went along."""
+    return str(question.meta.get("typed", question.content))
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one counts."""
+    return [found[2].rstrip("\n") for found in _FENCE.finditer(markdown)]
+
+
+def fenced(name: str, body: str) -> str:
+    """A file's text as a named Markdown code block, its fence longer than any inside; an image as a Markdown image."""
+    if is_image(body):
+        return in_markdown(name, body)
+    longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
+    fence = "`" * (longest + 1)
+    language = name.rpartition(".")[2] if "." in name else ""
+    return f"File {name}:\n{fence}{language}\n{body.rstrip()}\n{fence}"
+
+
+def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
+    """A question as sent: `files` (fenced already) and the `attached` ones before the text."""
+    return "\n\n".join([*([files] if files else []), *(fenced(name, body) for name, body in attached), text])
+
+
+def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
+    """The files that went with a question: fenced as they were sent, and their names."""
+    names = [str(name) for name in turn.meta.get("attached", ())]
+    return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names) if names else ("", [])
+
+
+# More names than this are not read: nobody looks for a file among them by typing.
+MOST_FILES = 20_000
+_GIT_WITHIN_S = 2.0
+
+
+def below(folder: Path) -> list[str]:
+    """The files below `folder`, as paths from there: what git knows and does not ignore, else all that is not hidden."""
+    try:
+        known = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+            cwd=folder, capture_output=True, timeout=_GIT_WITHIN_S, check=True,
+        )  # fmt: skip
+        names = [os.fsdecode(name) for name in known.stdout.split(b"\0") if name]
+        return sorted(names[:MOST_FILES])
+    except (OSError, subprocess.SubprocessError):
+        return sorted(_walk(folder))
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    n = 0
+    for where, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in ("node_modules", "__pycache__")
+        ]
+        for name in files:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(where, name), folder)
+                n += 1
+                if n >= MOST_FILES:
+                    return
+
+
+def dropped(pasted: str) -> list[Path]:
+    """The files that a terminal typed the paths of because they were dropped on it; none where `pasted` is other text.
+
+    Terminals quote them, put a backslash before spaces, or give file:// addresses.
+    """
+    text = pasted.strip()
+    if not text or "\0" in text or len(text) > 100_000 or not text.startswith(("/", "~", "'", '"', "file://")):
+        return []
+    whole = _path(text)
+    if whole is not None:
+        return [whole]
+    try:
+        parts = shlex.split(text)
+    except ValueError:
+        return []
+    paths = [_path(part) for part in parts]
+    return [path for path in paths if path is not None] if paths and None not in paths else []
+
+
+def _path(text: str) -> Path | None:
+    if text.startswith("file://"):
+        text = unquote(urlparse(text).path)
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_absolute() and path.is_file() else None
+    except (OSError, RuntimeError, ValueError):
+        return None

@@ -1,0 +1,68 @@
+"""How sizes, times, bars and titles are written; `elide` counts in terminal cells."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+
+BAR_CELLS = 10
+TITLE_CHARS = 60
+_EIGHTHS = "▏▎▍▌▋▊▉"
+
+
+def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
+    """A bar readable by shape alone, exact to an eighth of a cell. Anything used shows, and only a full context fills it."""
+    eighths = min(8 * cells, used * 8 * cells // n_ctx)
+    if used > 0:
+        eighths = max(1, eighths)
+    full, part = divmod(eighths, 8)
+    shown = "█" * full + (_EIGHTHS[part - 1] if part else "")
+    return shown + "░" * (cells - len(shown))
+
+
+def elide(text: str, cells: int) -> str:
+    """`text` in at most `cells` terminal cells, with … where something was cut."""
+    if cell_len(text) <= cells:
+        return text
+    while text and cell_len(text) > cells - 1:
+        text = text[:-1]
+    return text + "…" if cells > 0 else ""
+
+
+def ago(seconds: float) -> str:
+    """How long ago, in words: "just now", "5 min ago", "3 h ago", "2 days ago"."""
+    minutes = int(seconds // 60)
+    if minutes < 1:
+        return "just now"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes // (24 * 60)} days ago"
+
+
+def how_many(n: int, what: str) -> str:
+    """ "1 message", "2 messages"."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def amount(n_bytes: float) -> str:
+    """Bytes as people read them: 94 MB, 4.7 GB."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.1f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def span(seconds: float) -> str:
+    """Seconds as people read them: 0.4 s, 12 s, 3 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
+
+
+def title_of(text: str) -> str:
+    """A conversation's title: the first line of its first question, cut at a word where that is possible."""
+    line = next((part.strip() for part in text.splitlines() if part.strip()), "Untitled")
+    if len(line) <= TITLE_CHARS:
+        return line
+    cut = line[: TITLE_CHARS - 1]
+    return (cut[: cut.rfind(" ")] if " " in cut[TITLE_CHARS // 2 :] else cut).rstrip() + "…"

@@ -1,0 +1,249 @@
+"""Models to pull: the lines of the model screen and of the first run, and the downloads while one chats."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rich.cells import cell_len
+
+from localllm.errors import LocalLLMError
+from localllm_tui.control.formatting import amount, bar, elide, span
+from localllm_tui.control.interfaces import Desk, Offer, OnDisk, PullProgress
+from localllm_tui.control.terminal import printable
+
+
+class _Stopped(BaseException):
+    """Ends a download from within its report: no error of it."""
+
+
+@dataclass(slots=True)
+class Pull:
+    """One download. `name` is what it is called on this disk once it is `done`; `error` what it ended in."""
+
+    ref: str
+    now: PullProgress = field(default_factory=lambda: PullProgress("starting"))
+    name: str = ""
+    error: LocalLLMError | None = None
+    ended: bool = False
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        """Whether the model is there."""
+        return bool(self.name)
+
+    def words(self) -> str:
+        """How it is doing, in a line."""
+        if self.done:
+            return f"{self.ref} is here"
+        if self.error is not None:
+            return f"{self.ref}: {self.error.message}"
+        if self.ended:
+            return f"{self.ref} stopped at {amount(self.now.done_bytes)}: pulling it again goes on there"
+        said = f"{self.now.doing} {self.ref}"
+        if self.now.total_bytes:
+            said += f" {self.now.done_bytes / self.now.total_bytes:.0%} of {amount(self.now.total_bytes)}"
+        if self.now.speed_bytes_s:
+            said += f", {amount(self.now.speed_bytes_s)}/s"
+        if self.now.left_s is not None:
+            said += f", {span(self.now.left_s)} left"
+        return said
+
+
+class Pulls:
+    """All downloads of a chat, the newest last."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._pulls: dict[str, Pull] = {}
+
+    def all(self) -> list[Pull]:
+        """Every one, also those that ended."""
+        return [*self._pulls.values()]
+
+    def running(self) -> list[Pull]:
+        """Those on their way."""
+        return [p for p in self._pulls.values() if not p.ended]
+
+    def of(self, ref: str) -> Pull | None:
+        """That of a model, if there was one."""
+        return self._pulls.get(ref)
+
+    def start(self, ref: str) -> Pull:
+        """Begin, or go on; one that is on its way is left alone."""
+        old = self._pulls.pop(ref, None)
+        if old is not None and not old.ended:
+            self._pulls[ref] = old
+            return old
+        pull = self._pulls[ref] = Pull(ref)
+        threading.Thread(target=self._run, args=(pull,), name=f"pull {ref}", daemon=True).start()
+        return pull
+
+    def stop(self, ref: str) -> None:
+        """Let it end at its next report; what has arrived stays."""
+        if (pull := self._pulls.get(ref)) is not None:
+            pull.stopping.set()
+
+    def stop_all(self) -> None:
+        """Let all of them end."""
+        for ref in self._pulls:
+            self.stop(ref)
+
+    def words(self) -> str:
+        """Those on their way, in a line; "" where there are none."""
+        running = self.running()
+        if not running:
+            return ""
+        return running[0].words() + (f" (and {len(running) - 1} more)" if len(running) > 1 else "")
+
+    def _run(self, pull: Pull) -> None:
+        def told(progress: PullProgress) -> None:
+            if pull.stopping.is_set():
+                raise _Stopped
+            pull.now = progress
+
+        try:
+            pull.name = self._desk.pull(pull.ref, told)
+            pull.now = replace(pull.now, doing="done", left_s=None)
+        except _Stopped:
+            pass
+        except LocalLLMError as e:
+            pull.error = e
+        except Exception as e:
+            pull.error = LocalLLMError(f"the download failed: {e}")
+        finally:
+            pull.ended = True
+
+
+_LEAST_NAME, _MOST_NAME = 18, 34
+_OWNER = len("a folder of yours")
+_FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
+
+
+def context_words(tokens: int) -> str:
+    """Tokens of context: 32k; 0 is the purpose's own."""
+    return "by purpose" if not tokens else f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+def catalog_head(width: int) -> str:
+    """The names of the columns of `offer_line`."""
+    name, wide = _room(width)
+    columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
+    if wide:
+        columns += f" {'of usable':10} {'context':>8}"
+    return columns + f" {'tok/s':>9} {'answers':>8}"
+
+
+def offer_line(offer: Offer, width: int, pull: Pull | None = None) -> str:
+    """One plan; `●` is installed, `↓` on its way."""
+    name, wide = _room(width)
+    mark = "●" if offer.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
+    shown = elide(printable(offer.name), name)
+    line = f"{mark} {shown}{' ' * (name - cell_len(shown))} {elide(offer.quant, 9):9} {amount(offer.total_bytes):>8}"
+    if wide:
+        share = bar(offer.total_bytes, max(1, offer.limit_bytes))
+        line += f" {share} {context_words(offer.n_ctx):>8}"
+    speed = f"{_rate(offer.tok_s_low)}–{_rate(offer.tok_s_high)}"
+    return f"{line} {speed:>9} {span(offer.wait_s):>8}"
+
+
+def offer_details(offer: Offer, width: int, pull: Pull | None = None) -> list[str]:
+    """What is known of one plan, in a few lines."""
+    lines = [
+        f"{offer.name} {offer.quant}: {_FITS.get(offer.fits, offer.fits)}, {amount(offer.total_bytes)} of "
+        f"{amount(offer.limit_bytes)} with {offer.n_ctx:,} tokens of {offer.kv_type} context",
+        *textwrap.wrap(printable(offer.why), max(20, width)),
+    ]
+    if pull is not None:
+        lines.append(pull.words())
+    elif offer.installed:
+        lines.append("installed: Enter uses it here")
+    else:
+        lines.append(f"Enter pulls {amount(offer.file_bytes)}: {offer.ref}")
+    return [elide(line, width) for line in lines]
+
+
+def compare(offers: Sequence[Offer]) -> list[tuple[str, ...]]:
+    """Rows of a table, a column for each plan; the first row is its head."""
+    return [
+        ("", *(f"{o.name} {o.quant}" for o in offers)),
+        ("memory", *(amount(o.total_bytes) for o in offers)),
+        ("download", *("installed" if o.installed else amount(o.file_bytes) for o in offers)),
+        ("context", *(f"{context_words(o.n_ctx)} {o.kv_type}" for o in offers)),
+        ("tokens/s", *(f"{_rate(o.tok_s_low)} to {_rate(o.tok_s_high)}" for o in offers)),
+        ("first token", *(span(o.ttft_s) for o in offers)),
+        ("answers after", *(span(o.wait_s) for o in offers)),
+        ("quality, points", *(f"{round(o.quality)}" for o in offers)),
+    ]
+
+
+def disk_head(width: int) -> str:
+    """The names of the columns of `disk_line`."""
+    name = _disk_name(width)
+    return f"  {'model':{name}} {'quant':9} {'size':>8}  kept by"
+
+
+def disk_line(model: OnDisk, width: int, *, in_use: bool) -> str:
+    """One model on this disk; `▸` answers now."""
+    name = _disk_name(width)
+    shown = elide(printable(model.name), name)
+    line = f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} {elide(model.quant, 9):9}"
+    return elide(f"{line} {amount(model.size_bytes):>8}  {model.owner}", width)
+
+
+def disk_details(model: OnDisk, fit: str, width: int) -> list[str]:
+    """What is known of files on this disk."""
+    may = "Delete twice removes them" if model.ours else "remove them there: they are not localllm's"
+    lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
+    return [piece for line in lines for piece in textwrap.wrap(printable(line), max(20, width))]
+
+
+def _room(width: int) -> tuple[int, bool]:
+    """(cells of the name, whether bar and context have room)."""
+    rest = width - 2 - 1 - 9 - 1 - 8 - 1 - 9 - 1 - 8
+    wide = rest - 21 >= _LEAST_NAME
+    return min(_MOST_NAME, max(8, rest - (20 if wide else 0))), wide
+
+
+def _disk_name(width: int) -> int:
+    return min(_MOST_NAME + 6, max(10, width - 2 - 1 - 9 - 1 - 8 - 2 - _OWNER))
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:.1f}" if tok_s < 9.95 else f"{tok_s:.0f}"
+
+
+FIRST_RUN_SHOWN = 3
+FIRST_RUN_KEYS = ("F5", "F6", "F7")
+STARTER = (
+    "This is the starter model: 135 million parameters in 98 MB, bundled so that there is something to talk to at once. "
+    "It shows how everything works, and is a toy: it often gets things wrong."
+)
+
+
+def first_run_lines(starter: str, offers: Sequence[Offer], pulls: Pulls, *, planned: bool) -> list[str]:
+    """The page; until it is `planned` it says that it is looked up."""
+    if not planned:
+        return [STARTER, "", "Planning what this machine could run …"]
+    best = worth_pulling(starter, offers)
+    if not best:
+        return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
+    said = [STARTER, "", "Worth having on this machine; one key pulls one, while you chat on:"]
+    for key, offer in zip(FIRST_RUN_KEYS, best, strict=False):
+        pull = pulls.of(offer.ref)
+        if pull is not None and pull.done:
+            said.append(f"  {key}  {offer.name} is here: {key} uses it")
+        elif pull is not None:
+            said.append(f"  {key}  {pull.words()}")
+        else:
+            speed = f"{offer.tok_s_low:.0f} to {offer.tok_s_high:.0f} tokens/s"
+            said.append(f"  {key}  {offer.name} {offer.quant}: {amount(offer.file_bytes)}, {speed}")
+    return [*said, "  F4  all models, with what each needs and why"]
+
+
+def worth_pulling(starter: str, offers: Sequence[Offer]) -> list[Offer]:
+    """The best plans that are not the starter itself."""
+    return [o for o in offers if not starter.startswith(o.ref.partition(":")[0])][:FIRST_RUN_SHOWN]
