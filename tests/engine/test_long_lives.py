@@ -176,13 +176,14 @@ class Life:
                 assert written == run(alone, request).tokens["alone"], f"{key} ({self.shape})"
 
 
-def live(folder: Path, seed: int) -> None:
+def live(folder: Path, seed: int) -> Life:
     life = Life(folder, seed)
     for _ in range(life.rng.randrange(10, 60)):
         life.do(life.rng.choice(ACTIONS))
     life.drain()
     life.close()
     life.check()
+    return life
 
 
 @pytest.fixture(autouse=True)
@@ -192,10 +193,12 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_life_goes_well_from_its_start_to_its_end(seed: int, tmp_path: Path) -> None:
-    live(tmp_path, seed)
+    life = live(tmp_path, seed)
+    assert life.outcome.ends.keys() == life.prompts.keys()
 
 
 @pytest.mark.long
 def test_a_thousand_more_lives_go_well(tmp_path: Path) -> None:
     for seed in range(40, 1040):
-        live(tmp_path / str(seed), seed)
+        life = live(tmp_path / str(seed), seed)
+        assert life.outcome.ends.keys() == life.prompts.keys()

@@ -237,8 +237,8 @@ def play(world: World, chats: Chats, action: str, i: int, n: int) -> None:
         chats.lines[k] = line
 
 
-def history(world: World, seed: int, actions: list[tuple[str, int, int]]) -> None:
-    """Play it all; AssertionError where less was reused than the law says."""
+def missed_tokens(world: World, seed: int, actions: list[tuple[str, int, int]]) -> float:
+    """Play it all; by how many tokens less was reused than the law says (0: as much, or more)."""
     chats = Chats(random.Random(seed))
     shared = chats.words(60)
     for k in range(4):
@@ -247,7 +247,10 @@ def history(world: World, seed: int, actions: list[tuple[str, int, int]]) -> Non
     for action, i, n in actions:
         play(world, chats, action, i, n)
     world.engine.close()
-    assert world.reused >= 0.95 * world.due - _SLACK_TOKENS[world.shape], "\n".join(world.story)
+    missed = 0.95 * world.due - _SLACK_TOKENS[world.shape] - world.reused
+    if missed > 0:
+        print(*world.story, sep="\n")
+    return max(missed, 0.0)
 
 
 LINE_BYTES = LINE_TOKENS * TOKEN_BYTES
@@ -276,7 +279,7 @@ def test_reuse_is_that_of_perfect_knowledge(
         patch.setattr(tunables, "PIECE_TOKENS", PIECE)
         folder = tmp_path_factory.mktemp("kv")
         memory_bytes, disk_bytes = int(memory_lines * LINE_BYTES), disk_lines * LINE_BYTES
-        history(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions)
+        assert missed_tokens(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions) == 0
 
 
 def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
@@ -295,7 +298,7 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
     """Each of these histories ended in housekeeping that never did."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
-    history(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions)
+    assert missed_tokens(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions) == 0
 
 
 @pytest.mark.parametrize("disk_lines", [0.5, 1, 2])
@@ -329,7 +332,7 @@ def test_over_many_histories_points_are_found_as_by_perfect_knowledge(
     for seed in range(40):
         actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
         world = World(tmp_path / str(seed), memory_bytes, disk_bytes, n_ctx, shape)
-        history(world, seed, actions)
+        assert missed_tokens(world, seed, actions) == 0
         reused, due = reused + world.matched, due + world.due
     assert reused >= 0.95 * due
     assert due > 10_000

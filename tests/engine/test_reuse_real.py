@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -149,7 +149,9 @@ class Life:
         before = -1
         while before != (now := (await self.client.snapshot())["disk_written_bytes"]):
             before = now
-            await asyncio.sleep(1.0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.client.died.wait(), 1.0)
+            assert not self.client.died.is_set()
 
     async def kill(self) -> None:
         """End it as a power cut would."""

@@ -71,24 +71,20 @@ class DiskBlock(Block):
 
     @property
     def depth(self) -> int:
-        """See `eviction.depth`."""
         return depth(self.start, self.stop, self.kind)
 
     def read(self) -> bytes | memoryview | None:
-        """The exported bytes, from memory, the reader or the checked file; None when the file is gone or damaged."""
         if self.data is not None:
             return self.data
         return self.tier.reads.get(self) if self.tier.reads.ready(self) else self.tier.load(self)
 
     def demote(self) -> bool:
-        """Keep only the file; False while there is none (any more)."""
         if not (self.written and self.path.exists()):
             return False
         self.data = None
         return True
 
     def promote(self, data: bytes | memoryview) -> None:
-        """Hold what the file says in memory too."""
         self.data = data
 
     def touch(self, at: int) -> None:
@@ -137,7 +133,7 @@ class DiskTier:
     _used_ns: dict[Path, int] = field(default_factory=dict)
     _stale: set[Path] = field(default_factory=set)
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
-    _held_back: dict[Path, tuple[DiskBlock, Tokens]] = field(default_factory=dict)
+    _held_back: dict[DiskBlock, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
@@ -193,7 +189,6 @@ class DiskTier:
         return block
 
     def write(self, block: DiskBlock, tokens: Tokens) -> None:
-        """Have a block of the cache written."""
         self._blocks[block.path] = block
         with self._lock:
             self._pending_bytes += block.held_bytes
@@ -226,11 +221,12 @@ class DiskTier:
 
     def touch(self, block: DiskBlock, at_ns: int) -> None:
         """A block was used, at that time. One that was held back is worth writing after all, on a day that has bytes left."""
-        held_back, tokens = self._held_back.get(block.path, (None, None))
-        block.again = block.again or held_back is block or self._blocks.get(block.path) is block
+        tokens = self._held_back.get(block)
+        block.again = block.again or tokens is not None or self._blocks.get(block.path) is block
+        _, used_up = self.budget.known()
         # While it is pending, what the writer decided is not known here yet.
-        if held_back is block and tokens is not None and not block.pending and not self.budget.used_up:
-            self.forget_held_back(block)
+        if tokens is not None and not block.pending and not used_up:
+            del self._held_back[block]
             block.pending = True
             self.write(block, tokens)
         with self._lock:
@@ -239,9 +235,7 @@ class DiskTier:
 
     def forget_held_back(self, block: DiskBlock) -> None:
         """A block is no longer held in memory: if it was held back, nothing is left of it."""
-        held_back, _ = self._held_back.get(block.path, (None, None))
-        if held_back is block:
-            del self._held_back[block.path]
+        self._held_back.pop(block, None)
 
     def snapshot(self) -> dict[str, int]:
         """Its counters, as NO_DISK names them. What others wrote today is as new as our last write: the engine's thread, which
@@ -357,7 +351,7 @@ class DiskTier:
         if block.path.exists():
             return "written"
         if self.budget.used_up or (block.fleeting and not self.budget.easy):
-            self._held_back[block.path] = block, tokens
+            self._held_back[block] = tokens
             return "held back"
         try:
             self._write_file(tokens, block, data)

@@ -123,7 +123,6 @@ class CacheBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in memory, of all pools."""
         return sum(pool.held_bytes for pool in self.pools)
 
     def make_room(
@@ -208,7 +207,6 @@ class IdleSequence:
 
     @property
     def exported(self) -> bool:
-        """All of it is also in the cache."""
         return self.state == "exported"
 
 

@@ -9,10 +9,9 @@ and is done before the bytes are written, so that a crash forgets nothing.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.engine.cache import tunables
@@ -115,7 +114,6 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def today() -> str:
-    """The day here, as files are named by it."""
     return time.strftime("%Y-%m-%d")
 
 
@@ -127,38 +125,28 @@ class WriteBudget:
     root: Path
     limit_bytes: int = 0
     day: Callable[[], str] = today
-    # How far each of the day's files was read, and what it says up to there.
-    _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
-    # The day whose bytes are known to be gone: that is not asked of the files again.
-    _spent_on: str = ""
-    # What was read of all the day's files when they were last read.
+    # The day, and what its files said when they were last read.
     _known: tuple[str, int] = ("", 0)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def written_bytes(self, folder: Path | None = None) -> int:
         """What was written today, under `root` or in one `folder` of it."""
         name = _COUNT_PREFIX + self.day()
-        files = [folder / name] if folder is not None else list(self.root.glob(f"*/{name}"))
-        with self._lock:
-            self._seen = {path: seen for path, seen in self._seen.items() if path.name == name}
-            total = sum(self._read_on(path) for path in files)
-        if folder is None:
-            self._known = name, total
+        if folder is not None:
+            return _counted_bytes(folder / name)
+        total = sum(_counted_bytes(path) for path in self.root.glob(f"*/{name}"))
+        self._known = name, total
         return total
 
     def known(self) -> tuple[int, bool]:
         """What `written_bytes` last found, if that was today, and whether the limit was met; no file is read."""
-        day = self.day()
         name, total = self._known
-        return total if name == _COUNT_PREFIX + day else 0, self._spent_on == day
+        total = total if name == _COUNT_PREFIX + self.day() else 0
+        return total, 0 < self.limit_bytes <= total
 
     @property
     def used_up(self) -> bool:
         """Nothing more is written today."""
-        day = self.day()
-        if self._spent_on != day and 0 < self.limit_bytes <= self.written_bytes():
-            self._spent_on = day
-        return self._spent_on == day
+        return 0 < self.limit_bytes <= self.written_bytes()
 
     @property
     def easy(self) -> bool:
@@ -173,18 +161,14 @@ class WriteBudget:
         with path.open("ab", buffering=0) as f:
             f.write(b"%d\n" % n_bytes)
 
-    def _read_on(self, path: Path) -> int:
-        at, total = self._seen.get(path, (0, 0))
-        try:
-            with path.open("rb") as f:
-                f.seek(at)
-                whole, _, _ = f.read().rpartition(b"\n")
-        except OSError:
-            return total
-        if whole:
-            total += sum(int(line) for line in whole.split(b"\n") if line.isdigit())
-            self._seen[path] = at + len(whole) + 1, total
-        return total
+
+def _counted_bytes(path: Path) -> int:
+    """What a day's file says. Its last line may be half written."""
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except OSError:
+        return 0
+    return sum(int(line) for line in whole.split(b"\n") if line.isdigit())
 
 
 def remove_old_counts(folder: Path, day: str) -> None:

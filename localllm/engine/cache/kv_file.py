@@ -68,7 +68,6 @@ class KvEntry:
         return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(line), n_data), header, line])
 
     def size_bytes(self, n_data: int) -> int:
-        """How large its file is."""
         return len(self.head(n_data)) + n_data + _CHECKSUM.size
 
     def pieces(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:

@@ -55,7 +55,6 @@ class PromptMatch:
         self._planned: tuple[Hashable, RestorePlan] | None = None
 
     def shared(self, other: TokenSequence) -> int:
-        """How many leading tokens it shares with `other`."""
         same, parted = self._shared.get(other, (0, False))
         n = min(len(other.tokens), len(self.tokens))
         if same < n and not parted:
@@ -90,7 +89,6 @@ class RestorePlan:
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed."""
         return sum(part.n_tokens for part in self.parts)
 
 
@@ -147,7 +145,6 @@ class PrefixHistory:
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     def add(self, tokens: Tokens) -> None:
-        """`tokens` have KV now."""
         for _, key in _prefixes(tokens):
             self._prefixes[key] = None
             self._prefixes.move_to_end(key)

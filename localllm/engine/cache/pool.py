@@ -79,12 +79,10 @@ class SequencePool:
 
     @property
     def cache(self) -> PrefixCache:
-        """The KV that is kept outside the context."""
         return self.kv.cache
 
     @property
     def n_idle(self) -> int:
-        """Finished sequences still in the context."""
         return len(self._idle)
 
     # --- finding -------------------------------------------------------------------------------------------------
@@ -117,7 +115,6 @@ class SequencePool:
         return replace(best, known=known)
 
     def has(self, idle: IdleSequence) -> bool:
-        """Is it still in the context?"""
         return idle in self._idle
 
     def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
@@ -328,7 +325,6 @@ class SequencePool:
         return self._has_room(cells, live)
 
     def drop_one(self) -> bool:
-        """Evict an idle sequence (exporting it first); False if there is none."""
         if not self._idle:
             return False
         self._sync()

@@ -37,7 +37,6 @@ class KvStore:
 
     @property
     def trees(self) -> list[PrefixCache]:
-        """All that blocks are kept in."""
         return [self.cache] if self.states is None else [self.cache, self.states]
 
     @property
@@ -232,6 +231,5 @@ class KvStore:
         return self.disk is not None and self.disk.wait(seconds)
 
     def check_integrity(self) -> None:
-        """The laws of its trees."""
         for tree in self.trees:
             tree.check_integrity()

@@ -30,7 +30,7 @@ from localllm.engine.tokens import Tokens
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An image_boundary of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
+    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
 
     tokens: Tokens
     start: int
@@ -42,7 +42,6 @@ class Node:
 
     @property
     def stop(self) -> int:
-        """Depth of the node's end, in tokens from the root."""
         return self.start + len(self.tokens)
 
 
@@ -56,7 +55,6 @@ class CachedPart:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens it saves."""
         return self.stop - self.start
 
 
@@ -84,7 +82,6 @@ class Match:
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be computed if every part is imported."""
         return sum(part.n_tokens for part in self.parts)
 
 
@@ -94,7 +91,6 @@ def as_tokens(tokens: Seq[int] | Tokens) -> Tokens:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens `a` and `b` share."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if different.size else n
@@ -233,7 +229,7 @@ class PrefixCache(EvictablePool):
         for node in self._nodes():
             if node is self._root:
                 continue
-            assert len(node.tokens), "an empty image_boundary"
+            assert len(node.tokens), "an empty edge"
             assert node.parent is not None
             assert node.start == node.parent.stop, "a gap between parent and child"
             assert node.parent.children[int(node.tokens[0])] is node, "a child under the wrong first token"
@@ -251,7 +247,6 @@ class PrefixCache(EvictablePool):
     # --- eviction ------------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every block that holds memory and is not locked."""
         for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
                 yield Candidate(_middle(block, nodes).last_used, depth(block.start, block.stop, self.kind), block, self)
@@ -264,7 +259,6 @@ class PrefixCache(EvictablePool):
         return {block for n, block, shared in along if _uses(n, n.start + shared)}
 
     def demote(self, block: Block) -> int:
-        """Have a block keep only its copy; returns the bytes freed, 0 where it has none."""
         held = block.held_bytes
         if not block.demote():
             return 0
@@ -272,7 +266,6 @@ class PrefixCache(EvictablePool):
         return held
 
     def evict(self, block: Block) -> None:
-        """Forget a block."""
         nodes = self._users[block]
         self.evicted_tokens += sum(len(n.tokens) for n in nodes)
         for node in list(nodes):
@@ -334,7 +327,7 @@ class PrefixCache(EvictablePool):
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an image_boundary: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
+        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
         assert node.parent is not None
         upper = Node(node.tokens[:at].copy(), node.start, node.parent, locks=node.locks, last_used=node.last_used)
         node.parent.children[int(upper.tokens[0])] = upper
