@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.models import serve_command, smollm2
 from benchmarks.peers_setup import Wanted, llama_server
 from benchmarks.processes import Server
-from localllm.bench.stream import Target, free_port
+from localllm.bench.stream import BenchTarget, free_port
 from localllm.bench.texts import user
 
 _TOKENS = 160
@@ -68,7 +68,7 @@ def _neighbour() -> Iterator[None]:
         process.wait()
 
 
-def _together(targets: list[Target]) -> float:
+def _together(targets: list[BenchTarget]) -> float:
     """Tokens per second of all of them."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(len(targets)) as pool:

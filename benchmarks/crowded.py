@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.models import smollm2
 from benchmarks.timing import settle, timed
-from localllm.bench.ratio import Comparison, interleave, write
+from localllm.bench.ratio import RoundComparison, interleave, write
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -51,7 +51,7 @@ def main() -> None:
     empty, crowded = Chats(path), Chats(path)
     for _ in range(_LINES):
         crowded.decode_tok_s(_LINE_TOKENS, 2)
-    table = Comparison(f"short chat beside {_LINES * _LINE_TOKENS:,} cached tokens", "tok/s")
+    table = RoundComparison(f"short chat beside {_LINES * _LINE_TOKENS:,} cached tokens", "tok/s")
 
     def one(name: str, chats: Chats) -> None:
         table.add(name, chats.decode_tok_s(_PROMPT_TOKENS, _ANSWER_TOKENS))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.models import smollm2
 from benchmarks.timing import settle, timed
-from localllm.bench.ratio import Comparison, interleave, write
+from localllm.bench.ratio import RoundComparison, interleave, write
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     path = arguments.model or smollm2()
-    cold, warm = Comparison(f"cold TTFT, {_PREFIX_TOKENS} tokens", "s"), Comparison("warm turn's TTFT", "s")
+    cold, warm = RoundComparison(f"cold TTFT, {_PREFIX_TOKENS} tokens", "s"), RoundComparison("warm turn's TTFT", "s")
     with tempfile.TemporaryDirectory() as folder:
         servers = [
             Server("memory only", path, EngineSettings()),

@@ -12,13 +12,13 @@ from typing import Any
 
 from benchmarks.models import smollm2
 from benchmarks.timing import timed
-from localllm.bench.ratio import Comparison, interleave
+from localllm.bench.ratio import RoundComparison, interleave
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native import start_native
+from localllm_backends.llamacpp.threads import usable_cores
 
 
 class Bare:
@@ -87,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = arguments.model or smollm2()
     bare, ours = Bare(path), Ours(path)
-    tg, pp = Comparison("decode, 128 tokens", "tok/s"), Comparison("prefill, 512 tokens", "tok/s")
+    tg, pp = RoundComparison("decode, 128 tokens", "tok/s"), RoundComparison("prefill, 512 tokens", "tok/s")
 
     def bare_round() -> None:
         tg.add("llama_decode loop", bare.decode(128))

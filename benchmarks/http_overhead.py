@@ -12,7 +12,7 @@ import tempfile
 from benchmarks.engine_overhead import Bare
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server
-from localllm.bench.ratio import Comparison, interleave
+from localllm.bench.ratio import RoundComparison, interleave
 from localllm.bench.stream import free_port
 from localllm.bench.texts import user
 
@@ -28,7 +28,7 @@ def main() -> None:
         command = serve_command(smollm2(), port, "--quiet")
         server = Server("localllm over HTTP", command, port)
         server.start()
-        bare, table = Bare(smollm2()), Comparison("decode, 128 tokens", "tok/s")
+        bare, table = Bare(smollm2()), RoundComparison("decode, 128 tokens", "tok/s")
         server.target.chat(user("Warm up."), 8)
         interleave(
             rounds,

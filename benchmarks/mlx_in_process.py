@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import smollm2_mlx
-from localllm.bench.ratio import Comparison, interleave, write
+from localllm.bench.ratio import RoundComparison, interleave, write
 from localllm.bench.texts import unique
 
 OURS, THEIRS = "localllm", "mlx-lm"
@@ -31,7 +31,7 @@ class InProcess:
         from localllm_backends.contract import LoadSpec
         from localllm_backends.mlx import backend_type
 
-        self.tables = {name: Comparison(f"{name} in process", "tok/s") for name in ("decode", "prefill")}
+        self.tables = {name: RoundComparison(f"{name} in process", "tok/s") for name in ("decode", "prefill")}
         self._seed = int(time.time())
         self._backend: Any = backend_type.load(LoadSpec(str(model), n_ctx=8192))
         self._theirs: Any = load_model(model)[0]

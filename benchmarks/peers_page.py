@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.peers_setup import OURS, Group
-from localllm.bench.against import Found
-from localllm.bench.ratio import Comparison
+from localllm.bench.against import ScenarioResult
+from localllm.bench.ratio import RoundComparison
 
 # Nearer than this to the other is neither better nor worse; nor is what was better in one round and worse in another.
 _EVEN = 0.03
@@ -21,7 +21,7 @@ class Run:
     """One group's run."""
 
     group: Group
-    found: Found
+    found: ScenarioResult
 
 
 def page(runs: Sequence[Run], model: str, command: str) -> str:
@@ -77,7 +77,7 @@ def _summary(runs: Sequence[Run]) -> list[str]:
             *(better or nothing)]  # fmt: skip
 
 
-def _best(table: Comparison, name: str) -> str:
+def _best(table: RoundComparison, name: str) -> str:
     return f"{table.median(OURS):.4g} {table.unit} beside {table.median(name):.4g}"
 
 
@@ -102,5 +102,5 @@ def _group(run: Run) -> list[str]:
     return said
 
 
-def _cell(table: Comparison, name: str) -> str:
+def _cell(table: RoundComparison, name: str) -> str:
     return f"{table.median(name):.4g}" if table.known(name) else "–"

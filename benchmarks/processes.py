@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from localllm.bench.scenarios import MEANS, Figure, Scenarios
-from localllm.bench.stream import Messages, Target
+from localllm.bench.scenarios import MEANS, BenchFigure, Scenarios
+from localllm.bench.stream import BenchTarget, Messages
 from localllm.bench.texts import SYSTEM, unique, user
 from localllm.errors import BackendError
 
@@ -37,9 +37,9 @@ class Server:
     process: subprocess.Popen[bytes] | None = None
 
     @property
-    def target(self) -> Target:
+    def target(self) -> BenchTarget:
         """As a client meets it."""
-        return Target(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, restart=self.restart)
+        return BenchTarget(self.name, f"http://127.0.0.1:{self.port}/v1", self.model, restart=self.restart)
 
     def start(self) -> float:
         """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""
@@ -93,11 +93,11 @@ class Server:
         return [parent, *parent.children(recursive=True)]
 
 
-BURNT = Figure("CPU burnt in the second after a cancel", "s", "less")
-KILLED = Figure("kill -9: first token ÷ cold", "×", "less")
-CROWDED = Figure("short chat beside 12,000 cached tokens", "× before", "more")
-IDLE = Figure("CPU of a server at rest", "core", "less")
-MEMORY = Figure("resident memory", "MB", "less")
+BURNT = BenchFigure("CPU burnt in the second after a cancel", "s", "less")
+KILLED = BenchFigure("kill -9: first token ÷ cold", "×", "less")
+CROWDED = BenchFigure("short chat beside 12,000 cached tokens", "× before", "more")
+IDLE = BenchFigure("CPU of a server at rest", "core", "less")
+MEMORY = BenchFigure("resident memory", "MB", "less")
 
 
 class ProcessScenarios(Scenarios):
@@ -113,10 +113,10 @@ class ProcessScenarios(Scenarios):
     }
     servers: Sequence[Server] = ()
 
-    def _server(self, t: Target) -> Server:
+    def _server(self, t: BenchTarget) -> Server:
         return next(s for s in self.servers if s.name == t.name)
 
-    def run_crowded(self, t: Target) -> None:
+    def run_crowded(self, t: BenchTarget) -> None:
         """A short chat's speed with 12,000 tokens of other conversations cached, against its speed before."""
 
         def speed() -> float:
@@ -128,7 +128,7 @@ class ProcessScenarios(Scenarios):
         time.sleep(0.5)
         self.put(CROWDED, t, speed() / alone)
 
-    def run_burnt(self, t: Target) -> None:
+    def run_burnt(self, t: BenchTarget) -> None:
         """CPU seconds in the second after a long answer was dropped."""
         t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10)
         t.chat(user(f"Hi {self.fresh()}"), 4)
@@ -137,7 +137,7 @@ class ProcessScenarios(Scenarios):
         time.sleep(1.0)
         self.put(BURNT, t, server.cpu_s() - before)
 
-    def run_kill(self, t: Target) -> None:
+    def run_kill(self, t: BenchTarget) -> None:
         """The same 1,400-token prompt after kill -9."""
         server = self._server(t)
         messages: Messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
@@ -148,7 +148,7 @@ class ProcessScenarios(Scenarios):
         self.put(KILLED, t, t.chat(messages, 8).ttft_s / cold.ttft_s)
         time.sleep(1.0)
 
-    def run_rest(self, t: Target) -> None:
+    def run_rest(self, t: BenchTarget) -> None:
         """Idle CPU and resident memory."""
         server = self._server(t)
         before = server.cpu_s()

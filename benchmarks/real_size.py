@@ -301,7 +301,7 @@ def llama_bench(path: Path, options: argparse.Namespace, ours: dict[str, Any]) -
     """What llama-bench says of `path` with the same prompt, micro-batch, layout of weights and threads: prefill and decode in
     tokens per second, and seconds from its start to a first token, loading included."""
     from benchmarks.peers_setup import built
-    from localllm_backends.llamacpp.cores import processors
+    from localllm_backends.llamacpp.threads import processors
 
     program = built("llama-bench")
     threads = options.threads or processors()

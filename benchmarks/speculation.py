@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.models import gemma, smollm2
-from localllm.bench.ratio import Comparison, interleave, write
+from localllm.bench.ratio import RoundComparison, interleave, write
 from localllm.bench.texts import NAMES, copy_edit
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
@@ -105,11 +105,11 @@ def main() -> None:
     results = []
     for streams in map(int, options.streams.split(",")):
         for kind in options.only.split(","):
-            comparison = Comparison(f"{kind}, {streams} stream(s)", "tok/s")
+            comparison = RoundComparison(f"{kind}, {streams} stream(s)", "tok/s")
             n = 320 if kind == "copy" else options.tokens
             seeds = iter(range(1000))
 
-            def once(kind: str = kind, streams: int = streams, n: int = n, to: Comparison = comparison) -> None:
+            def once(kind: str = kind, streams: int = streams, n: int = n, to: RoundComparison = comparison) -> None:
                 seed = next(seeds)  # noqa: B023 - used at once
                 for mode in ("off", "auto") if seed % 2 else ("auto", "off"):
                     to.add(mode, bench.run(kind, streams, seed, mode, n))

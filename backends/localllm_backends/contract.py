@@ -23,14 +23,6 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeAlias
 
 from localllm_backends.declaration import Declaration as Declaration
-from localllm_backends.failures import BackendFailure as BackendFailure
-from localllm_backends.failures import CannotRewindError as CannotRewindError
-from localllm_backends.failures import InterruptedStepError as InterruptedStepError
-from localllm_backends.failures import LoadError as LoadError
-from localllm_backends.failures import NoCellsError as NoCellsError
-from localllm_backends.failures import OtherMachineError as OtherMachineError
-from localllm_backends.failures import OutOfMemoryError as OutOfMemoryError
-from localllm_backends.failures import StepError as StepError
 from localllm_backends.placement import Placement as Placement
 from localllm_backends.values import MAX_SAMPLED_TOP_K as MAX_SAMPLED_TOP_K
 from localllm_backends.values import Capabilities as Capabilities
@@ -51,6 +43,43 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Logits: TypeAlias = NDArray[np.float32]
+
+
+class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
+    """Base of everything a backend raises: `str(e)` says what happened and why; `hint` what to do, where that is not what
+    it is for all of its kind."""
+
+    def __init__(self, message: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class LoadError(BackendFailure):
+    """The files can't be loaded: missing, truncated, another format, an unknown architecture."""
+
+
+class OutOfMemoryError(BackendFailure):
+    """Loading or stepping needs more memory than there is."""
+
+
+class NoCellsError(BackendFailure):
+    """A step would need more KV cells than are free. Nothing was appended."""
+
+
+class StepError(BackendFailure):
+    """The engine failed inside a step. Sequences named in it must be dropped."""
+
+
+class InterruptedStepError(BackendFailure):
+    """Somebody called `interrupt` while the step ran. Nothing was appended, and nothing is lost."""
+
+
+class CannotRewindError(BackendFailure):
+    """This model's memory can't be cut back to that length (recurrent state, trimmed window)."""
+
+
+class OtherMachineError(LoadError):
+    """Another machine that was to hold layers can't be had: no fault of the model's files."""
 
 
 class StepResult(ABC):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from localllm.bench.ratio import Comparison
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import MEANS, Scenarios
 from localllm.bench.seen import Counter, Tokens, templated_tokens
-from localllm.bench.stream import Target
+from localllm.bench.stream import BenchTarget
 from localllm.errors import BackendError, LocalLLMError, UsageError
 
 _RESTART_S = 120.0
@@ -25,16 +25,16 @@ _LONG_S = 150.0
 
 
 @dataclass
-class Found:
+class ScenarioResult:
     """What a run found: `means` of each scenario to a person, `tables`, what went wrong, what else should be known, and how
     tokens were counted. `first`: whose ratios to the others are told."""
 
     first: str
-    targets: Sequence[Target]
+    targets: Sequence[BenchTarget]
     means: Mapping[str, str]
     rounds: int
     counter: Counter
-    tables: list[Comparison] = field(default_factory=list)
+    tables: list[RoundComparison] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Found:
         return said
 
 
-def target_of(url: str, key: str = "", restart: str | None = None) -> Target:
+def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarget:
     """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first model. Raises
     UsageError for what is no address, BackendError where nothing answers."""
     address, _, model = url.partition("#")
@@ -76,7 +76,7 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> Target:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     where = f"{host}:{port}" if port else host
     path = parts.path.rstrip("/") or "/v1"
-    target = Target(f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key)
+    target = BenchTarget(f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key)
     if restart is not None:
         target.restart = _restarter(target, restart)
     listed = target.models()
@@ -84,7 +84,7 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> Target:
     return target
 
 
-def _restarter(target: Target, command: str) -> Callable[[], None]:
+def _restarter(target: BenchTarget, command: str) -> Callable[[], None]:
     def restart() -> None:
         try:
             subprocess.run(
@@ -106,12 +106,12 @@ def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
 
 
 def run(
-    targets: Sequence[Target],
+    targets: Sequence[BenchTarget],
     names: Sequence[str],
     rounds: int,
     say: Callable[[str], None] = lambda _: None,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
-) -> Found:
+) -> ScenarioResult:
     """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking turns. What fails on one
     server is told in the end and stops nothing else; `say` hears each step. Raises BackendError where one does not
     answer at all."""
@@ -121,7 +121,7 @@ def run(
         target.wait_ready()
     counter = Counter.among(targets)
     scenarios = make(counter, templated_tokens(targets))
-    found = Found(targets[0].name, targets, {n: scenarios.means[n] for n in names}, rounds, counter)
+    found = ScenarioResult(targets[0].name, targets, {n: scenarios.means[n] for n in names}, rounds, counter)
     failed: Counted[tuple[str, str]] = Counted()
     for i in range(rounds):
         scenarios.round = i

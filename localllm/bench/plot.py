@@ -10,7 +10,7 @@ _LEFT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PlotPoint:
     """Tokens/s at a depth in tokens; `predicted` None where nothing was."""
 
     depth: int
@@ -18,7 +18,7 @@ class Point:
     predicted: float | None = None
 
 
-def lines(points: Sequence[Point], width: int = 72, height: int = 12) -> list[str]:
+def lines(points: Sequence[PlotPoint], width: int = 72, height: int = 12) -> list[str]:
     """The picture: a column for each depth's logarithm, rows from 0 up; `●` measured, `·` predicted, `◉` both."""
     if not points:
         return []

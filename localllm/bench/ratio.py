@@ -29,7 +29,7 @@ class Ratio:
 
 
 @dataclass
-class Comparison:
+class RoundComparison:
     """Values per name over rounds, NaN where a round gave none; `better` says whether a larger or a smaller value wins."""
 
     title: str

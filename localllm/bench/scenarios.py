@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from localllm.bench.ratio import Better, Comparison
+from localllm.bench.ratio import Better, RoundComparison
 from localllm.bench.seen import Counter, Seen, Tokens
-from localllm.bench.stream import Answer, Messages, Target
+from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.bench.texts import SYSTEM, copy_edit, unique, user
 from localllm.errors import BackendError, UnsupportedError
 
@@ -44,7 +44,7 @@ _SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class BenchFigure:
     """What a scenario finds: how it is called, its unit, and whether more or less is better."""
 
     title: str
@@ -53,20 +53,20 @@ class Figure:
 
 
 _TOGETHER = "aggregate, {} streams"
-SINGLE = Figure("decode, one stream", "tok/s")
-GAP = Figure("one stream: 95th percentile of the gaps", "ms", "less")
-PREFILL = Figure("prefill, 3,000 new tokens", "tok/s")
-FIRST = Figure("first token of 3,000 new ones", "s", "less")
-STALL = Figure("stall: largest gap ÷ gap before", "×", "less")
-NEWCOMER = Figure("stall: newcomer's first token", "s", "less")
-COLD = Figure("cold first token of 1,400", "s", "less")
-WARM = Figure("warm turn ÷ cold first token", "×", "less")
-AGAIN = Figure("identical prompt, first token", "ms", "less")
-TWICE = Figure("thrash: tokens read twice", "tokens", "less")
-TURNS = Figure("thrash: mean first token", "ms", "less")
-CANCEL = Figure("cancel: next first token ÷ idle", "×", "less")
-RESTART = Figure("restart: first token ÷ cold", "×", "less")
-COPY = Figure("copy-edit, one stream", "tok/s")
+SINGLE = BenchFigure("decode, one stream", "tok/s")
+GAP = BenchFigure("one stream: 95th percentile of the gaps", "ms", "less")
+PREFILL = BenchFigure("prefill, 3,000 new tokens", "tok/s")
+FIRST = BenchFigure("first token of 3,000 new ones", "s", "less")
+STALL = BenchFigure("stall: largest gap ÷ gap before", "×", "less")
+NEWCOMER = BenchFigure("stall: newcomer's first token", "s", "less")
+COLD = BenchFigure("cold first token of 1,400", "s", "less")
+WARM = BenchFigure("warm turn ÷ cold first token", "×", "less")
+AGAIN = BenchFigure("identical prompt, first token", "ms", "less")
+TWICE = BenchFigure("thrash: tokens read twice", "tokens", "less")
+TURNS = BenchFigure("thrash: mean first token", "ms", "less")
+CANCEL = BenchFigure("cancel: next first token ÷ idle", "×", "less")
+RESTART = BenchFigure("restart: first token ÷ cold", "×", "less")
+COPY = BenchFigure("copy-edit, one stream", "tok/s")
 
 
 class Scenarios:
@@ -77,19 +77,19 @@ class Scenarios:
 
     def __init__(self, counter: Counter, tokens: Tokens | None, seed: int | None = None) -> None:
         self.counter, self.tokens = counter, tokens
-        self.tables: dict[str, Comparison] = {}
+        self.tables: dict[str, RoundComparison] = {}
         self.round = 0
         self._seed = self._first = int(time.time()) if seed is None else seed
         self._lock = threading.Lock()
 
-    def put(self, figure: Figure, target: Target, value: float) -> None:
+    def put(self, figure: BenchFigure, target: BenchTarget, value: float) -> None:
         """Record one figure of this round."""
-        empty = Comparison(figure.title, figure.unit, figure.better)
+        empty = RoundComparison(figure.title, figure.unit, figure.better)
         table = self.tables.setdefault(figure.title, empty)
         table.fill(target.name, self.round)
         table.add(target.name, value)
 
-    def finished(self, rounds: int, names: Sequence[str]) -> list[Comparison]:
+    def finished(self, rounds: int, names: Sequence[str]) -> list[RoundComparison]:
         """The tables, with the servers in the order of `names`, and NaN for every round that gave nothing."""
         for table in self.tables.values():
             for name in names:
@@ -103,20 +103,20 @@ class Scenarios:
             self._seed += 1
             return self._seed
 
-    def run(self, name: str, target: Target) -> None:
+    def run(self, name: str, target: BenchTarget) -> None:
         """Run one of `means`. Raises BackendError, also for an answer that is empty or too short to say anything."""
         getattr(self, f"run_{name}")(target)
 
     # --- speed ---------------------------------------------------------------------------------------------------
 
-    def run_single(self, t: Target) -> None:
+    def run_single(self, t: BenchTarget) -> None:
         """Decode speed of one stream, and how evenly it comes: a draft that is verified holds the words before it back."""
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
         if len(answer.gaps_s) >= _ENOUGH_GAPS:
             self.put(GAP, t, statistics.quantiles(answer.gaps_s, n=20)[-1] * 1000)
 
-    def run_prefill(self, t: Target) -> None:
+    def run_prefill(self, t: BenchTarget) -> None:
         """A prompt of about 3,000 tokens that no cache has seen."""
         text = unique(610, self.fresh())
         answer = self._some(t, t.chat(user(text), 2))
@@ -126,28 +126,28 @@ class Scenarios:
         if tokens:
             self.put(PREFILL, t, tokens / answer.ttft_s)
 
-    def run_two(self, t: Target) -> None:
+    def run_two(self, t: BenchTarget) -> None:
         """2 streams."""
         self._streams(t, 2)
 
-    def run_four(self, t: Target) -> None:
+    def run_four(self, t: BenchTarget) -> None:
         """4 streams."""
         self._streams(t, 4)
 
-    def run_eight(self, t: Target) -> None:
+    def run_eight(self, t: BenchTarget) -> None:
         """8 streams."""
         self._streams(t, 8)
 
-    def _streams(self, t: Target, n: int) -> None:
+    def _streams(self, t: BenchTarget, n: int) -> None:
         """Aggregate decode of n streams that start together."""
         texts = [f"Tell story {self.fresh()}." for _ in range(n)]
         begun = time.perf_counter()
         answers = _together([partial(t.chat, user(text), 96) for text in texts])
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
-        self.put(Figure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
+        self.put(BenchFigure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
 
-    def run_copy(self, t: Target) -> None:
+    def run_copy(self, t: BenchTarget) -> None:
         """A file repeated with one change. The same one for every server in a round: what a model copies faithfully, and so how
         often a draft is right, is very different from file to file."""
         body = {"prompt": copy_edit(self._first + self.round), "max_tokens": 320, "temperature": 0, "ignore_eos": True}
@@ -156,7 +156,7 @@ class Scenarios:
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
-    def run_stall(self, t: Target) -> None:
+    def run_stall(self, t: BenchTarget) -> None:
         """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the newcomer's TTFT."""
         pieces: list[int] = []
         for _ in range(_STORIES):
@@ -166,11 +166,11 @@ class Scenarios:
             pieces.append(too_short.pieces)
         raise BackendError(f"{t.name}: streams ended after {pieces} pieces, before the newcomer's answer")
 
-    def _stall(self, t: Target) -> Answer | None:
+    def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
         """One story; None once it is measured, else the story, which ended too soon."""
         going, over = threading.Event(), threading.Event()
 
-        def first() -> Answer:
+        def first() -> StreamedAnswer:
             def heard(n: int) -> None:
                 if n == _ALONE:
                     going.set()
@@ -205,7 +205,7 @@ class Scenarios:
         several = len(one) == 1 and not one.isascii()
         return gap / ((self.counter.tokens_in(text) if several else None) or 1)
 
-    def run_cancel(self, t: Target) -> None:
+    def run_cancel(self, t: BenchTarget) -> None:
         """TTFT right after dropping a long generation, against an idle server's."""
         idle = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
         self._some(t, t.chat(user(f"Long {self.fresh()}"), 2000, stop_after=10))
@@ -214,7 +214,7 @@ class Scenarios:
 
     # --- what is kept --------------------------------------------------------------------------------------------
 
-    def run_warm(self, t: Target) -> None:
+    def run_warm(self, t: BenchTarget) -> None:
         """A 1,400-token prefix, then a new last turn, then the same again."""
         head = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("First question?")]
         cold = self._some(t, t.chat(head, 8))
@@ -225,7 +225,7 @@ class Scenarios:
         self.put(WARM, t, warm.ttft_s / cold.ttft_s)
         self.put(AGAIN, t, again.ttft_s * 1000)
 
-    def run_thrash(self, t: Target) -> None:
+    def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""
         seen = Seen(self.tokens) if self.tokens is not None else None
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
@@ -233,8 +233,8 @@ class Scenarios:
         ttfts: list[float] = []
         told = True
 
-        def ask(messages: Messages, n: int) -> Answer:
-            def send() -> Answer:
+        def ask(messages: Messages, n: int) -> StreamedAnswer:
+            def send() -> StreamedAnswer:
                 return self._some(t, t.chat(messages, n))
 
             return seen.ask(messages, send) if seen is not None else send()
@@ -251,7 +251,7 @@ class Scenarios:
             self.put(TWICE, t, seen.twice)
         self.put(TURNS, t, 1000 * statistics.mean(ttfts))
 
-    def run_restart(self, t: Target) -> None:
+    def run_restart(self, t: BenchTarget) -> None:
         """The same 1,400-token prompt after a restart."""
         if t.restart is None:
             raise UnsupportedError(f"nobody said how {t.name} is started again: --restart-cmd does, for each server")
@@ -265,18 +265,18 @@ class Scenarios:
 
     # --- honesty -------------------------------------------------------------------------------------------------
 
-    def _some(self, t: Target, answer: Answer) -> Answer:
+    def _some(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
         if not answer.text.strip():
             raise BackendError(f"{t.name} answered nothing (it says it made {answer.said_tokens} tokens)")
         return answer
 
-    def _counted(self, t: Target, answer: Answer) -> int:
+    def _counted(self, t: BenchTarget, answer: StreamedAnswer) -> int:
         tokens = self.counter.tokens_of(t, self._some(t, answer))
         if tokens < _FEWEST or not answer.gaps_s:
             raise BackendError(f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time")
         return tokens
 
 
-def _together(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from localllm.bench.stream import Answer, Messages, Target
+from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.errors import BackendError
 
 Tokens = Callable[[Messages], Sequence[int]]
@@ -19,13 +19,13 @@ class Counter:
 
     `differing`: servers that said a tenth more than came, with both counts."""
 
-    of: Target | None
+    of: BenchTarget | None
 
     def __post_init__(self) -> None:
         self.differing: dict[str, tuple[int, int]] = {}
 
     @classmethod
-    def among(cls, targets: Sequence[Target]) -> Counter:
+    def among(cls, targets: Sequence[BenchTarget]) -> Counter:
         """With the tokenizer of the first server that lends one: they serve the same model."""
         return cls(next((t for t in targets if _lends(t)), None))
 
@@ -34,7 +34,7 @@ class Counter:
             return "by the pieces in the streams (no server lends its tokenizer)"
         return f"in the text that came, with the tokenizer of {self.of.name}"
 
-    def tokens_of(self, target: Target, answer: Answer) -> int:
+    def tokens_of(self, target: BenchTarget, answer: StreamedAnswer) -> int:
         """Tokens in `answer`, which `target` gave."""
         said = answer.said_tokens
         if self.of is not None:
@@ -60,7 +60,7 @@ class Seen:
         self._lines: list[list[int]] = []
         self.twice = 0
 
-    def ask(self, messages: Messages, ask: Callable[[], Answer]) -> Answer:
+    def ask(self, messages: Messages, ask: Callable[[], StreamedAnswer]) -> StreamedAnswer:
         """Send a request by `ask` and count. The answer's own tokens count as read too, as far as its text makes the
         same tokens again; the last token of a prompt does not: it is always computed, its logits are needed."""
         prompt = list(self._tokens(messages))
@@ -76,7 +76,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def templated_tokens(targets: Sequence[Target]) -> Tokens | None:
+def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
     """Tokens of messages, as the first server makes them that says how (llama-server and ours do: the same model has the
     same template everywhere); None where none does."""
     question: Messages = [{"role": "user", "content": "Hi"}]
@@ -90,7 +90,7 @@ def templated_tokens(targets: Sequence[Target]) -> Tokens | None:
     return None
 
 
-def _tokens_at(target: Target) -> Tokens:
+def _tokens_at(target: BenchTarget) -> Tokens:
     def tokens(messages: Messages) -> list[int]:
         asked = messages[-1]["role"] != "assistant"
         body = {"messages": messages, "add_generation_prompt": asked}
@@ -99,7 +99,7 @@ def _tokens_at(target: Target) -> Tokens:
     return tokens
 
 
-def computed_tokens(target: Target) -> Tokens:
+def computed_tokens(target: BenchTarget) -> Tokens:
     """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which comes last, only those
     that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
 
@@ -114,7 +114,7 @@ def computed_tokens(target: Target) -> Tokens:
     return tokens
 
 
-def tokenized(target: Target, text: str, *, special: bool = True) -> list[int]:
+def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:
     """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts begin with. Raises
     BackendError where the server lends no tokenizer."""
     body = {"content": text, "add_special": special, "parse_special": special}
@@ -124,7 +124,7 @@ def tokenized(target: Target, text: str, *, special: bool = True) -> list[int]:
     return found
 
 
-def _lends(target: Target) -> bool:
+def _lends(target: BenchTarget) -> bool:
     try:
         return bool(tokenized(target, "Hello"))
     except BackendError:

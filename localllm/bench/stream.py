@@ -23,7 +23,7 @@ _BEYOND_OPENAI = ("ignore_eos",)
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` and `later` for every piece after the
     first: the seconds before it, and its text."""
 
@@ -74,7 +74,7 @@ class Answer:
 
 
 @dataclass
-class Target:
+class BenchTarget:
     """A server to measure: `url` ends in /v1, `model` is what requests name. `restart` ends and starts it again.
     `refused`: fields it does not know, found out as it refuses them."""
 
@@ -90,7 +90,7 @@ class Target:
         """The address without /v1, where llama-server and ours have their own paths."""
         return self.url.rstrip("/").removesuffix("/v1")
 
-    def chat(self, messages: Messages, n: int, **more: Any) -> Answer:
+    def chat(self, messages: Messages, n: int, **more: Any) -> StreamedAnswer:
         """One greedy streamed chat answer of at most `n` tokens, exactly as many where the server knows ignore_eos.
         `more`: as `stream` takes it. Raises BackendError."""
         body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True}
@@ -102,7 +102,7 @@ class Target:
         *,
         on_piece: Callable[[int], None] | None = None,
         stop_after: int | None = None,
-    ) -> Answer:
+    ) -> StreamedAnswer:
         """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true and read the answer to
         its end, or leave after `stop_after` pieces. Raises BackendError for everything but text."""
         path = "/completions" if "prompt" in body else "/chat/completions"
@@ -197,8 +197,8 @@ def _read(
     started: float,
     on_piece: Callable[[int], None] | None,
     stop_after: int | None,
-) -> Answer:
-    answer, last, n = Answer(), started, 0
+) -> StreamedAnswer:
+    answer, last, n = StreamedAnswer(), started, 0
     while line := response.readline():
         if not line.startswith(b"data:") or not (data := line[5:].strip()).startswith(b"{"):
             continue

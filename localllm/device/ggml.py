@@ -44,7 +44,7 @@ class GgmlDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class GgmlBuild:
     """A build of llama.cpp as it answered: or `failure`, one sentence on why it gave no answer."""
 
     version: str = ""
@@ -69,8 +69,8 @@ class Build:
         return "+".join(self.accelerators) or "cpu"
 
 
-def read(answer: Mapping[str, Any]) -> Build:
-    """The JSON that the child printed, or what `to_json` made of it, as a Build. Raises KeyError, TypeError or ValueError
+def read(answer: Mapping[str, Any]) -> GgmlBuild:
+    """The JSON that the child printed, or what `to_json` made of it, as a GgmlBuild. Raises KeyError, TypeError or ValueError
     for anything else."""
     said = [str(line) for line in answer.get("said", ())]
     found = tuple(
@@ -91,7 +91,7 @@ def read(answer: Mapping[str, Any]) -> Build:
         for device in answer["devices"]
     )
     features = {str(name): {str(k): str(v) for k, v in values.items()} for name, values in answer["features"].items()}
-    return Build(str(answer["version"]), str(answer["folder"]), found, features)
+    return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features)
 
 
 def _details(name: str, said: list[str]) -> tuple[str, ...]:
@@ -111,13 +111,13 @@ def _details(name: str, said: list[str]) -> tuple[str, ...]:
     return ()
 
 
-def driven_by(device: Device, build: Build) -> Accelerator:
+def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
     """What would run a model on `device` with this build: its own backend, another that can drive it, or "cpu"."""
     kind = device.accelerator
     return next((a for a in (kind, *KINDS[kind].instead) if a in build.accelerators), "cpu")
 
 
-def differences(device: Device, build: Build) -> list[Finding]:
+def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     """Where the build's devices are not what the probes found, each with what to do about it."""
     if build.failure:
         fix = "localllm setup --use own" if "/builds/" in build.folder else "localllm setup"
@@ -140,7 +140,7 @@ def differences(device: Device, build: Build) -> list[Finding]:
     return [*found, *_memory(device, used)]
 
 
-def _unused(device: Device, build: Build) -> Finding:
+def _unused(device: Device, build: GgmlBuild) -> Finding:
     compiled = [name for name in build.features if accelerators.called(name)]
     if compiled:
         why = f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no device: look at the driver"
@@ -169,8 +169,8 @@ def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
     return found
 
 
-def to_json(build: Build) -> dict[str, Any]:
-    """The published shape of a Build."""
+def to_json(build: GgmlBuild) -> dict[str, Any]:
+    """The published shape of a GgmlBuild."""
     return {
         "version": build.version,
         "folder": build.folder,

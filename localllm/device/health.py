@@ -59,7 +59,7 @@ class HealthFacts:
     """What was read. None (or an absent key) = could not be read here."""
 
     build: BuildFacts | None = None
-    llama_cpp: ggml.Build | None = None
+    llama_cpp: ggml.GgmlBuild | None = None
     mlx_version: str | None = None
     disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
     open_files: int | None = None
@@ -72,7 +72,7 @@ class HealthFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HealthCheck:
     """One thing doctor looked at (or could not), what it saw, and the command that fixes it ("" = nothing to fix)."""
 
     name: str
@@ -81,10 +81,10 @@ class Check:
     fix: str = ""
 
 
-def judge(device: Device, facts: HealthFacts) -> list[Check]:
+def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Every check, in the order a user would fix them."""
     checks = [_found(device)]
-    checks += [Check("device", f.level, f.message, f.fix) for f in device.findings if f.level != "info"]
+    checks += [HealthCheck("device", f.level, f.message, f.fix) for f in device.findings if f.level != "info"]
     of_files = _build(device, facts)
     checks += of_files
     # What the build's files show already need not be said again by its devices.
@@ -95,50 +95,54 @@ def judge(device: Device, facts: HealthFacts) -> list[Check]:
     return [*checks, _workers(facts)]
 
 
-def _found(device: Device) -> Check:
+def _found(device: Device) -> HealthCheck:
     usable = f"{device.memory.limit_bytes / 1e9:.1f} GB usable"
     if device.bandwidth_gbps is None:
-        return Check("device", "warning", f"{device.name}: {usable}, bandwidth unknown", "localllm device --measure")
+        return HealthCheck(
+            "device", "warning", f"{device.name}: {usable}, bandwidth unknown", "localllm device --measure"
+        )
     figure = device.bandwidth_gbps
-    return Check("device", "ok", f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})")
+    return HealthCheck("device", "ok", f"{device.name}: {usable}, {figure.value:g} GB/s ({figure.basis})")
 
 
 _SETUP = "localllm setup"
 
 
-def _build(device: Device, facts: HealthFacts) -> list[Check]:
+def _build(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     build = facts.build
     name = "llama.cpp build"
     if build is None:
         return [
-            Check(name, "error", "llama-cpp-python is not installed: no model can run", "pip install llama-cpp-python")
+            HealthCheck(
+                name, "error", "llama-cpp-python is not installed: no model can run", "pip install llama-cpp-python"
+            )
         ]
     if not build.libraries:
         message = f"llama-cpp-python {build.version} has no libraries where they belong: it may be broken"
-        return [Check(name, "error", message, "pip install --force-reinstall --no-cache-dir llama-cpp-python")]
+        return [HealthCheck(name, "error", message, "pip install --force-reinstall --no-cache-dir llama-cpp-python")]
     compiled = build.accelerators
     said = f"llama-cpp-python {build.version}, compiled for {', '.join(('cpu', *compiled))}"
     wanted = device.accelerator
     if wanted == "cpu":
-        return [Check(name, "ok", said)]
+        return [HealthCheck(name, "ok", said)]
     if wanted in compiled:
-        return [_cuda_code(device, build, said) if wanted == "cuda" else Check(name, "ok", said)]
+        return [_cuda_code(device, build, said) if wanted == "cuda" else HealthCheck(name, "ok", said)]
     if wanted == "rocm" and "vulkan" in compiled:
-        return [Check(name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)")]
+        return [HealthCheck(name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)")]
     if wanted == "metal" and facts.mlx_version:
         message = f"{said}: this Mac's GPU is used by MLX {facts.mlx_version} only, GGUF files run on the CPU"
-        return [Check(name, "warning", message, "localllm setup --backend metal")]
+        return [HealthCheck(name, "warning", message, "localllm setup --backend metal")]
     message = f"{said}, but this machine has {wanted}: its GPU would sit idle"
-    return [Check(name, "error", message, _SETUP)]
+    return [HealthCheck(name, "error", message, _SETUP)]
 
 
-def _ggml(device: Device, build: ggml.Build | None) -> list[Check]:
+def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
     """What the build itself says it computes on, and where that is not what the system shows."""
     name = "llama.cpp device"
     if build is None:
-        return [Check(name, "not checked", "the installed llama.cpp was not asked for its devices")]
-    seen = [Check(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}") for d in build.devices]
-    found = [Check(name, f.level, f.message, f.fix) for f in ggml.differences(device, build) if f.level != "info"]
+        return [HealthCheck(name, "not checked", "the installed llama.cpp was not asked for its devices")]
+    seen = [HealthCheck(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}") for d in build.devices]
+    found = [HealthCheck(name, f.level, f.message, f.fix) for f in ggml.differences(device, build) if f.level != "info"]
     return [*seen, *found]
 
 
@@ -148,115 +152,121 @@ def _memory_of(device: ggml.GgmlDevice) -> str:
     return f"{device.memory_free_bytes / GIB:.1f} of {device.memory_total_bytes / GIB:.1f} GiB free"
 
 
-def _cuda_code(device: Device, build: BuildFacts, said: str) -> Check:
+def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
     """Native code runs within one major version, up to the GPU's minor; anything else needs PTX or fails."""
     name, architectures = "llama.cpp build", build.cuda_architectures
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
     if capability is None:
-        return Check(name, "not checked", f"{said}: this GPU's compute capability is unknown")
+        return HealthCheck(name, "not checked", f"{said}: this GPU's compute capability is unknown")
     if not architectures:
-        return Check(name, "not checked", f"{said}: no architecture names found in its CUDA code")
+        return HealthCheck(name, "not checked", f"{said}: no architecture names found in its CUDA code")
     major, minor = int(capability.group(1)), int(capability.group(2))
     listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
     if any(a // 10 == major and a % 10 <= minor for a in architectures):
-        return Check(name, "ok", f"{said} ({listed})")
+        return HealthCheck(name, "ok", f"{said} ({listed})")
     message = f"{said} for {listed}, but this GPU is sm_{major}{minor}: it would be slow to start or fail"
-    return Check(name, "error", message, _SETUP)
+    return HealthCheck(name, "error", message, _SETUP)
 
 
-def _gpu_share(device: Device) -> list[Check]:
+def _gpu_share(device: Device) -> list[HealthCheck]:
     """How much of the RAM the system lets the GPU use, where a setting decides it."""
     memory = device.memory
     said = f"the GPU may use {memory.limit_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB"
     if device.accelerator == "metal":
         name = "wired limit"
         if memory.basis == "assumed":
-            return [Check(name, "not checked", f"{said}, assumed: Metal could not be asked")]
+            return [HealthCheck(name, "not checked", f"{said}, assumed: Metal could not be asked")]
         raised = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
         if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
             said += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
-        return [Check(name, "ok", said)]
+        return [HealthCheck(name, "ok", said)]
     if device.kind == "unified" and device.accelerator in ("rocm", "vulkan") and device.os.startswith("Linux"):
         if any("GTT" in finding.message for finding in device.findings):
             return []  # said above, with its fix
-        return [Check("GTT limit", "ok", said)]
+        return [HealthCheck("GTT limit", "ok", said)]
     return []
 
 
-def _memory(device: Device) -> Check:
+def _memory(device: Device) -> HealthCheck:
     now, limit = device.memory.available_bytes, device.memory.limit_bytes
     said = f"{now / GIB:.1f} of {limit / GIB:.1f} GiB are free for a model now"
     if now < limit / 2:
-        return Check("memory", "warning", f"{said}: other programs hold the rest", "close what you don't need")
-    return Check("memory", "ok", said)
+        return HealthCheck("memory", "warning", f"{said}: other programs hold the rest", "close what you don't need")
+    return HealthCheck("memory", "ok", said)
 
 
-def _swap(facts: HealthFacts) -> Check:
+def _swap(facts: HealthFacts) -> HealthCheck:
     if facts.swap is None:
-        return Check("swap", "not checked", "swap could not be read")
+        return HealthCheck("swap", "not checked", "swap could not be read")
     total, used = facts.swap
     if total == 0:
-        return Check("swap", "ok", "no swap: what does not fit fails instead of slowing everything down")
+        return HealthCheck("swap", "ok", "no swap: what does not fit fails instead of slowing everything down")
     said = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of swap are in use"
     if used > total / 2:
-        return Check("swap", "warning", f"{said}: a model that gets swapped is tens of times slower", "close programs")
-    return Check("swap", "ok", said)
+        return HealthCheck(
+            "swap", "warning", f"{said}: a model that gets swapped is tens of times slower", "close programs"
+        )
+    return HealthCheck("swap", "ok", said)
 
 
-def _pressure(facts: HealthFacts) -> Check:
+def _pressure(facts: HealthFacts) -> HealthCheck:
     found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
     if found is None:
-        return Check("memory pressure", "not checked", "this system does not report stalls (/proc/pressure/memory)")
+        return HealthCheck(
+            "memory pressure", "not checked", "this system does not report stalls (/proc/pressure/memory)"
+        )
     stalled = float(found.group(1))
     if stalled > 5:
         message = f"programs waited for memory {stalled:.0f} % of the last 10 s"
-        return Check("memory pressure", "warning", message, "close programs, or choose a smaller model")
-    return Check("memory pressure", "ok", f"programs waited for memory {stalled:.1f} % of the last 10 s")
+        return HealthCheck("memory pressure", "warning", message, "close programs, or choose a smaller model")
+    return HealthCheck("memory pressure", "ok", f"programs waited for memory {stalled:.1f} % of the last 10 s")
 
 
-def _power(device: Device, facts: HealthFacts) -> Check:
+def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     if facts.on_battery:
-        return Check("power", "warning", "on battery: speeds will be below the plan", "plug in")
+        return HealthCheck("power", "warning", "on battery: speeds will be below the plan", "plug in")
     if device.os == "macOS":
         if facts.pmset is None:
-            return Check("power", "not checked", "pmset gave no answer")
+            return HealthCheck("power", "not checked", "pmset gave no answer")
         if re.search(r"lowpowermode\s+1", facts.pmset):
-            return Check("power", "warning", "Low Power Mode is on for a power source", "sudo pmset -a lowpowermode 0")
-        return Check("power", "ok", "Low Power Mode is off")
+            return HealthCheck(
+                "power", "warning", "Low Power Mode is on for a power source", "sudo pmset -a lowpowermode 0"
+            )
+        return HealthCheck("power", "ok", "Low Power Mode is off")
     profile = (facts.platform_profile or "").strip()
     if profile in ("low-power", "quiet", "cool"):
-        return Check("power", "warning", f"the power profile is {profile}", "powerprofilesctl set performance")
+        return HealthCheck("power", "warning", f"the power profile is {profile}", "powerprofilesctl set performance")
     if profile:
-        return Check("power", "ok", f"the power profile is {profile}")
-    return Check("power", "not checked", "this system has no power profile to read")
+        return HealthCheck("power", "ok", f"the power profile is {profile}")
+    return HealthCheck("power", "not checked", "this system has no power profile to read")
 
 
-def _disk(facts: HealthFacts) -> Check:
+def _disk(facts: HealthFacts) -> HealthCheck:
     if not facts.disk_free_bytes:
-        return Check("disk", "not checked", "free disk space could not be read")
+        return HealthCheck("disk", "not checked", "free disk space could not be read")
     name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
     said = f"{free / GIB:.0f} GiB free for {name}"
     if free < _LITTLE_DISK_BYTES:
-        return Check("disk", "warning", f"{said}: a download may not fit", "localllm models du")
-    return Check("disk", "ok", said)
+        return HealthCheck("disk", "warning", f"{said}: a download may not fit", "localllm models du")
+    return HealthCheck("disk", "ok", said)
 
 
-def _files(facts: HealthFacts) -> Check:
+def _files(facts: HealthFacts) -> HealthCheck:
     if facts.open_files is None:
-        return Check("file limit", "not checked", "this system has no such limit to read")
+        return HealthCheck("file limit", "not checked", "this system has no such limit to read")
     if 0 <= facts.open_files < _FEW_FILES:
-        return Check("file limit", "warning", f"only {facts.open_files} open files are allowed", "ulimit -n 4096")
+        return HealthCheck("file limit", "warning", f"only {facts.open_files} open files are allowed", "ulimit -n 4096")
     many = "unlimited" if facts.open_files < 0 or facts.open_files >= 1 << 62 else str(facts.open_files)
-    return Check("file limit", "ok", f"{many} open files are allowed")
+    return HealthCheck("file limit", "ok", f"{many} open files are allowed")
 
 
-def _workers(facts: HealthFacts) -> Check:
+def _workers(facts: HealthFacts) -> HealthCheck:
     if facts.workers is None:
-        return Check("stale engine", "not checked", "the process list could not be read")
+        return HealthCheck("stale engine", "not checked", "the process list could not be read")
     stale = [worker for worker in facts.workers if worker.orphan]
     if stale:
         held = sum(worker.resident_bytes for worker in stale) / GIB
         pids = " ".join(str(worker.pid) for worker in stale)
         message = f"{len(stale)} engine worker(s) lost their server and hold {held:.1f} GiB"
-        return Check("stale engine", "warning", message, f"kill {pids}")
-    return Check("stale engine", "ok", f"{len(facts.workers)} engine worker(s) running, none without its server")
+        return HealthCheck("stale engine", "warning", message, f"kill {pids}")
+    return HealthCheck("stale engine", "ok", f"{len(facts.workers)} engine worker(s) running, none without its server")

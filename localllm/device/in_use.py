@@ -30,7 +30,7 @@ _GPU_OUTPUTS = {"nvml", "nvidia-smi", "vulkaninfo", "display-class"}
 _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/device-tree/")
 
 
-def build_here(*, fresh: bool = False) -> ggml.Build | None:
+def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
     """The build that a worker would run, with its devices; None where llama-cpp-python is not installed.
 
     `fresh`: ask it now, whatever is known from before, and without judging by the names of its libraries.
@@ -43,7 +43,7 @@ def build_here(*, fresh: bool = False) -> ggml.Build | None:
     key = _key(folder, libraries)
     if not fresh:
         if libraries and not any(compiled_in(name) for name, _, _ in libraries):
-            return ggml.Build(folder=str(folder.parent))
+            return ggml.GgmlBuild(folder=str(folder.parent))
         known = _known(kept, key)
         if known is not None:
             return known
@@ -80,7 +80,7 @@ def _key(folder: Path, libraries: list[tuple[str, int, int]]) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _known(file: Path, key: str) -> ggml.Build | None:
+def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
     try:
         kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if kept["key"] != key or not 0 <= time.time() - kept["asked_s"] < _KEPT_S:
@@ -90,7 +90,7 @@ def _known(file: Path, key: str) -> ggml.Build | None:
         return None
 
 
-def _keep(file: Path, key: str, build: ggml.Build) -> None:
+def _keep(file: Path, key: str, build: ggml.GgmlBuild) -> None:
     """Best effort: where it can't be written the build is asked again."""
     try:
         paths.private_dir(file.parent)
@@ -110,7 +110,7 @@ def without_gpus(readings: Readings) -> Readings:
     )
 
 
-def as_used(device: Device, processor: Device, build: ggml.Build | None) -> Device:
+def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
     """`device` as `build` can use it. `processor`: the same machine without its GPUs. A Mac is left alone: MLX uses its GPU
     whatever llama.cpp was compiled for; and what gave no answer is no reason to plan for less."""
     if build is None or build.failure or device.accelerator == "metal":
@@ -132,7 +132,7 @@ def as_used(device: Device, processor: Device, build: ggml.Build | None) -> Devi
     )
 
 
-def _as_ggml_says(machine: Device, build: ggml.Build) -> Device:
+def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is the system memory's
     where it shares that one, else unknown."""
     kind = build.accelerators[0]

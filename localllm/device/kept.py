@@ -19,7 +19,7 @@ BUSY_SHARE = 0.15
 _MOST_TRIES = 5
 
 
-class Taken(ABC):
+class MeasuredFigure(ABC):
     """What was measured on `date`. `others_share`: of the processor's time, what other programs had meanwhile."""
 
     date: str
@@ -48,7 +48,7 @@ class Taken(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class ProcessorTimes:
     """Processor time so far, in seconds over all cores: of this process, of all, and what there was of it."""
 
     own_s: float
@@ -56,7 +56,7 @@ class Used:
     there_s: float
 
     @classmethod
-    def now(cls, *, child_s: float = 0.0) -> Used:
+    def now(cls, *, child_s: float = 0.0) -> ProcessorTimes:
         """`child_s`: what a child that measured for us had, which is ours too."""
         import psutil
 
@@ -66,7 +66,7 @@ class Used:
         idle = spent.get("idle", 0.0) + spent.get("iowait", 0.0)
         return cls(time.process_time() + child_s, sum(spent.values()) - idle, sum(spent.values()))
 
-    def others_share(self, later: Used) -> float:
+    def others_share(self, later: ProcessorTimes) -> float:
         """Of the processor's time between this and `later`, what other programs had."""
         there = later.there_s - self.there_s
         others = (later.all_s - self.all_s) - (later.own_s - self.own_s)
@@ -74,7 +74,7 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class FigureFile:
     """A file of figures in the cache's folder, one of each machine; what is outside `sane` is none. `folder` is the cache's
     in every call, `machine` names what was measured."""
 
@@ -96,11 +96,11 @@ class Shelf:
         entry = self._known(folder).get(machine)
         return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
-    def keep(self, folder: Path, machine: str, taken: Taken) -> Figure:
+    def keep(self, folder: Path, machine: str, taken: MeasuredFigure) -> Figure:
         """Remember what was `taken` for `machine`, and return it: see `keep_all`."""
         return self.keep_all(folder, {machine: taken})[machine]
 
-    def keep_all(self, folder: Path, taken: Mapping[str, Taken]) -> dict[str, Figure]:
+    def keep_all(self, folder: Path, taken: Mapping[str, MeasuredFigure]) -> dict[str, Figure]:
         """Remember what was `taken` for each machine, and return it; a cache that can't be written is no error (it is measured
         again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
         machine is faster than it is."""
@@ -116,7 +116,7 @@ class Shelf:
             pass
         return figures
 
-    def _better(self, known: dict[str, Any], machine: str, taken: Taken) -> Figure:
+    def _better(self, known: dict[str, Any], machine: str, taken: MeasuredFigure) -> Figure:
         """What counts for `machine` from now on, `known` brought up to it."""
         kept, tries, figure = self._figure(known.get(machine)), _tries(known.get(machine)), taken.figure
         if kept is not None and kept.value > figure.value:

@@ -10,7 +10,7 @@ from functools import cache
 from localllm.device import table, usable
 from localllm.device.errors import DeviceNotFoundError
 from localllm.device.machines.common import Card, one_machine
-from localllm.device.table import Row
+from localllm.device.table import DeviceRow
 from localllm.device.types import Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 
@@ -160,9 +160,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 @cache
-def _index() -> dict[frozenset[str], tuple[Row, ...]]:
+def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
     """Rows by the set of words that name them, memory sizes and core counts left out."""
-    index: dict[frozenset[str], list[Row]] = {}
+    index: dict[frozenset[str], list[DeviceRow]] = {}
     for row in table.rows():
         for alias in _aliases(row):
             words = frozenset(_read(alias).words)
@@ -171,7 +171,7 @@ def _index() -> dict[frozenset[str], tuple[Row, ...]]:
     return {words: tuple(found) for words, found in index.items()}
 
 
-def _aliases(row: Row) -> list[str]:
+def _aliases(row: DeviceRow) -> list[str]:
     """The names a row answers to: its own with and without what stands in parentheses, each alternative of "A / B"."""
     bare = re.sub(r"\([^)]*\)", " ", row.name)
     aliases = [row.name.replace("(", " ").replace(")", " "), bare, *bare.split("/"), *row.names]
@@ -180,7 +180,7 @@ def _aliases(row: Row) -> list[str]:
     return [re.sub(r"\b(up to|core|dual channel)\b", " ", alias) for alias in aliases]
 
 
-def _find(typed: _Typed) -> tuple[tuple[Row, ...], _Typed]:
+def _find(typed: _Typed) -> tuple[tuple[DeviceRow, ...], _Typed]:
     """Rows the words name, and what was typed once a bare number at its end ("M3 Ultra 512") is read as memory."""
     found = _rows_named(typed.words, typed.memory_gb)
     last = typed.words[-1] if typed.words else ""
@@ -192,7 +192,7 @@ def _find(typed: _Typed) -> tuple[tuple[Row, ...], _Typed]:
     return found, typed
 
 
-def _rows_named(words: tuple[str, ...], memory_gb: float | None = None) -> tuple[Row, ...]:
+def _rows_named(words: tuple[str, ...], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
     """Rows named by exactly these words, through a nickname if need be; else the one name that contains them all."""
     nickname = next((n for n in _NICKNAMES if _words(n) == words), None)
     wanted = frozenset(words)
@@ -215,11 +215,13 @@ def _rows_named(words: tuple[str, ...], memory_gb: float | None = None) -> tuple
     return _rows_named(tuple(closest[0])) if len(closest) == 1 else ()
 
 
-def _own_words(row: Row) -> frozenset[str]:
+def _own_words(row: DeviceRow) -> frozenset[str]:
     return frozenset(_read(row.name if row.vendor != "Apple" else row.chip).words)
 
 
-def _choose(found: tuple[Row, ...], typed: _Typed, memory_gb: float | None) -> tuple[Row, float | None, list[Finding]]:
+def _choose(
+    found: tuple[DeviceRow, ...], typed: _Typed, memory_gb: float | None
+) -> tuple[DeviceRow, float | None, list[Finding]]:
     """One row and a memory size (GiB) of those the name fits; what was not said is chosen and stated."""
     findings: list[Finding] = []
     wanted = memory_gb if memory_gb is not None else typed.memory_gb
@@ -247,7 +249,7 @@ def _choose(found: tuple[Row, ...], typed: _Typed, memory_gb: float | None) -> t
 
 
 def _simulate(
-    row: Row,
+    row: DeviceRow,
     gb: float | None,
     count: int,
     findings: list[Finding],
@@ -289,7 +291,7 @@ def _simulate(
     )
 
 
-def _memory(row: Row, gb: float, count: int) -> tuple[Memory, list[Finding]]:
+def _memory(row: DeviceRow, gb: float, count: int) -> tuple[Memory, list[Finding]]:
     """The pool an idle machine of this kind offers, and what was assumed about it."""
     installed = int(gb * GIB)
     if row.accelerator == "metal":
@@ -480,7 +482,7 @@ def _nearest(typed: _Typed, count: int) -> list[str]:
     return list(dict.fromkeys(spelled[s] for s in scored))[:count]
 
 
-def _short(row: Row) -> str:
+def _short(row: DeviceRow) -> str:
     return re.sub(r"\s*\([^)]*\)", "", row.name)
 
 

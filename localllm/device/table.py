@@ -19,7 +19,7 @@ _NOISE = re.compile(r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraph
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceRow:
     """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its figures come from.
 
     `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s; compute in dense TFLOP/s.
@@ -58,13 +58,13 @@ _HEAD = "[[device]]\n"
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[DeviceRow, ...]:
     """Every row of the table, in file order."""
     return tuple(_row(entry) for entry in tomllib.loads(_text())["device"])
 
 
 @cache
-def _with_cpu() -> tuple[Row, ...]:
+def _with_cpu() -> tuple[DeviceRow, ...]:
     """The rows that name processors, in file order: a tenth of the table, and of the time to read it."""
     wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
     return tuple(_row(entry) for entry in tomllib.loads("".join(_HEAD + part for part in wanted))["device"])
@@ -75,13 +75,13 @@ def _text() -> str:
     return Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
 
 
-def _row(entry: dict[str, Any]) -> Row:
+def _row(entry: dict[str, Any]) -> DeviceRow:
     fields: dict[str, Any] = {
         key: float(value) if key.endswith(("_gbps", "_tflops")) else value for key, value in entry.items()
     }
     for key in ("memory_gb", "names", "cpu", "pci"):
         fields[key] = tuple(entry.get(key, ()))
-    return Row(**fields)
+    return DeviceRow(**fields)
 
 
 def plain(name: str) -> str:
@@ -89,7 +89,7 @@ def plain(name: str) -> str:
     return " ".join(_NOISE.sub(" ", name.lower()).replace("-", " ").split())
 
 
-def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None) -> Row | None:
+def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None) -> DeviceRow | None:
     """The row of a GPU as its driver calls it; among cards of one name, the one whose memory is nearest (within 10 %)
     and, where sizes agree too (3060 Ti GDDR6 and GDDR6X), the one whose bandwidth is nearest to the reported clocks'.
 
@@ -98,7 +98,7 @@ def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: floa
     wanted = plain(name)
     if wanted.endswith("..."):  # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
         return None
-    best: list[Row] = []
+    best: list[DeviceRow] = []
     best_length = 0
     for row in rows():
         for known in row.names:
@@ -122,13 +122,13 @@ def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: floa
 _OTHER_PART = {"ti", "super", "xt", "xtx", "gre", "d", "v2", "max", "mig", "ada", "laptop", "mobile", "sff", "m"}
 
 
-def _says_more(wanted: str, matched: int, row: Row) -> bool:
+def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
     key = next(plain(known) for known in row.names if len(plain(known)) == matched and plain(known) in wanted)
     rest = wanted.replace(key, " ", 1).split()
     return any(word in _OTHER_PART for word in rest)
 
 
-def nearest_memory(found: Iterable[Row], memory_bytes: int | None, tolerance: float = 0.10) -> Row | None:
+def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None, tolerance: float = 0.10) -> DeviceRow | None:
     """Of rows sharing a name the one of nearest memory; None if memory is known and none is within `tolerance`."""
     candidates = list(found)
     if not candidates or memory_bytes is None:
@@ -144,7 +144,7 @@ def nearest_memory(found: Iterable[Row], memory_bytes: int | None, tolerance: fl
     return candidates[index] if off <= tolerance else None
 
 
-def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> Row | None:
+def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:
     """The row of an Apple chip's bin: brand string plus GPU cores, then memory where cores don't decide (M6).
 
     With unknown cores, the bin sold with that much memory; if several are, the one with the lowest bandwidth.
@@ -162,7 +162,7 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
 
 
-def by_cpu(cpu: str) -> Row | None:
+def by_cpu(cpu: str) -> DeviceRow | None:
     """The row of a processor whose graphics share its memory, by a part of the CPU's name (any case)."""
     wanted = " ".join(cpu.lower().split())
     found = [(len(part), row) for row in _with_cpu() for part in row.cpu if _cpu_part(part, wanted)]
@@ -173,14 +173,14 @@ def _cpu_part(part: str, wanted: str) -> bool:
     return re.search(rf"(?<![\w]){re.escape(part.lower())}(?![\w+])", wanted) is not None
 
 
-def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | None = None) -> Row | None:
+def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | None = None) -> DeviceRow | None:
     """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that revision."""
     full, short = f"{vendor}:{device}:{revision}".lower(), f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
     return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
 
 
-def tflops(row: Row) -> tuple[Figure | None, Figure | None, Figure | None]:
+def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]:
     """Dense FP16, FP8 and FP4 TFLOP/s of a row.
 
     A missing FP16 figure is derived from the same family's published one, in proportion to compute units: chips of one

@@ -21,7 +21,7 @@ _USUAL_CORES = {"GB10": 20}
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class BuildHost:
     """`version` of the installed llama-cpp-python, which every other build must have too; `own_backends` is what that one
     can drive. `nvcc` None = no CUDA compiler; `cuda_driver` is the newest CUDA that the driver runs, None = not known."""
 
@@ -39,10 +39,10 @@ class Host:
     rocm_runtime: bool = False
 
 
-def read(own_backends: tuple[str, ...]) -> Host:
+def read(own_backends: tuple[str, ...]) -> BuildHost:
     """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where nothing)."""
     nvcc_path = shutil.which("nvcc") or next(filter(os.path.exists, ["/usr/local/cuda/bin/nvcc"]), "")
-    return Host(
+    return BuildHost(
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
         version=installed_version(),
@@ -58,12 +58,12 @@ def read(own_backends: tuple[str, ...]) -> Host:
     )
 
 
-def assumed(device: Device, architecture: str = "") -> Host:
+def assumed(device: Device, architecture: str = "") -> BuildHost:
     """An ordinary machine with that device: for showing what would be done on a machine that is not this one. No CUDA
     compiler, every driver up to date, the build that `make chat` makes (Metal on a Mac, the processor's elsewhere)."""
     mac = device.accelerator == "metal"
     arm = mac or device.family in ("GB10", "N1X", "Jetson")
-    return Host(
+    return BuildHost(
         system="macos" if mac else "windows" if device.os == "Windows" else "linux",
         architecture=architecture or ("arm64" if mac else "aarch64" if arm else "x86_64"),
         version=installed_version() or "0.3.36",

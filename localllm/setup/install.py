@@ -20,15 +20,15 @@ from pathlib import Path
 from localllm import paths
 from localllm.setup import builds, trial
 from localllm.setup.errors import SetupError
-from localllm.setup.host import Host
-from localllm.setup.recipes import FOLDER, Recipe, Step
+from localllm.setup.host import BuildHost
+from localllm.setup.recipes import FOLDER, BuildRecipe, Step
 
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
 
 
-def make(recipe: Recipe, host: Host, model: Path, say: Say, run: Run | None = None) -> builds.Build:
+def make(recipe: BuildRecipe, host: BuildHost, model: Path, say: Say, run: Run | None = None) -> builds.Build:
     """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
 
     `say` hears what happens; `run` runs a command with an environment and a log (default: subprocess). Raises SetupError,
@@ -62,7 +62,7 @@ def make(recipe: Recipe, host: Host, model: Path, say: Say, run: Run | None = No
         return build
 
 
-def make_in_environment(recipe: Recipe, say: Say, run: Run | None = None) -> None:
+def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
     """Take steps that change the installation itself (MLX), and take them back where it then does not compute."""
     log = _log_path(recipe.name)
     before = _mlx_there()

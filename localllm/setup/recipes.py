@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
 from localllm.setup.errors import SetupError
-from localllm.setup.host import Host
+from localllm.setup.host import BuildHost
 
 # Stands in a step for the folder of the build, which is known when it is made.
 FOLDER = "{build}"
@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class BuildRecipe:
     """A build for a machine. `name` is its folder's, "own" where the installed one already is right. `backend` is what the
     trial must find at work; `needs` is what is missing here, each with how to get it; `library_dirs` are searched for
     shared libraries when it runs. `into_environment`: its steps change the installation itself (MLX)."""
@@ -73,7 +73,9 @@ class Preferred:
     because: str
 
 
-def recipes_for(device: Device, host: Host, wanted: str = "", preferred: Preferred | None = None) -> list[Recipe]:
+def recipes_for(
+    device: Device, host: BuildHost, wanted: str = "", preferred: Preferred | None = None
+) -> list[BuildRecipe]:
     """What to make for `device`: one recipe, on a Mac also MLX's. `wanted`: a backend of BACKENDS, which is made in any case;
     "" = the best, which is the installed build where that one can drive it.
 
@@ -93,7 +95,7 @@ def recipes_for(device: Device, host: Host, wanted: str = "", preferred: Preferr
     return [made]
 
 
-def with_rpc(recipe: Recipe, host: Host) -> Recipe:
+def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here. Raises SetupError where
     that takes more than a C++ compiler and its recipe does not compile."""
     from dataclasses import replace
@@ -122,7 +124,7 @@ def _plus_rpc(step: Step) -> Step:
     return replace(step, environment=more)
 
 
-def _because(recipe: Recipe, because: str) -> Recipe:
+def _because(recipe: BuildRecipe, because: str) -> BuildRecipe:
     from dataclasses import replace
 
     return replace(recipe, because=because)
@@ -144,7 +146,7 @@ def _best(device: Device, preferred: Preferred | None) -> str:
 # --- NVIDIA ---------------------------------------------------------------------------------------------------------
 
 
-def _cuda(device: Device, host: Host) -> Recipe:
+def _cuda(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "cuda":
         raise SetupError(f"{device.name} has no NVIDIA GPU that a CUDA build could use", hint=_SEE)
     capability = _capability(device)
@@ -175,7 +177,7 @@ def _too_new(capability: tuple[int, int]) -> str:
     return f"the ready-made CUDA wheels have no code of {_dotted(capability)}, which has instructions of its own"
 
 
-def _compiled_cuda(device: Device, host: Host, capability: tuple[int, int], because: str) -> Recipe:
+def _compiled_cuda(device: Device, host: BuildHost, capability: tuple[int, int], because: str) -> BuildRecipe:
     """Native code for one architecture. From 9.0 on "a" adds the instructions that only this very part has."""
     number = f"{capability[0]}{capability[1]}"
     architecture = f"{number}{'a' if capability >= (9, 0) else ''}-real"
@@ -203,7 +205,7 @@ def _compiled_cuda(device: Device, host: Host, capability: tuple[int, int], beca
         cmake += [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
         libraries = (f"{_CUDA_13}/lib",)
     steps.append(_from_source(host, cmake))
-    return Recipe(
+    return BuildRecipe(
         name=f"cuda-{number}",
         backend="cuda",
         title=f"llama.cpp for CUDA, native code of sm_{number}, {how}",
@@ -222,7 +224,7 @@ def _oldest_nvcc(capability: tuple[int, int]) -> tuple[int, int]:
     return (12, 8) if capability >= (10, 0) else (12, 0)
 
 
-def _cuda_wheel(host: Host, capability: tuple[int, int] | None) -> Recipe:
+def _cuda_wheel(host: BuildHost, capability: tuple[int, int] | None) -> BuildRecipe:
     because = "its CUDA wheels have code of 7.5, 8.0, 8.6, 8.9 and 9.0"
     if capability:
         because += f": {_dotted(capability)} is among them"
@@ -234,7 +236,7 @@ def _cuda_wheel(host: Host, capability: tuple[int, int] | None) -> Recipe:
         )
         libraries = (f"{_CUDA_13}/lib",)
     notes = ("a model that does not fit the card is slow: the processor's part of these wheels is built without AVX2",)
-    return Recipe(
+    return BuildRecipe(
         name="cuda",
         backend="cuda",
         title="llama.cpp for CUDA, llama-cpp-python's own wheel",
@@ -247,7 +249,7 @@ def _cuda_wheel(host: Host, capability: tuple[int, int] | None) -> Recipe:
     )
 
 
-def _driver(host: Host) -> list[str]:
+def _driver(host: BuildHost) -> list[str]:
     if host.cuda_driver is None or host.cuda_driver >= (13, 0):
         return []
     return [f"an NVIDIA driver of version 580 or newer (this one does CUDA {_dotted(host.cuda_driver)}): update it"]
@@ -256,7 +258,7 @@ def _driver(host: Host) -> list[str]:
 # --- AMD, Intel -----------------------------------------------------------------------------------------------------
 
 
-def _vulkan(device: Device, host: Host) -> Recipe:
+def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator in ("cpu", "metal"):
         raise SetupError(
             f"{device.name} has no GPU that a Vulkan build could use",
@@ -275,16 +277,16 @@ def _vulkan(device: Device, host: Host) -> Recipe:
         needs += _compiler(host)
         if not host.glslc:
             needs.append("glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers")
-    return Recipe("vulkan", "vulkan", title, because, steps, tuple(needs), takes=takes)
+    return BuildRecipe("vulkan", "vulkan", title, because, steps, tuple(needs), takes=takes)
 
 
-def _vulkan_packages(host: Host) -> str:
+def _vulkan_packages(host: BuildHost) -> str:
     if host.system == "windows":
         return "install the graphics driver of the card's maker"
     return "sudo apt install libvulkan1 mesa-vulkan-drivers  (Fedora: vulkan-loader mesa-vulkan-drivers)"
 
 
-def _rocm(device: Device, host: Host) -> Recipe:
+def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "rocm":
         raise SetupError(f"{device.name} has no Radeon that ROCm knows", hint=_SEE)
     if host.architecture != "x86_64" or host.system != "linux":
@@ -298,7 +300,7 @@ def _rocm(device: Device, host: Host) -> Recipe:
         if device.compute_capability == "gfx1151"
         else "; the trial tells if it has code of this GPU"
     )
-    return Recipe(
+    return BuildRecipe(
         "rocm",
         "rocm",
         "llama.cpp for ROCm, llama-cpp-python's own wheel",
@@ -312,27 +314,27 @@ def _rocm(device: Device, host: Host) -> Recipe:
 # --- Macs, processors, MLX ------------------------------------------------------------------------------------------
 
 
-def _metal(device: Device, host: Host) -> Recipe:
+def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
         raise SetupError(f"{device.name} is no Mac with Apple's GPU: Metal is not there", hint=_SEE)
     steps = (_from_source(host, ["-DGGML_METAL=ON", "-DLLAVA_BUILD=ON"]),)
     because = "Metal is on wherever llama-cpp-python is compiled on a Mac"
     needs = tuple(_compiler(host))
-    return Recipe(
+    return BuildRecipe(
         "metal", "metal", "llama.cpp for Metal, compiled here", because, steps, needs, takes=_minutes(host, 8)
     )
 
 
-def _cpu(_: Device, host: Host) -> Recipe:
+def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
     steps = (_from_source(host, ["-DGGML_METAL=OFF", "-DLLAVA_BUILD=ON"]),)
     because = "compiled for exactly this processor's instructions"
     needs = tuple(_compiler(host))
-    return Recipe(
+    return BuildRecipe(
         "cpu", "cpu", "llama.cpp for the processor, compiled here", because, steps, needs, takes=_minutes(host, 8)
     )
 
 
-def _mlx(device: Device, host: Host) -> Recipe:
+def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
     title, wanted = "MLX on the processor", MLX_CPU
     because = "MLX runs here, for what it is worth without a GPU"
     if device.accelerator == "metal":
@@ -349,10 +351,10 @@ def _mlx(device: Device, host: Host) -> Recipe:
     elif host.system == "windows":
         raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
     step = Step("MLX and its model code", ("install", *wanted))
-    return Recipe("mlx", "mlx", title, because, (step,), takes="a download", into_environment=True)
+    return BuildRecipe("mlx", "mlx", title, because, (step,), takes="a download", into_environment=True)
 
 
-_RECIPES: dict[str, Callable[[Device, Host], Recipe]] = {
+_RECIPES: dict[str, Callable[[Device, BuildHost], BuildRecipe]] = {
     "cuda": _cuda, "vulkan": _vulkan, "rocm": _rocm, "metal": _metal, "cpu": _cpu,
 }  # fmt: skip
 BACKENDS = (*_RECIPES, "mlx")
@@ -361,12 +363,12 @@ BACKENDS = (*_RECIPES, "mlx")
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 
-def _own(backend: str) -> Recipe:
+def _own(backend: str) -> BuildRecipe:
     because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
-    return Recipe("own", backend, "nothing to build", because, takes="")
+    return BuildRecipe("own", backend, "nothing to build", because, takes="")
 
 
-def _wheel(host: Host, index: str) -> Step:
+def _wheel(host: BuildHost, index: str) -> Step:
     """A wheel of llama-cpp-python's own index alone: the package index has the same version as a source of the CPU build."""
     return Step(
         f"llama-cpp-python {host.version}, ready-made",
@@ -377,7 +379,7 @@ def _wheel(host: Host, index: str) -> Step:
     )  # fmt: skip
 
 
-def _from_source(host: Host, cmake: list[str]) -> Step:
+def _from_source(host: BuildHost, cmake: list[str]) -> Step:
     return Step(
         f"llama-cpp-python {host.version}, compiled",
         (
@@ -388,7 +390,7 @@ def _from_source(host: Host, cmake: list[str]) -> Step:
     )  # fmt: skip
 
 
-def _compiler(host: Host) -> list[str]:
+def _compiler(host: BuildHost) -> list[str]:
     if host.cxx:
         return []
     if host.system == "macos":
@@ -396,5 +398,5 @@ def _compiler(host: Host) -> list[str]:
     return ["a C++ compiler: sudo apt install build-essential  (Fedora: sudo dnf install gcc-c++)"]
 
 
-def _minutes(host: Host, cpu_minutes: int) -> str:
+def _minutes(host: BuildHost, cpu_minutes: int) -> str:
     return f"about {max(1, round(cpu_minutes / max(1, host.n_cores)))} min on {host.n_cores} cores"

@@ -25,25 +25,25 @@ class SelfTest:
     `checks` is an answer of the trial program; `failures` are sentences, none where all is well."""
 
     device: Device
-    build: ggml.Build
+    build: ggml.GgmlBuild
     backend: str
-    verdict: trial.Verdict
+    verdict: trial.TrialVerdict
     checks: tuple[dict[str, Any], ...]
     failures: tuple[str, ...]
 
 
-def examine(device: Device, build: ggml.Build, model: Path, environment: dict[str, str]) -> SelfTest:
+def examine(device: Device, build: ggml.GgmlBuild, model: Path, environment: dict[str, str]) -> SelfTest:
     """Run everything on the build that `environment` runs: ten tokens, then the contract's checks. Never raises: what
     crashes or hangs is a failure in it."""
     if build.failure:
-        verdict = trial.Verdict(f"it does not start: {build.failure}")
+        verdict = trial.TrialVerdict(f"it does not start: {build.failure}")
         return SelfTest(device, build, "", verdict, (), (verdict.failure,))
     driver = ggml.driven_by(device, build)
     if driver == "cpu" and build.accelerators:
         # A device that the probes do not know (a software renderer): it is what runs, so it is what is tested.
         driver = build.accelerators[0]
     expected = trial.reference(model, environment)
-    verdict = trial.Verdict(expected) if isinstance(expected, str) else trial.judge(driver, expected, environment)
+    verdict = trial.TrialVerdict(expected) if isinstance(expected, str) else trial.judge(driver, expected, environment)
     checks, broken = trial.conformance(model, driver, environment)
     failures = [verdict.failure] if verdict.failure else []
     failures += [f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"]

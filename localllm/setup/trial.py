@@ -30,7 +30,7 @@ _CHECKS_PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """`failure` is one sentence, "" where all is well. `devices` are the build's, as text; `said` what was computed."""
 
     failure: str = ""
@@ -39,7 +39,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceAnswer:
     """What the processor answers with the build that is installed: the tokens every other build is held against."""
 
     model: Path
@@ -47,40 +47,40 @@ class Reference:
     text: str
 
 
-def reference(model: Path, environment: Mapping[str, str]) -> Reference | str:
+def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | str:
     """The CPU's ten tokens, or one sentence why there are none."""
     answers, failure = run(["llamacpp", "greedy", str(model), json.dumps({"layers": 0})], environment)
     if failure or not answers:
         return f"the installed build can't be compared with: {failure or 'it gave no answer'}"
-    return Reference(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+    return ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
 
 
-def judge(backend: str, expected: Reference, environment: Mapping[str, str]) -> Verdict:
+def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
     """Try the build that `environment` runs. `backend`: what must be among its devices and do the work."""
     build = probe.ask(environment)
     if build.failure:
-        return Verdict(f"it does not start: {build.failure}")
+        return TrialVerdict(f"it does not start: {build.failure}")
     devices = tuple(_said(device) for device in build.devices)
     if backend != "cpu" and backend not in build.accelerators:
-        return Verdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
+        return TrialVerdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
     layers = 0 if backend == "cpu" else -1
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     answers, failure = run(["llamacpp", "greedy", str(expected.model), order], environment)
     if failure or not answers:
-        return Verdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
+        return TrialVerdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
     return compare(expected, answers[-1], devices)
 
 
-def compare(expected: Reference, answer: Mapping[str, Any], devices: tuple[str, ...] = ()) -> Verdict:
+def compare(expected: ReferenceAnswer, answer: Mapping[str, Any], devices: tuple[str, ...] = ()) -> TrialVerdict:
     """Whether an answer of the trial program is the reference's, but for near ties."""
     gaps = [float(gap) for gap in answer["gaps"]]
     worst = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=math.inf)
     if len(gaps) != len(expected.tokens) or worst > _NEAR_TIE:
         said = f"it computes other tokens than the processor: {answer['text']!r} where {expected.text!r} is right"
-        return Verdict(f"{said} (off by {worst:.3g} in logits)", devices)
+        return TrialVerdict(f"{said} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
     speed = 1 / answer["decode_s"] if answer.get("decode_s") else 0.0
-    return Verdict("", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s")
+    return TrialVerdict("", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s")
 
 
 def _said(device: ggml.GgmlDevice) -> str:

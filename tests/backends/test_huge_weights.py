@@ -15,8 +15,8 @@ import pytest
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import Chunk, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.context import mapped_at
 from localllm_backends.llamacpp.huge_weights import HugeWeights, huge_page_bytes
-from localllm_backends.llamacpp.placing import mapped_at
 
 HUGE_BYTES = 2 * 2**20
 FILE_BYTES = 24 * 2**20

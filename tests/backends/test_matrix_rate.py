@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from localllm_backends.llamacpp.cores import usable_cores
+from localllm_backends.llamacpp.threads import usable_cores
 
 
 def test_the_program_tells_what_this_processors_cores_multiply() -> None:

@@ -21,9 +21,9 @@ pytestmark = [
 
 
 def vocabulary(folder: Path, config: dict[str, Any] | None = None, n_vocab: int = tiny_mlx.VOCAB) -> Any:
-    from localllm_backends.mlx.vocabulary import Vocabulary
+    from localllm_backends.mlx.vocabulary import MlxVocabulary
 
-    return Vocabulary(folder, config or {"eos_token_id": tiny_mlx.END}, n_vocab)
+    return MlxVocabulary(folder, config or {"eos_token_id": tiny_mlx.END}, n_vocab)
 
 
 @pytest.fixture(scope="module")

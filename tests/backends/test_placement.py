@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from localllm_backends.contract import Backend, Chunk, LoadError, LoadSpec, Placement
-from localllm_backends.llamacpp import backend_type, placing
+from localllm_backends.llamacpp import backend_type, context
 from localllm_backends.llamacpp.native import start_native
 from models import sparse_gguf, tiny_gguf
 
@@ -99,21 +99,21 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
 
 def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    with placing.model_params(start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))) as params:
+    with context.model_params(start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))) as params:
         assert params.devices  # an empty list, where no list means every device
     with loaded(path, 0) as backend:
         assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
 
 
 def test_only_routed_experts_are_named_by_the_pattern() -> None:
-    first = re.compile(placing.experts_pattern(3))
+    first = re.compile(context.experts_pattern(3))
     assert first.search("blk.2.ffn_gate_exps.weight")
     assert first.search("blk.0.ffn_down_exps.bias")
     assert not first.search("blk.3.ffn_up_exps.weight")
     assert not first.search("blk.12.ffn_up_exps.weight")
     assert not first.search("blk.1.ffn_up_shexp.weight")
     assert not first.search("blk.1.ffn_gate_inp.weight")
-    assert re.search(placing.experts_pattern(-1), "blk.61.ffn_gate_up_exps.weight")
+    assert re.search(context.experts_pattern(-1), "blk.61.ffn_gate_up_exps.weight")
 
 
 def test_a_split_over_more_devices_than_there_can_be_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from localllm_backends.contract import (
     LoadSpec,
     Placement,
 )
-from localllm_backends.llamacpp import backend_type, openmp
+from localllm_backends.llamacpp import backend_type, threads
 from models.tiny_vision import VisionModel, write_vision
 from support.pictures import needs_mtmd, pixels
 
@@ -128,7 +128,7 @@ def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionMo
     # They would make each barrier of each step sleep from the first image on.
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     backend = backend_type.load(replace(spec_of(model), n_threads=n))
-    if n == 1 or openmp._libgomp() is None:
+    if n == 1 or threads.libgomp() is None:
         pytest.skip("needs two processors, and a build with GNU's OpenMP")
     [run] = [r for r in backend.tokenize_images([pixels(64, 64, 1)]) if isinstance(r, ImageRun)]
     before, encoded, over = set(os.listdir("/proc/self/task")), threading.Event(), threading.Event()

@@ -13,9 +13,9 @@ import pytest
 from engine.test_interrupts import an_interrupted_step_changes_nothing
 from localllm.library import starter
 from localllm_backends.contract import Backend, Chunk, LoadSpec, OutOfMemoryError, Placement
-from localllm_backends.llamacpp import accelerators, native
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp import devices, native
+from localllm_backends.llamacpp.native import log
 from models import tiny_gguf
 from models.dequantised import write_dequantised
 
@@ -45,7 +45,7 @@ PROMPTS = [f"<|im_start|>user\n{ask} {t}.<|im_end|>\n" for t in TOPICS for ask i
 @pytest.fixture(autouse=True)
 def _device() -> None:
     native.start_native()
-    if not any(found.name.startswith("Vulkan") for found in accelerators.accelerators()):
+    if not any(found.name.startswith("Vulkan") for found in devices.accelerators()):
         pytest.skip("this llama.cpp has no Vulkan device: `make test-vulkan` makes one")
 
 
@@ -190,5 +190,5 @@ def test_a_context_larger_than_the_device_computes_with_is_refused(tiny_model: P
 
 def test_the_memory_asked_is_the_devices_own() -> None:
     assert native.has_gpu()
-    for device in accelerators.accelerators():
+    for device in devices.accelerators():
         assert 0 < device.free_bytes <= device.total_bytes

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from localllm.bench import against
-from localllm.bench.ratio import Comparison
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
 from localllm.bench.seen import Counter
-from localllm.bench.stream import Answer, Target
+from localllm.bench.stream import BenchTarget, StreamedAnswer
 from localllm.cli import everything
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
@@ -156,10 +156,12 @@ def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
 
 
 def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
-    answer = Answer(text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5})
-    assert Counter(None).tokens_of(Target("x", ""), answer) == 5
+    answer = StreamedAnswer(text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5})
+    assert Counter(None).tokens_of(BenchTarget("x", ""), answer) == 5
     assert answer.rate(5) == 4.0
-    assert Counter(None).tokens_of(Target("x", ""), Answer(text="a b", gaps_s=[1.0])) == 2, "no word of its own"
+    assert Counter(None).tokens_of(BenchTarget("x", ""), StreamedAnswer(text="a b", gaps_s=[1.0])) == 2, (
+        "no word of its own"
+    )
 
 
 def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_are(
@@ -256,7 +258,7 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
 
 def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
     """Cut after twelve letters, both were 127.0.0.1:86."""
-    table = Comparison(
+    table = RoundComparison(
         "decode, one stream", "tok/s", "more", {"127.0.0.1:8601": [20.27, 21.6], "127.0.0.1:8602": [12.09, 17.41]}
     )
     shown = table.lines("127.0.0.1:8601")
@@ -266,7 +268,7 @@ def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.1, 10) | st.none(), st.floats(0.1, 10) | st.none()), min_size=1, max_size=9))
 def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(rounds: list[tuple[float | None, float | None]]) -> None:
-    scenarios = Comparison("x", "tok/s")
+    scenarios = RoundComparison("x", "tok/s")
     for i, values in enumerate(rounds):
         for name, value in zip("ab", values, strict=True):
             if value is not None:

@@ -9,12 +9,12 @@ import pytest
 from localllm.cli.doctor_checks import speed_checks, token_checks
 from localllm.cli.serve import decode_speed as pace_history
 from localllm.cli.serve.decode_speed import Start
-from localllm.device.ggml import Build
+from localllm.device.ggml import GgmlBuild
 from localllm.library import starter
 
 
 def test_a_token_is_computed_on_the_processor() -> None:
-    llamacpp, *mlx = token_checks(Build(folder=""))
+    llamacpp, *mlx = token_checks(GgmlBuild(folder=""))
     assert (llamacpp.status, llamacpp.name) == ("ok", "llama.cpp token")
     assert "tok/s" in llamacpp.message
     assert all(check.status == "not checked" for check in mlx), "no MLX model lies in a test's folders"
@@ -26,12 +26,12 @@ def test_a_model_that_can_not_be_run_is_an_error_with_its_reason(
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     monkeypatch.setattr(starter, "path", lambda: broken)
-    check = token_checks(Build(folder=""))[0]
+    check = token_checks(GgmlBuild(folder=""))[0]
     assert check.status == "error"
     assert check.fix
     assert "computes nothing" in check.message
     monkeypatch.setattr(starter, "path", lambda: None)
-    assert token_checks(Build(folder=""))[0].status == "not checked"
+    assert token_checks(GgmlBuild(folder=""))[0].status == "not checked"
     assert not [c for c in token_checks(None) if c.name == "llama.cpp token"]
 
 

@@ -13,7 +13,7 @@ from device import recordings
 from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
 from localllm.device.describe import device_to_json
-from localllm.device.health import BuildFacts, Check, HealthFacts, WorkerProcess, judge
+from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, WorkerProcess, judge
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.probes import health
@@ -23,7 +23,7 @@ CPU_BUILD = BuildFacts("0.3.36", ("libggml-base.so", "libggml-cpu.so", "libllama
 CUDA_LIBRARIES = ("libggml-base.so", "libggml-cpu.so", "libggml-cuda.so", "libllama.so")
 
 
-def named(checks: list[Check], name: str) -> list[Check]:
+def named(checks: list[HealthCheck], name: str) -> list[HealthCheck]:
     return [check for check in checks if check.name == name]
 
 

@@ -26,7 +26,9 @@ METAL_LINES = (
 )
 
 
-def answer(name: str, backend: str, total_bytes: int, *, kind: str = "gpu", said: tuple[str, ...] = ()) -> ggml.Build:
+def answer(
+    name: str, backend: str, total_bytes: int, *, kind: str = "gpu", said: tuple[str, ...] = ()
+) -> ggml.GgmlBuild:
     return ggml.read(
         {
             "version": "0.3.36",
@@ -50,7 +52,7 @@ def answer(name: str, backend: str, total_bytes: int, *, kind: str = "gpu", said
     )
 
 
-def cpu_build() -> ggml.Build:
+def cpu_build() -> ggml.GgmlBuild:
     return answer("CPU", "CPU", 16 << 30, kind="cpu")
 
 
@@ -178,7 +180,7 @@ def test_plans_go_with_the_backend_that_drives_the_gpu() -> None:
 def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
     assert in_use.as_used(machine, machine, None) == machine
-    assert in_use.as_used(machine, machine, ggml.Build(failure="it hung")) == machine
+    assert in_use.as_used(machine, machine, ggml.GgmlBuild(failure="it hung")) == machine
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localllm_backends.contract import Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.kv_probe import NOTE_KEY, Pair, Timing, candidates, settle
-from localllm_backends.llamacpp.plan_probe import ProbeSettings, plan
+from support.plan_probe import ProbeSettings, plan
 
 CONTEXT = 1024
 POSITIONS = 200

@@ -11,11 +11,12 @@ import pytest
 from localllm.planner import memory
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.contract import LoadError, LoadSpec, Placement
-from localllm_backends.llamacpp import backend_type, plan_probe
-from localllm_backends.llamacpp.plan_probe import Planned, ProbeSettings
+from localllm_backends.llamacpp import backend_type
 from localllm_catalog import from_gguf, gguf
 from localllm_catalog.types import Model
 from models import sparse_gemma4, sparse_gguf, tiny_gguf
+from support import plan_probe
+from support.plan_probe import Planned, ProbeSettings
 
 CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")

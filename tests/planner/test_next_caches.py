@@ -8,11 +8,11 @@ import pytest
 
 from localllm.planner import memory
 from localllm.planner.types import RunSettings
-from localllm_backends.llamacpp import plan_probe
-from localllm_backends.llamacpp.plan_probe import ProbeSettings
 from localllm_catalog import catalog, from_gguf, gguf, shapes
 from localllm_catalog.types import Model
 from models import sparse_gguf, sparse_next
+from support import plan_probe
+from support.plan_probe import ProbeSettings
 
 GRID = [ProbeSettings(n_ctx=c, n_seq_max=s) for c in (4096, 131072) for s in (1, 4)]
 KNOWN = {model.id: model for model in catalog.load().models}

@@ -14,10 +14,10 @@ from localllm.planner.explain import explain
 from localllm.planner.plan import plan_for
 from localllm.planner.recommend import recommend
 from localllm.planner.types import Plan, RunSettings, Workload
-from localllm_backends.llamacpp import plan_probe
-from localllm_backends.llamacpp.plan_probe import ProbeSettings
 from localllm_catalog import catalog, from_gguf, gguf
 from models import sparse_gguf
+from support import plan_probe
+from support.plan_probe import ProbeSettings
 
 MODELS = {m.id: m for m in catalog.load().models}
 MODEL = MODELS["qwen3.8-flash-next"]

@@ -19,11 +19,11 @@ from localllm.cli.compose import engine_builds as engine_build
 from localllm.errors import UsageError
 from localllm.setup import builds, install, trial
 from localllm.setup.errors import BuildNotFoundError, SetupError
-from localllm.setup.host import Host
-from localllm.setup.recipes import Recipe, Step
+from localllm.setup.host import BuildHost
+from localllm.setup.recipes import BuildRecipe, Step
 
-HOST = Host("linux", "x86_64", "0.3.36", 2)
-CPU = Recipe("cpu", "cpu", "a build", "a test", (Step("the package", ("install", "--target", "{build}/site")),))
+HOST = BuildHost("linux", "x86_64", "0.3.36", 2)
+CPU = BuildRecipe("cpu", "cpu", "a build", "a test", (Step("the package", ("install", "--target", "{build}/site")),))
 Doctor = Callable[[Path], None]
 
 
@@ -94,7 +94,7 @@ def silent(_: str) -> None:
     pass
 
 
-def make(doctor: Doctor, model: Path, recipe: Recipe = CPU, code: int = 0) -> builds.Build:
+def make(doctor: Doctor, model: Path, recipe: BuildRecipe = CPU, code: int = 0) -> builds.Build:
     return install.make(recipe, HOST, model, silent, installer(doctor, code))
 
 
@@ -133,7 +133,7 @@ def test_a_broken_build_is_taken_back_and_what_was_there_still_runs(
 
 
 def test_a_build_without_the_device_it_was_made_for_is_taken_back(tiny_model: Path) -> None:
-    recipe = Recipe("cuda-120", "cuda", "a build", "a test", CPU.steps)
+    recipe = BuildRecipe("cuda-120", "cuda", "a build", "a test", CPU.steps)
     with pytest.raises(SetupError, match="sees no cuda device"):
         make(whole, tiny_model, recipe)
     assert builds.listed() == []
@@ -240,7 +240,7 @@ def test_a_builds_own_libraries_are_found_while_it_runs() -> None:
 
 
 def test_near_ties_pass_and_nonsense_does_not() -> None:
-    expected = trial.Reference(Path("m"), (1, 2, 3), "abc")
+    expected = trial.ReferenceAnswer(Path("m"), (1, 2, 3), "abc")
     close = {"gaps": [0.0, 0.3, 0.0], "text": "abd", "decode_s": 0.01}
     assert trial.compare(expected, close).failure == ""
     for gaps in ([0.0, 9.0, 0.0], [0.0, float("nan"), 0.0], [0.0], [0.0, 1e30, 0.0]):

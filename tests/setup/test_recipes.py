@@ -19,12 +19,12 @@ from localllm.device.named import resolve
 from localllm.device.types import Figure
 from localllm.setup import recipes
 from localllm.setup.errors import SetupError
-from localllm.setup.host import Host, assumed
+from localllm.setup.host import BuildHost, assumed
 
 GOLDEN = Path(__file__).parent / "dry_runs.txt"
 
 
-def host_of(name: str) -> Host:
+def host_of(name: str) -> BuildHost:
     readings = recordings.load(name)
     return replace(assumed(identify(readings), readings.architecture), version="0.3.36", n_cores=8)
 
@@ -102,7 +102,7 @@ def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
 def test_a_better_build_is_told_with_the_speed_to_expect() -> None:
     card = resolve("rtx 3090")
     plain = replace(card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match="")
-    processor = in_use.as_used(card, plain, ggml.Build())
+    processor = in_use.as_used(card, plain, ggml.GgmlBuild())
     said = other_builds.sentence(processor, card, other_builds.yardstick_plan(processor))
     assert "tok/s" in said
     assert "localllm setup" in said

@@ -25,23 +25,19 @@ from localllm_backends.contract import (
     StepError,
 )
 from localllm_backends.llamacpp import huge_weights, kv_blocks
-from localllm_backends.llamacpp.batch import Batch, EmbeddingBatch, LogitsView, Rows
-from localllm_backends.llamacpp.cells import CellLedger
+from localllm_backends.llamacpp.batch import ABORTED, Batch, EmbeddingBatch, Interrupts, LlamaCppStepResult, LogitsView
+from localllm_backends.llamacpp.cells import Carried, CellLedger, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
-from localllm_backends.llamacpp.interrupts import ABORTED, Interrupts
+from localllm_backends.llamacpp.kv_blocks import States
 from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
-from localllm_backends.llamacpp.model_info import model_info
+from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
 from localllm_backends.llamacpp.mtp import MtpHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, has_gpu
-from localllm_backends.llamacpp.native_log import BufferSizes, log
+from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
-from localllm_backends.llamacpp.positions import Carried, Positions, without_tail
-from localllm_backends.llamacpp.states import States
-from localllm_backends.llamacpp.vocabulary import Vocabulary
 from localllm_backends.llamacpp.weights import fingerprint
 
 
-class LlamaCppBackend(Vocabulary, Backend):
+class LlamaCppBackend(LlamaCppVocabulary, Backend):
     """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
 
     # Images make positions of their tokens in two dimensions: exported KV says where they lie.
@@ -191,7 +187,7 @@ class LlamaCppBackend(Vocabulary, Backend):
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Seq[Chunk]) -> Rows:
+    def step(self, chunks: Seq[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
         self._check_owner()
         n_tokens = n_outputs = 0
@@ -213,7 +209,7 @@ class LlamaCppBackend(Vocabulary, Backend):
             return self._step_apart(chunks, offsets)
         return self._decode(chunks, offsets, n_outputs)
 
-    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> Rows:
+    def _step_apart(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]]) -> LlamaCppStepResult:
         """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode, recurrent rollback
         (n_rs_seq, "experimental" in llama.h) was seen to restore wrong states."""
         rows = []
@@ -222,16 +218,18 @@ class LlamaCppBackend(Vocabulary, Backend):
                 rows.append(self._decode([chunk], [(0, stop - start)], stop - start).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return Rows(np.concatenate(rows), offsets)
+        return LlamaCppStepResult(np.concatenate(rows), offsets)
 
-    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> Rows:
+    def _decode(self, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> LlamaCppStepResult:
         batch = self._batch
         batch.clear()
         for chunk in chunks:
             batch.add(chunk.sequence, self._end(chunk.sequence), chunk.tokens, chunk.outputs)
         return self._sweep(batch, chunks, offsets, n_outputs)
 
-    def _sweep(self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int) -> Rows:
+    def _sweep(
+        self, batch: Batch | EmbeddingBatch, chunks: Seq[Chunk], offsets: list[tuple[int, int]], n: int
+    ) -> LlamaCppStepResult:
         """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
@@ -255,8 +253,8 @@ class LlamaCppBackend(Vocabulary, Backend):
         if not n:
             # A device may only have taken the order: whoever times this step wants to know when it is done.
             self._llama.llama_synchronize(self._context)
-            return Rows(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
-        return Rows(self._logits.rows(n), offsets)
+            return LlamaCppStepResult(np.empty((0, self._n_vocab), dtype=np.float32), offsets)
+        return LlamaCppStepResult(self._logits.rows(n), offsets)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import StepResult
+from localllm_backends.llamacpp.threads import Threads
 
 
 class Batch:
@@ -99,7 +100,7 @@ class LogitsView:
         return self._rows
 
 
-class Rows(StepResult):
+class LlamaCppStepResult(StepResult):
     """Logits of the last step: a view of llama.cpp's own output rows."""
 
     def __init__(self, rows: NDArray[np.float32], offsets: list[tuple[int, int]]) -> None:
@@ -115,3 +116,37 @@ class Rows(StepResult):
         """See `StepResult`."""
         start, stop = self._offsets[chunk]
         return self.rows[start:stop]
+
+
+# Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a small model's with one.
+_WORTH_TOKENS = 32
+# llama_decode's word for it (llama.h).
+ABORTED = 2
+
+
+class Interrupts:
+    """Ends a `decode` of one llama_context from another thread. `threads`: those that compute it."""
+
+    def __init__(self, llama: Any, context: Any) -> None:
+        self._llama, self._context = llama, context
+        self.threads = Threads(llama, context)
+        self._wanted = False
+        self._asked = llama.ggml_abort_callback(lambda _: self._wanted)
+        self._never = llama.ggml_abort_callback()
+
+    def decode(self, batch: Any, *, can_end: bool = True) -> int:
+        """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end` in the middle."""
+        self.threads.ready(batch.n_tokens)
+        long = can_end and batch.n_tokens >= _WORTH_TOKENS
+        if long:
+            self._llama.llama_set_abort_callback(self._context, self._asked, None)
+        try:
+            return int(self._llama.llama_decode(self._context, batch))
+        finally:
+            self._wanted = False
+            if long:
+                self._llama.llama_set_abort_callback(self._context, self._never, None)
+
+    def interrupt(self) -> None:
+        """End the `decode` that runs now, or the next one if none does, unless it is short. From any thread."""
+        self._wanted = True

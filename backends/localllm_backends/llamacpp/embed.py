@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, OutOfMemoryError, StepError
-from localllm_backends.llamacpp.cores import usable_cores
-from localllm_backends.llamacpp.native import c_string, cause, offload, start_native
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.native import c_string, cause, log, offload, start_native
+from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 # llama.h: enum llama_pooling_type

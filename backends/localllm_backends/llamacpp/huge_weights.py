@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from localllm_backends.contract import LoadSpec
+from localllm_backends.llamacpp.context import mapped_at
 from localllm_backends.llamacpp.native import has_gpu
-from localllm_backends.llamacpp.placing import mapped_at
 
 _SYSTEM = Path("/")
 _PAGE_BYTES = 4096

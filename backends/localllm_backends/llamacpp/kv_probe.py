@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, KvType, LoadSpec
-from localllm_backends.llamacpp.accelerators import accelerators
 from localllm_backends.llamacpp.context import new_context, served_context
-from localllm_backends.llamacpp.native import start_native
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.devices import accelerators
+from localllm_backends.llamacpp.native import log, start_native
 
 NOTE_KEY = "localllm.kv_fallback"
 # On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0); off

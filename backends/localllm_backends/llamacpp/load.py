@@ -9,11 +9,10 @@ from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import kv_probe, mtp, rpc, vision
-from localllm_backends.llamacpp.accelerators import check_kv
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context
-from localllm_backends.llamacpp.native import GGML_TYPES, start_native
-from localllm_backends.llamacpp.native_log import log
+from localllm_backends.llamacpp.devices import check_kv
+from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
 from localllm_backends.llamacpp.weights import check_file, load_model
 
 

@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from localllm_backends.llamacpp.cores import usable_cores
 from localllm_backends.llamacpp.native import ggml_function, start_native
+from localllm_backends.llamacpp.threads import usable_cores
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _I32, _CPU = 0, 26, 0

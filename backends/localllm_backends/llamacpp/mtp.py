@@ -150,7 +150,7 @@ class _Header:
 
 
 @dataclass
-class _Line:
+class _HeadsLine:
     """A sequence as the head knows it: its KV holds positions below `read`; `unread` are the tokens from there on that
     the model has read and it has not. `rows[i]` is the hidden row before `unread[i]`; the last one is the newest."""
 
@@ -173,7 +173,7 @@ class MtpHeads:
         self._n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
         self._n_batch = int(llama.llama_n_batch(context))
         self._batch = _Batch(llama, self._n_batch, self._n_rows)
-        self._lines: dict[SequenceId, _Line] = {}
+        self._lines: dict[SequenceId, _HeadsLine] = {}
         # Every row of the model's steps, and of the heads' only those that are asked for.
         functions["set_rows"](target, True, False)
         functions["set_rows"](context, True, True)
@@ -187,7 +187,7 @@ class MtpHeads:
 
     def open(self, sequence: SequenceId) -> None:
         """An empty sequence."""
-        self._lines[sequence] = _Line(0, [self._unknown()])
+        self._lines[sequence] = _HeadsLine(0, [self._unknown()])
 
     def close(self, sequence: SequenceId) -> None:
         """The sequence is dropped."""
@@ -216,7 +216,7 @@ class MtpHeads:
             del line.unread[keep:], line.rows[keep + 1 :]
             return
         self._llama.llama_memory_seq_rm(self._memory, sequence, n_tokens, -1)
-        self._lines[sequence] = _Line(n_tokens, [self._unknown()])
+        self._lines[sequence] = _HeadsLine(n_tokens, [self._unknown()])
 
     def fork(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """`target` (open, empty) begins with the first `n_tokens` of `source`."""
@@ -226,9 +226,9 @@ class MtpHeads:
         if held:
             self._llama.llama_memory_seq_cp(self._memory, source, target, 0, held)
         if keep >= 0:
-            self._lines[target] = _Line(held, line.rows[: keep + 1], line.unread[:keep])
+            self._lines[target] = _HeadsLine(held, line.rows[: keep + 1], line.unread[:keep])
         else:
-            self._lines[target] = _Line(held, [self._unknown()])
+            self._lines[target] = _HeadsLine(held, [self._unknown()])
 
     def catch_up(self, sequences: Seq[SequenceId]) -> None:
         """Read everything unread of `sequences`, in as few sweeps as the batch allows."""
@@ -359,7 +359,7 @@ class MtpHeads:
             self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
         if not whole:
             self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        self._lines[sequence] = _Line(stop, [self._unknown()])
+        self._lines[sequence] = _HeadsLine(stop, [self._unknown()])
 
     def free(self) -> None:
         """Free the context (before the model is freed)."""

@@ -4,7 +4,7 @@ llama.cpp computes a micro-batch in one go, and on a CPU a large one takes secon
 tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
 micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. While it is paused
 there it also computes the steps of the backend that owns it: two threads that compute in turn have OpenMP helpers each, more
-than there are processors, and sleep at their barriers (openmp.py).
+than there are processors, and sleep at their barriers (threads.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from localllm_backends.contract import Backend, BackendFailure, LoadSpec, Prefil
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
-from localllm_backends.llamacpp.cores import give_way
-from localllm_backends.llamacpp.native_log import BufferSizes, log
-from localllm_backends.llamacpp.openmp import release_helpers
+from localllm_backends.llamacpp.native import BufferSizes, log
+from localllm_backends.llamacpp.threads import give_way, release_helpers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

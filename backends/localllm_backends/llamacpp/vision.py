@@ -32,11 +32,10 @@ from localllm_backends.contract import (
     SequenceId,
 )
 from localllm_backends.llamacpp.backend import LlamaCppBackend
-from localllm_backends.llamacpp.batch import EmbeddingBatch, Rows
-from localllm_backends.llamacpp.cores import usable_cores
-from localllm_backends.llamacpp.native_log import log
-from localllm_backends.llamacpp.openmp import release_helpers
-from localllm_backends.llamacpp.positions import Placed
+from localllm_backends.llamacpp.batch import EmbeddingBatch, LlamaCppStepResult
+from localllm_backends.llamacpp.cells import PlacedImage
+from localllm_backends.llamacpp.native import log
+from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 _TEXT, _IMAGE = 0, 1
@@ -241,7 +240,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         """The run's embeddings. Any thread, one at a time."""
         return self._projector.encode_image(run)
 
-    def step(self, chunks: Seq[Chunk]) -> Rows:
+    def step(self, chunks: Seq[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
             return super().step(chunks)
@@ -268,7 +267,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
             if whole:
                 self._llama.llama_set_causal_attn(self._context, True)
         if self._two_dimensional:
-            self._positions.place(chunk.sequence, Placed(start, image.run.n_tokens, image.run.n_positions))
+            self._positions.place(chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions))
         return rows
 
     def _can_undo(self, chunks: Seq[Chunk]) -> bool:

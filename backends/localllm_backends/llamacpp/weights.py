@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
-from localllm_backends.llamacpp import placing
-from localllm_backends.llamacpp.native import cause, start_native, token_piece
-from localllm_backends.llamacpp.native_log import BufferSizes, log
+from localllm_backends.llamacpp import context
+from localllm_backends.llamacpp.native import BufferSizes, cause, log, start_native, token_piece
 
 
 def fingerprint(path: Path) -> str:
@@ -69,7 +68,7 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
             on_progress(progress)
         return True
 
-    with placing.model_params(llama, spec) as params:
+    with context.model_params(llama, spec) as params:
         params.load_mtp = spec.mtp
         callback = llama.llama_progress_callback(report)
         params.progress_callback = callback
@@ -85,7 +84,7 @@ def load_model(path: Path, spec: LoadSpec, on_progress: Callable[[float], None] 
         raise LoadError(f"{path.name!r} is not a text-generating (decoder-only) model")
     sizes = log.buffer_sizes()
     if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
-        placing.give_back(path)
+        context.give_back(path)
     return model, sizes
 
 

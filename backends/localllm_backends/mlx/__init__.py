@@ -73,12 +73,12 @@ class MlxType(BackendType):
 
     def vocabulary(self, path: str) -> list[bytes]:
         """The bytes of every token, read from the tokenizer's files; raises LoadError."""
-        from localllm_backends.mlx.vocabulary import Vocabulary, read_json
+        from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 
         folder = checkpoint_folder(path)
         config = read_json(folder / "config.json")
         text = config.get("text_config", config)
-        words = Vocabulary(folder, config, int(text.get("vocab_size", 0)))
+        words = MlxVocabulary(folder, config, int(text.get("vocab_size", 0)))
         return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:

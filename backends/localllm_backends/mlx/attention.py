@@ -2,7 +2,7 @@
 
 Both satisfy mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values; mlx_lm/models/cache.py) and
 differ from its own classes in three ways that the contract needs. Positions are host integers apart from the buffers,
-so taking tokens back is a subtraction: what stands behind a row's end is never seen and is overwritten. Rows begin at
+so taking tokens back is a subtraction: what stands behind a row's end is never seen and is overwritten. BatchOffsets begin at
 the buffer's left edge and may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain
 buffer whose front is cut off now and then, instead of a ring, so the last tokens can be taken back there too.
 
@@ -272,7 +272,7 @@ class LineAttention(_Attention):
         self.offset += int(pieces[0].shape[2])
 
 
-class Rows:
+class BatchOffsets:
     """Where each row of a batch stands, shared by all layers of one window: counted once per step, not per layer."""
 
     def __init__(self, window: int | None) -> None:
@@ -340,7 +340,7 @@ class Rows:
 class BatchAttention(_Attention):
     """The rows of a batch in one set of buffers. Row positions are in `rows`; the batch moves them after each call."""
 
-    def __init__(self, form: KvFormat, rows: Rows, phase: int = 0) -> None:
+    def __init__(self, form: KvFormat, rows: BatchOffsets, phase: int = 0) -> None:
         super().__init__(form, rows.window, phase)
         self.rows = rows
         self.written = 0

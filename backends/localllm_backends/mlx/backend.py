@@ -28,10 +28,9 @@ from localllm_backends.contract import (
 from localllm_backends.mlx import blob, memory
 from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
-from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_of
-from localllm_backends.mlx.shapes import Shapes, Sizes
-from localllm_backends.mlx.stepping import WHOLE_TOKENS, Result, Stepper
-from localllm_backends.mlx.vocabulary import Vocabulary
+from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Shapes, Sizes, arrays_of
+from localllm_backends.mlx.stepping import WHOLE_TOKENS, MlxStepResult, Stepper
+from localllm_backends.mlx.vocabulary import MlxVocabulary
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
@@ -42,7 +41,7 @@ class Loaded:
     """A checkpoint that was read, and what is known of it: all that a backend is made from."""
 
     model: Any
-    vocabulary: Vocabulary
+    vocabulary: MlxVocabulary
     layout: Layout
     shapes: Shapes
     sizes: Sizes
@@ -204,12 +203,12 @@ class MlxBackend(Backend):
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def step(self, chunks: Seq[Chunk]) -> Result:
+    def step(self, chunks: Seq[Chunk]) -> MlxStepResult:
         """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one graph."""
         self._check_owner()
         return self._sweep(chunks, self._checked(chunks))
 
-    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
+    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """A step that may be made."""
         try:
             return self._stepper.run(chunks, lines)

@@ -17,9 +17,8 @@ from localllm_backends.mlx import memory
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
-from localllm_backends.mlx.sequence_cache import Layout
-from localllm_backends.mlx.shapes import Shapes, Sizes
-from localllm_backends.mlx.vocabulary import Vocabulary, read_json
+from localllm_backends.mlx.sequence_cache import Layout, Shapes, Sizes
+from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 _OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -155,7 +154,7 @@ def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
         f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
     )
     weights_bytes = read_weights(model, folder.name, on_progress)
-    vocabulary = Vocabulary(folder, config, shapes.n_vocab)
+    vocabulary = MlxVocabulary(folder, config, shapes.n_vocab)
     return Loaded(
         model, vocabulary, layout, shapes, sizes, spec, folder, config,
         n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes, n_params=n_params,

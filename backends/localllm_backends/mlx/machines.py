@@ -47,7 +47,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class MachineRing:
     """All machines, this one first, and what they speak as mlx.launch calls it: "ring", "jaccl" or "jaccl-ring"."""
 
     machines: tuple[Machine, ...]
@@ -76,16 +76,16 @@ class Ring:
         return told
 
 
-def ring_of(named: Sequence[str]) -> Ring:
+def ring_of(named: Sequence[str]) -> MachineRing:
     """The machines named: SSH destinations beside this machine, or one hostfile as `mlx.distributed_config` writes it.
     OtherMachineError where that can't be."""
     if len(named) == 1 and named[0].endswith(".json"):
         return _of_hostfile(Path(named[0]))
     others = tuple(Machine("" if _is_here(n) else n, (_address_of(n),)) for n in named)
-    return Ring((Machine("", (_own_address(others[0].addresses[0]),)), *others))
+    return MachineRing((Machine("", (_own_address(others[0].addresses[0]),)), *others))
 
 
-def _of_hostfile(path: Path) -> Ring:
+def _of_hostfile(path: Path) -> MachineRing:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         told = said if isinstance(said, dict) else {"hosts": said}
@@ -112,7 +112,7 @@ def _of_hostfile(path: Path) -> Ring:
         raise OtherMachineError(
             f"{path.name!r} lacks RDMA devices: JACCL needs one from each machine to each other", HINT
         )
-    return Ring(machines, kind, environment)
+    return MachineRing(machines, kind, environment)
 
 
 def _is_here(destination: str) -> bool:
@@ -157,7 +157,7 @@ def _own_address(other: str) -> str:
         return str(s.getsockname()[0])
 
 
-def ports_for(ring: Ring) -> list[int]:
+def ports_for(ring: MachineRing) -> list[int]:
     """A port for every address: such as are free here where all of them are ours, else those that mlx.launch takes."""
     n = sum(len(m.addresses) for m in ring.machines)
     if any(m.ssh for m in ring.machines):

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from localllm_backends.contract import LoadError
-from localllm_backends.mlx.attention import BatchAttention, KvFormat, LineAttention, Rows, phase_of
+from localllm_backends.contract import KvType, LoadError
+from localllm_backends.mlx.attention import BatchAttention, BatchOffsets, KvFormat, LineAttention, phase_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class SequenceBatch:
         self._clear()
 
     def _clear(self) -> None:
-        self._rows = {w: Rows(w) for w in (None, *self.layout.windows)}
+        self._rows = {w: BatchOffsets(w) for w in (None, *self.layout.windows)}
         self.caches, self.leaves = self.layout.build(self._leaf)
 
     def _leaf(self, leaf: Leaf, place: int) -> Any:
@@ -215,7 +215,7 @@ class SequenceBatch:
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
     def become(self, lines: Seq[SequenceCache]) -> None:
-        """Hold exactly `lines`. Rows that leave get buffers of their own; a layer at a time, so that no
+        """Hold exactly `lines`. BatchOffsets that leave get buffers of their own; a layer at a time, so that no
         more than one layer is ever held twice."""
         if self.is_of(lines):
             return
@@ -255,7 +255,7 @@ class SequenceBatch:
                 line.buffers = object()
         self.lines = list(lines)
 
-    def _stand(self, rows: Rows, i: int | None, line: SequenceCache, window: int | None) -> tuple[int, int]:
+    def _stand(self, rows: BatchOffsets, i: int | None, line: SequenceCache, window: int | None) -> tuple[int, int]:
         if i is not None:
             return rows.offsets[i], rows.starts[i]
         for leaf in line.leaves:
@@ -335,3 +335,69 @@ class SequenceBatch:
         """Put a snapshot back."""
         for leaf, arrays in zip([x for x in self.leaves if isinstance(x, ArraysCache)], state, strict=True):
             leaf.cache = list(arrays)
+
+
+@dataclass
+class Shapes:
+    """What a call of the model gives, known before anything is computed."""
+
+    n_vocab: int
+    leaves: list[list[Any]]
+    slots: list[int]
+    windows: list[int | None]
+    kv_type: KvType = "f32"
+    own_type: KvType = "f32"
+    quantisable: bool = False
+
+    @property
+    def kv_array(self) -> Any:
+        """One array of keys, or None in a purely recurrent model."""
+        return next((a[0] for a, n in zip(self.leaves, self.slots, strict=True) if n), None)
+
+    @property
+    def widths(self) -> set[int]:
+        """The widths of all heads' keys and values."""
+        return {int(a.shape[3]) for arrays, n in zip(self.leaves, self.slots, strict=True) if n for a in arrays}
+
+    @classmethod
+    def of(cls, model: Any, layout: Layout) -> Shapes:
+        """Build the graph of a two-token prompt and read its shapes."""
+        line = SequenceCache(0, layout)
+        logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.caches)
+        leaves = [list(x.planes or ()) if isinstance(x, LineAttention) else list(x.cache) for x in line.leaves]
+        return cls(
+            n_vocab=int(logits.shape[-1]),
+            leaves=leaves,
+            slots=[x.slots if isinstance(x, LineAttention) else 0 for x in line.leaves],
+            windows=[x.window if isinstance(x, LineAttention) else None for x in line.leaves],
+        )
+
+    @classmethod
+    def of_or_none(cls, model: Any, layout: Layout) -> Shapes | None:
+        """`of`, or None where the model can't work with such memory."""
+        try:
+            return cls.of(model, layout)
+        except Exception:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes: of one token in the layers that keep every token, and of everything else one sequence holds."""
+
+    token_bytes: int
+    line_bytes: int
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> Sizes:
+        """From the probe's arrays."""
+        token = line = 0
+        for arrays, slots, window in zip(shapes.leaves, shapes.slots, shapes.windows, strict=True):
+            held = sum(int(a.nbytes) for a in arrays if a is not None)
+            if not slots:
+                line += held
+            elif window is None:
+                token += held // slots
+            else:
+                line += held // slots * window
+        return cls(token, line)

@@ -28,9 +28,18 @@ from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, OtherMac
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
-from localllm_backends.mlx.machines import HINT, Follower, Frame, Ring, ports_for, read_frame, ring_of, write_frame
+from localllm_backends.mlx.machines import (
+    HINT,
+    Follower,
+    Frame,
+    MachineRing,
+    ports_for,
+    read_frame,
+    ring_of,
+    write_frame,
+)
 from localllm_backends.mlx.sequence_cache import SequenceCache
-from localllm_backends.mlx.stepping import Result
+from localllm_backends.mlx.stepping import MlxStepResult
 
 _PROGRAM = ("localllm_backends.mlx.shared",)
 _PARTS = struct.Struct("<4sI")
@@ -74,7 +83,7 @@ class SharedBackend(MlxBackend):
         super().drop(sequence)
         self._tell({"do": "drop", "of": sequence})
 
-    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
+    def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         self._tell({"do": "step", "chunks": [[c.sequence, list(c.tokens), c.outputs] for c in chunks]})
         try:
             return super()._sweep(chunks, lines)
@@ -167,7 +176,7 @@ def load_shared(spec: LoadSpec, on_progress: Callable[[float], None] | None = No
         raise
 
 
-def _meet(spec: LoadSpec, ring: Ring, followers: Seq[Follower], ours: Mapping[str, str]) -> Any:
+def _meet(spec: LoadSpec, ring: MachineRing, followers: Seq[Follower], ours: Mapping[str, str]) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
     order: Frame = {

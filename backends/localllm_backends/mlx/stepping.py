@@ -36,7 +36,7 @@ class _Group:
 
 
 @dataclass
-class Result(StepResult):
+class MlxStepResult(StepResult):
     """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers."""
 
     n_vocab: int
@@ -102,16 +102,16 @@ class Stepper:
         self._looks_ahead = looks_ahead
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
-        self.last: Result | None = None
+        self.last: MlxStepResult | None = None
 
     def free(self) -> int:
         """Cells no line holds."""
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
-    def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> Result:
+    def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
         expected = [line.predicted for line in lines]
-        result = Result(self._n_vocab, [None] * len(chunks), [None] * len(chunks))
+        result = MlxStepResult(self._n_vocab, [None] * len(chunks), [None] * len(chunks))
         waiting: list[Any] = []
         taken = self._take_ahead(chunks, lines, result, waiting)
         rest = [i for i in range(len(chunks)) if i not in taken]
@@ -149,7 +149,12 @@ class Stepper:
         return n == 1 or not self._layout.recurrent
 
     def _call_batch(
-        self, which: list[int], chunks: Seq[Chunk], lines: list[SequenceCache], result: Result, waiting: list[Any]
+        self,
+        which: list[int],
+        chunks: Seq[Chunk],
+        lines: list[SequenceCache],
+        result: MlxStepResult,
+        waiting: list[Any],
     ) -> None:
         batch = self.batch
         batch.become([lines[i] for i in which])
@@ -172,7 +177,7 @@ class Stepper:
         if self._layout.recurrent:
             waiting.extend(arrays_of(batch.leaves))
 
-    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: Result, waiting: list[Any]) -> None:
+    def _call_line(self, i: int, chunk: Chunk, line: SequenceCache, result: MlxStepResult, waiting: list[Any]) -> None:
         line.alone()
         tokens = [*line.replay, *chunk.tokens]
         if self._n_rewind:
@@ -193,7 +198,7 @@ class Stepper:
         if not outputs or self._layout.recurrent:
             waiting.extend(arrays_of(line.leaves))
 
-    def _sample(self, chunks: Seq[Chunk], result: Result, waiting: list[Any]) -> None:
+    def _sample(self, chunks: Seq[Chunk], result: MlxStepResult, waiting: list[Any]) -> None:
         """Begin sampling what the chunks ask for and is not under way: all rows of one group together."""
         groups: dict[int, list[int]] = {}
         for i, (chunk, piece) in enumerate(zip(chunks, result.pieces, strict=True)):
@@ -210,7 +215,7 @@ class Stepper:
     # --- one step ahead ------------------------------------------------------------------------------------------
 
     def _look_ahead(
-        self, decoding: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: Result
+        self, decoding: list[int], chunks: Seq[Chunk], all_lines: list[SequenceCache], result: MlxStepResult
     ) -> None:
         """Start the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
         building its graph then costs no time. If something else is asked for, positions are set back and it is forgotten. A
@@ -261,7 +266,7 @@ class Stepper:
         mx.async_eval(*what, *(arrays_of(held) if self._layout.recurrent else ()))
 
     def _take_ahead(
-        self, chunks: Seq[Chunk], lines: list[SequenceCache], result: Result, waiting: list[Any]
+        self, chunks: Seq[Chunk], lines: list[SequenceCache], result: MlxStepResult, waiting: list[Any]
     ) -> set[int]:
         """The chunks whose outputs are already under way; whatever else was started is set back."""
         ahead = self.ahead

@@ -43,7 +43,7 @@ def byte_of_char() -> dict[str, int]:
     return table
 
 
-class Vocabulary:
+class MlxVocabulary:
     """Pure over its files: `tokenize` and `detokenize` may be called from any thread."""
 
     def __init__(self, folder: Path, config: dict[str, Any], n_vocab: int) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from localllm.bench.against import Found
-    from localllm.bench.stream import Target
+    from localllm.bench.against import ScenarioResult
+    from localllm.bench.stream import BenchTarget
 
 _OURS = "localllm"
 _STARTED_S, _STOPPED_S = 300.0, 30.0
@@ -25,7 +25,7 @@ class Servers:
     restarts: Sequence[str] = ()
 
 
-def compare(servers: Servers, scenarios: str | None, rounds: int) -> Found:
+def compare(servers: Servers, scenarios: str | None, rounds: int) -> ScenarioResult:
     """Measure them; `scenarios`: a list with commas, None for the usual ones. Raises UsageError, and BackendError where
     one does not answer."""
     import sys
@@ -52,7 +52,7 @@ def compare(servers: Servers, scenarios: str | None, rounds: int) -> Found:
         return against.run([ours, *others], names, rounds, say)
 
 
-def show(found: Found, *, as_json: bool) -> None:
+def show(found: ScenarioResult, *, as_json: bool) -> None:
     """Print what was found. Raises BackendError where something failed, once all is said."""
     import json
 
@@ -64,7 +64,7 @@ def show(found: Found, *, as_json: bool) -> None:
 
 
 @contextmanager
-def own_server(model: str, key: str) -> Iterator[Target]:
+def own_server(model: str, key: str) -> Iterator[BenchTarget]:
     """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the block runs."""
     import os
     import signal
@@ -72,7 +72,7 @@ def own_server(model: str, key: str) -> Iterator[Target]:
     import sys
     import tempfile
 
-    from localllm.bench.stream import Target, free_port
+    from localllm.bench.stream import BenchTarget, free_port
 
     port = free_port()
     command = [sys.executable, "-m", "localllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), "--quiet"]
@@ -88,7 +88,7 @@ def own_server(model: str, key: str) -> Iterator[Target]:
             _stop(running.pop())
             start()
 
-        target = Target(_OURS, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
+        target = BenchTarget(_OURS, f"http://127.0.0.1:{port}/v1", key=key, restart=restart)
         # Ended from outside, it takes its server along.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
@@ -100,7 +100,7 @@ def own_server(model: str, key: str) -> Iterator[Target]:
                 _stop(process)
 
 
-def _wait(target: Target, process: Any) -> None:
+def _wait(target: BenchTarget, process: Any) -> None:
     """Until it answers; raises BackendError once it has ended, its own words being on stderr."""
     import time
 

@@ -217,7 +217,7 @@ def table(found: dict[str, Any]) -> list[str]:
     """The figures as lines of at most 80 columns, and the picture."""
     from localllm.bench import plot
 
-    points = [plot.Point(r["depth"], r["decode_tok_s"], r.get("predicted_tok_s")) for r in found["depths"]]
+    points = [plot.PlotPoint(r["depth"], r["decode_tok_s"], r.get("predicted_tok_s")) for r in found["depths"]]
     said = [
         "",
         *plot.lines(points),

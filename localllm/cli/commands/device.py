@@ -67,7 +67,7 @@ def vars_of(finding: Finding) -> dict[str, str]:
     return {"level": finding.level, "message": finding.message, "fix": finding.fix}
 
 
-def build_lines(found: Device, build: ggml.Build) -> list[str]:
+def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     """What the installed llama.cpp can compute on, and where that is not what the system shows."""
     from localllm.device import ggml
 

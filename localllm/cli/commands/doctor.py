@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from localllm.device.health import Check
+    from localllm.device.health import HealthCheck
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
         typer.Option("--kv", metavar="MODEL", help="Measure what quantised KV costs MODEL in precision (a minute)."),
     ] = "",
 ) -> None:
-    """Check this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
+    """HealthCheck this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
     changes nothing.
 
     --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
@@ -89,9 +89,9 @@ def measure_kv(reference: str) -> None:
     kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found, without))
 
 
-def kv_checks(folder: Path) -> list[Check]:
+def kv_checks(folder: Path) -> list[HealthCheck]:
     """What KV types were measured to cost on the models that were used here."""
-    from localllm.device.health import Check
+    from localllm.device.health import HealthCheck
     from localllm.engine.host import kv_evidence
     from localllm.planner.kv_choice import KvPrecision, passes
 
@@ -105,7 +105,7 @@ def kv_checks(folder: Path) -> list[Check]:
             use = "agents and chat" if passes(known, "coding") else "chat" if passes(known, "chat") else "nothing"
             said.append(f"{name} for {use} ({f.mean_kl:.4f} nats, {f.flips:.1%} of best tokens)")
         if said:
-            checks.append(Check("KV types", "ok", f"{kept.model or file.stem}, against f16: {', '.join(said)}"))
+            checks.append(HealthCheck("KV types", "ok", f"{kept.model or file.stem}, against f16: {', '.join(said)}"))
     return checks
 
 
@@ -145,7 +145,7 @@ def _examine(file: Path, *, as_json: bool) -> None:
         raise typer.Exit(6)
 
 
-def lines(checks: list[Check]) -> list[str]:
+def lines(checks: list[HealthCheck]) -> list[str]:
     """One line per check, the fix under it, and a count that claims nothing about what was not checked."""
     width = max(len(check.name) for check in checks)
     out = []

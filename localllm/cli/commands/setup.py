@@ -10,8 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.setup.host import Host
-    from localllm.setup.recipes import Recipe
+    from localllm.setup.host import BuildHost
+    from localllm.setup.recipes import BuildRecipe
 
 
 def setup(
@@ -67,7 +67,7 @@ def setup(
             _do(recipes, host, again=again)
 
 
-def recipes_of(machine: Device, host: Host, backend: str = "") -> list[Recipe]:
+def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
     """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
     from dataclasses import replace
 
@@ -84,7 +84,7 @@ def recipes_of(machine: Device, host: Host, backend: str = "") -> list[Recipe]:
     return recipes_for(machine, host, backend, preferred)
 
 
-def lines(machine: Device, recipes: list[Recipe]) -> list[str]:
+def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
     """What would be done, as text: the golden file of tests/setup holds it for every recorded machine."""
     out = [machine.name]
     for recipe in recipes:
@@ -96,7 +96,7 @@ def lines(machine: Device, recipes: list[Recipe]) -> list[str]:
     return out
 
 
-def _machine(name: str) -> tuple[Device, Host]:
+def _machine(name: str) -> tuple[Device, BuildHost]:
     """This machine, or the one named, and what it has to build with."""
     from localllm.device.detect import hardware
     from localllm.device.named import resolve
@@ -126,7 +126,7 @@ def _listed() -> list[str]:
     return [*out, "", "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)"]
 
 
-def _do(recipes: list[Recipe], host: Host, *, again: bool) -> None:
+def _do(recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
     from localllm.library import starter
     from localllm.setup import builds, install
     from localllm.setup.errors import SetupError
@@ -158,7 +158,7 @@ def _do(recipes: list[Recipe], host: Host, *, again: bool) -> None:
             _say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
 
 
-def _try_again(recipe: Recipe, model: Path) -> None:
+def _try_again(recipe: BuildRecipe, model: Path) -> None:
     """A build that is there, tried as a new one would be: drivers change, and machines."""
     from localllm.setup import builds, trial
     from localllm.setup.errors import SetupError

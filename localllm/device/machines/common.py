@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from localllm.device import table, usable
 from localllm.device.parsers.nvidia import NvidiaGpu
-from localllm.device.table import Row
+from localllm.device.table import DeviceRow
 from localllm.device.types import Accelerator, Device, Figure, Finding, Memory
 
 GIB = 1 << 30
@@ -21,7 +21,7 @@ class Card:
     name: str
     memory: Memory
     bandwidth: Figure | None
-    row: Row | None
+    row: DeviceRow | None
     compute_capability: str = ""
     compute_units: int = 0
 
@@ -52,7 +52,7 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
     return Card(gpu.name, memory, bandwidth, row, capability, row.compute_units if row else 0), findings
 
 
-def _nvidia_bandwidth(gpu: NvidiaGpu, row: Row | None) -> tuple[Figure | None, list[Finding]]:
+def _nvidia_bandwidth(gpu: NvidiaGpu, row: DeviceRow | None) -> tuple[Figure | None, list[Finding]]:
     """The table's figure; the driver's clock × width for unknown names, and where the two differ by over a tenth."""
     if " MIG " in gpu.name:
         return None, [Finding("info", "a MIG slice has its own memory but shares bandwidth: speed is not estimated")]

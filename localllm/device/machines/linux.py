@@ -10,7 +10,7 @@ from localllm.device.machines.common import Card, nvidia_card, one_machine
 from localllm.device.parsers import amd, linux, nvidia, vulkan
 from localllm.device.parsers.numbers import hexadecimal, integer
 from localllm.device.readings import Readings
-from localllm.device.table import Row
+from localllm.device.table import DeviceRow
 from localllm.device.types import Device, Figure, Finding, Memory
 
 GIB = 1 << 30
@@ -113,7 +113,7 @@ def _with_findings(system: _System, findings: list[Finding]) -> _System:
 # -- NVIDIA with one pool: GB10, N1X, Jetson ------------------------------------------------------------------------
 
 
-def _one_pool_row(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> Row | None:
+def _one_pool_row(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> DeviceRow | None:
     """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides among siblings."""
     if "10de:2e12" in gpu.name.lower():  # a container without the driver's name table says "Device [10de:2e12]"
         return table.by_gpu_name("NVIDIA GB10")
@@ -140,7 +140,7 @@ def _looks_integrated(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System
     return gpu.total_bytes is None or gpu.addressing == "ats" or near
 
 
-def _gb10_row(readings: Readings) -> Row | None:
+def _gb10_row(readings: Readings) -> DeviceRow | None:
     """The GB10 box by its DMI product name; they differ in name only."""
     words = set(readings.file("/sys/class/dmi/id/product_name").lower().replace("_", " ").replace("-", " ").split())
     scored = [
@@ -151,7 +151,7 @@ def _gb10_row(readings: Readings) -> Row | None:
     return max(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def _jetson_row(readings: Readings, board: str, system: _System) -> Row | None:
+def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | None:
     """The Jetson module by the board's model, its memory, and for the Orin Nano its power mode."""
     low = board.lower()
     kind = next((k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None)
@@ -170,7 +170,7 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> Row | None:
     return fitting[0] if fitting else None
 
 
-def _one_pool(readings: Readings, system: _System, gpu: nvidia.NvidiaGpu, row: Row | None) -> Device:
+def _one_pool(readings: Readings, system: _System, gpu: nvidia.NvidiaGpu, row: DeviceRow | None) -> Device:
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
     fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     findings = list(system.base.findings)
@@ -249,7 +249,7 @@ def _amd(readings: Readings, system: _System) -> Device | None:
     )
 
 
-def _apu_bandwidth(system: _System, row: Row | None) -> Figure | None:
+def _apu_bandwidth(system: _System, row: DeviceRow | None) -> Figure | None:
     """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go first.
 
     What the CPU's cores measured is a floor of what the GPU gets: only where nothing else is known.
@@ -260,13 +260,13 @@ def _apu_bandwidth(system: _System, row: Row | None) -> Figure | None:
     return system.told_bandwidth or known or system.base.bandwidth_gbps
 
 
-def _apu_row(cpu: str, gpu: amd.AmdGpu) -> Row | None:
+def _apu_row(cpu: str, gpu: amd.AmdGpu) -> DeviceRow | None:
     """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of that gfx."""
     row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
     return row or next((r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None)
 
 
-def _amd_name(readings: Readings, gpu: amd.AmdGpu, row: Row | None) -> str:
+def _amd_name(readings: Readings, gpu: amd.AmdGpu, row: DeviceRow | None) -> str:
     listed = amd.marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
     return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
 
@@ -281,7 +281,7 @@ def _amd_card(readings: Readings, gpu: amd.AmdGpu) -> Card:
     return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
 
 
-def _gtt_findings(gpu: amd.AmdGpu, system: _System, row: Row | None) -> list[Finding]:
+def _gtt_findings(gpu: amd.AmdGpu, system: _System, row: DeviceRow | None) -> list[Finding]:
     """Advice where the kernel lets the GPU map much less RAM than there is."""
     installed = system.memory.total_bytes + gpu.vram_total_bytes
     reach = gpu.vram_total_bytes + gpu.gtt_total_bytes

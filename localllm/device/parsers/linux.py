@@ -114,7 +114,7 @@ class CgroupLimit:
 def cgroup(readings: Readings) -> CgroupLimit | None:
     """The tightest memory limit on the way from this process's cgroup to the root, v1 or v2; None if there is none.
 
-    Used memory leaves inactive file cache out: `max - current` under-estimates what is free after a model was read.
+    ProcessorTimes memory leaves inactive file cache out: `max - current` under-estimates what is free after a model was read.
     """
     tightest: CgroupLimit | None = None
     for path in _cgroup_folders(readings.file("/proc/self/cgroup")):

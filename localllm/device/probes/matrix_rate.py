@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.device.kept import Shelf, Taken, Used
+from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
 _PROGRAM = "localllm_backends.llamacpp.matrix_rate"
@@ -19,13 +19,13 @@ _PATIENCE_S = 60.0
 # rates are shares of.)
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "Q4_1", "Q5_K", "Q3_K", "Q2_K", "IQ4_XS", "F16", "BF16")
 # TFLOP/s of a machine, a build, a type, a layout and a kind of product: see kept.py.
-_SHELF = Shelf("matrix_rate.json", sane=(1e-4, 1000.0))
+_SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement(Taken):
+class Measurement(MeasuredFigure):
     """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the processor's time, what other
     programs had meanwhile."""
 
@@ -52,7 +52,7 @@ Measurements = Mapping[str, Mapping[str, Mapping[str, Measurement]]]
 
 def measure(types: Sequence[str]) -> Measurements | None:
     """Ask the build that a worker would run (half a second a type); None where it gives no answer: plans then assume a rate."""
-    before = Used.now()
+    before = ProcessorTimes.now()
     try:
         done = subprocess.run(
             [sys.executable, "-m", _PROGRAM, *types],
@@ -73,7 +73,7 @@ def measure(types: Sequence[str]) -> Measurements | None:
         }
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    others, date = before.others_share(Used.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
+    others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
     taken: dict[str, dict[str, dict[str, Measurement]]] = {}
     for (name, layout, kind), flops_s in found.items():
         figure = Measurement(name, flops_s / 1e12, threads, date, others)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from localllm_backends.llamacpp.cores import cpu_quota, give_way, usable_cores
+from localllm_backends.llamacpp.threads import cpu_quota, give_way, usable_cores
 
 
 def system(root: Path, files: dict[str, str]) -> Path:

@@ -4,7 +4,7 @@ Works on a header-only (sparse) GGUF, in milliseconds for ordinary models and up
 says the sizes only in its log, whose text is not an API, and aborts the process on impossible settings: so `plan`
 runs in a child process by default, and every figure it does not find is None rather than 0.
 
-    python -m localllm_backends.llamacpp.plan_probe FILE '{"n_ctx": 8192}'      (prints the answers as JSON)
+    python -P tests/support/plan_probe.py FILE '{"n_ctx": 8192}'      (prints the answers as JSON)
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def plan(path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: floa
 
     Raises LoadError when llama.cpp refuses the file or the settings, with the end of what it said.
     """
-    command = [sys.executable, "-m", __name__, str(path), json.dumps([asdict(s) for s in settings])]
+    command = [sys.executable, "-P", __file__, str(path), json.dumps([asdict(s) for s in settings])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as e:
@@ -104,8 +104,7 @@ def plan(path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: floa
 
 def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Planned]:
     """`plan` inside this process: faster, and fatal to it where llama.cpp aborts."""
-    from localllm_backends.llamacpp.native import GGML_TYPES, start_native
-    from localllm_backends.llamacpp.native_log import log
+    from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
 
     llama = start_native()
     # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own have been read.
@@ -122,8 +121,7 @@ def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Plann
 
 
 def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
-    from localllm_backends.llamacpp.native import offload
-    from localllm_backends.llamacpp.native_log import log
+    from localllm_backends.llamacpp.native import log, offload
 
     params = llama.llama_model_default_params()
     params.no_alloc = True
@@ -137,7 +135,7 @@ def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
 
 
 def _context(llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]) -> Planned:
-    from localllm_backends.llamacpp.native_log import log
+    from localllm_backends.llamacpp.native import log
 
     params = llama.llama_context_default_params()
     params.n_ctx = s.n_ctx
