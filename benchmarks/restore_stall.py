@@ -34,7 +34,7 @@ def _engine(path: Path, folder: str, threads: int) -> Engine:
 def _run(engine: Engine, request: Request, prompt: list[int]) -> None:
     engine.submit(request, prompt)
     while engine.has_work:
-        engine.step()
+        engine.step() if engine.can_step else engine.idle()
     while engine.idle():
         pass
 
@@ -59,9 +59,9 @@ def main() -> None:
         _run(engine, _request("first", line, 4), line)
         engine.close()
         engine = _engine(path, folder, arguments.threads)
-        assert engine._disk is not None
+        assert engine.disk is not None
         if arguments.mb_s:
-            engine._disk.open_file = slowly
+            engine.disk.open_file = slowly
         engine.submit(_request("stream", [50, 60, 70], 4000), [50, 60, 70])
         for _ in range(40):
             engine.step()

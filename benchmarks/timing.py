@@ -14,7 +14,9 @@ def timed(engine: Engine, request: Request, prompt: list[int]) -> tuple[float, f
     engine.submit(request, prompt)
     first: float | None = None
     while engine.has_work:
-        if any(e.kind == "text" for e in engine.step()) and first is None:
+        if not engine.can_step:
+            engine.idle()
+        elif any(e.kind == "text" for e in engine.step()) and first is None:
             first = time.perf_counter()
     assert first is not None
     return first - started, time.perf_counter() - first

@@ -12,7 +12,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from localllm.engine.admission import Admission
@@ -28,21 +27,17 @@ from localllm.engine.host.memory import Available, MemoryGuard, SystemMemory, he
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.host.thread_throttle import ThreadThrottle
 from localllm.engine.image_steps import ImageSteps
-from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.memory_policy import MemoryPolicy
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_interrupt import PrefillInterrupt
 from localllm.engine.prefill_slices import prefill_policy
-from localllm.engine.request import RunningRequest
+from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.compiling import Compiler, MakeConstraint
-from localllm.engine.sampling.sampler import Bounds, Sampler
-from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
-from localllm.engine.text import TextStream
 from localllm.engine.tokens import Placed
 from localllm.engine.vision.encoder import Encoder
 from localllm_backends.contract import (
@@ -53,10 +48,13 @@ from localllm_backends.contract import (
     StepResult,
 )
 
-# With nothing to do but to wait for a grammar, or for the disk, a new request is looked for this often.
-_LOOK_S = 0.01
-# Housekeeping begins so long after the last step.
-_BREATH_S = 0.05
+# Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
+WAIT_S = 0.01
+# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long (`Engine.rest_s`).
+IDLE_GRACE_S = 0.05
+# With nothing to do: how often an idle engine looks whether others need its memory, and how often where housekeeping goes on
+# once something is written, in seconds.
+MEMORY_LOOK_S, WRITING_S = 2.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +96,8 @@ class Engine:
     available: Available | None = None
 
     def __post_init__(self) -> None:
-        self._disk = self._make_disk()
-        self.pool = SequencePool(self.backend, KvStore(self.backend, self.settings.cache_bytes, self._disk))
+        self.disk = self._make_disk()
+        self.pool = SequencePool(self.backend, KvStore(self.backend, self.settings.cache_bytes, self.disk))
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
         model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
@@ -108,8 +106,9 @@ class Engine:
         self._sizer = ChunkSizer(self.backend.info.n_batch)
         self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0
-        self._worked_s = self.clock()
-        self._lone = PrefillInterrupt(self.backend)
+        self._worked_s = self._step_began_s = self.clock()
+        self._stalled, self._housekeeping = False, True
+        self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self._prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
         self.jobs = RequestTable(self.pool, self.speculator, self._prefill, self.metrics, self.clock, shares=shares)
@@ -117,11 +116,11 @@ class Engine:
         self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
         self._admission = Admission(self.backend, self.jobs, self._memory)
-        self._advance = OutputProcessor(self.backend, self.jobs, self._images)
+        self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
         computing = [b for b in (self.backend, self.draft_backend) if b is not None and b.capabilities.threaded]
-        self._giving_way = ThreadThrottle(computing if self.settings.gives_way else [], others)
+        self._throttle = ThreadThrottle(computing if self.settings.gives_way else [], others)
 
     def _make_images(self) -> ImageSteps | None:
         if not self.backend.capabilities.vision:
@@ -187,8 +186,9 @@ class Engine:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
         if request.grammar is not None and self._compiler is None:
             return [Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")]
-        job = self._job(request, prompt, room)
+        job = running_request(request, prompt, room, self.backend, self.clock())
         job.images = images
+        self._stalled, self._housekeeping = False, True
         self.jobs.waiting[job.id] = job
         self.jobs.shares.arrive(job.tenant)
         self.metrics.requests += not request.goes_on  # a further part of an answer is no further request
@@ -211,40 +211,11 @@ class Engine:
             job.sampler.constraint = compilation.constraint
             self.jobs.events.append(self._queued(job))
 
-    def _job(self, request: Request, prompt: list[int], room: int) -> RunningRequest:
-        """The request as the engine works on it; `room` tokens fit behind its prompt."""
-        generation, backend = request.generation, self.backend
-
-        def spell(token: int) -> bytes:
-            return backend.token_bytes(token, special=True) if token >= 0 else b""
-
-        thought = None
-        if request.thinking is not None:
-            thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
-        eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
-        bounds = Bounds(
-            open_until=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
-            ends=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
-            never=tuple(eog) if generation.ignore_eos else (),
-            thought=thought,
-            text=spell,
-        )
-        return RunningRequest(
-            request=request,
-            tokens=list(prompt),
-            n_prompt=len(prompt),
-            max_tokens=room if generation.max_tokens is None else generation.max_tokens,
-            sampler=Sampler(generation.sampling, bounds=bounds),
-            text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
-            submitted_s=self.clock(),
-            predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
-            loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
-        )
-
     def cancel(self, request_id: str) -> list[Event]:
         """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""
         job = self.jobs.find(request_id)
-        self._lone.left(request_id)
+        self._interrupt.left(request_id)
+        self._stalled, self._housekeeping = False, True
         if job is None:
             return []
         self.metrics.cancelled += 1
@@ -254,51 +225,123 @@ class Engine:
     def interrupt(self, request_id: str) -> None:
         """Its cancel is on the way: a step that reads this request's prompt and nothing else need not come to its end. From
         any thread, and followed by `cancel`."""
-        self._lone.leave(request_id)
+        self._interrupt.leave(request_id)
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
     def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
-        """Admit, plan, run one sweep, advance. Returns what happened, or `tell`s it before the housekeeping that can be
-        done while somebody else reads it, and returns the rest."""
+        """One sweep over the weights for everybody who can use it. Returns what happened, or `tell`s it as soon as it is
+        known, before what can be done while somebody reads it, and returns the rest."""
+        self._receive()
+        self._admit()
+        grants = self._schedule()
+        result = self._forward(grants)
+        self._process(grants, result, tell)
+        return self.jobs.drain()
+
+    @property
+    def can_step(self) -> bool:
+        """True while a step has something to do; where requests only wait for a grammar, an image or the disk, `idle` waits."""
+        return self.has_work and not self._stalled
+
+    @property
+    def rest_s(self) -> float:
+        """How long its owner may wait for a message before it calls `step` or `idle` again, in seconds."""
+        if self.has_work:
+            return 0.0
+        if self._housekeeping:
+            return max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s)) if self._takes_grace else 0.0
+        return WRITING_S if self.pool.waiting else MEMORY_LOOK_S
+
+    def idle(self) -> bool:
+        """What is to be done while no step can be made: wait for what running requests wait for, or else one piece of
+        housekeeping. True while there is more of it that needs no waiting."""
+        if self.has_work:
+            self._wait()
+            return True
+        self._wake(busy=False)
+        rested_s = self.clock() - self._worked_s
+        # One piece at a time, so that a new request waits for no more than that; one that fails is not tried again at once.
+        self._housekeeping = False
+        self._housekeeping = (
+            self.pool.tick(busy=False)
+            or self.backend.idle_work(self.guard.spare_bytes)
+            or self.speculator.tick(busy=False, rested_s=rested_s)
+            or (self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes))
+        )
+        return self._housekeeping
+
+    def _wait(self) -> None:
+        """Until something comes that a request waits for, or a moment."""
+        self._stalled = False
+        if self._compiler is not None and self.jobs.compiling_alone:
+            self._compiler.wait(WAIT_S)
+        elif self._images is not None and self._images.waiting:
+            self._images.encoder.wait(WAIT_S)
+        elif self._admission.awaits_disk:
+            self.pool.kv.wait_for_reading(WAIT_S)
+
+    @property
+    def _takes_grace(self) -> bool:
+        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory nobody has touched yet), as
+        long as a request that is all cached, and agents send the next one within milliseconds. KV in pieces takes one: the
+        sooner it is out, the more often the same prompt again is computed over the same cells, and so to the last bit."""
+        return self.pool.kv.states is not None
+
+    def _receive(self) -> None:
+        """Look at memory, and take in those whose grammar is compiled by now."""
         self._wake(busy=True)
-        self._worked_s = self.clock()
+        self._worked_s, self._housekeeping = self.clock(), True
         self._take_compiled()
+
+    def _admit(self) -> None:
+        """Let in who fits; idle sequences leave the context; cached prefixes come back."""
         self._admission.admit()
         self._make_way()
         self._admission.restore()
+
+    def _schedule(self) -> list[Grant]:
+        """What goes into this step: every decoding sequence's next token with its draft, and chunks of prompts."""
         self._slice()
         self.speculator.propose(list(self.jobs.running.values()), hurry=self._prefill.busy)
-        grants = self._plan()
-        if grants and not self._sweep(grants, tell):
-            return self.jobs.drain()
-        if self._compiler is not None and self.jobs.compiling_alone:
-            self._compiler.wait(_LOOK_S)
-        if not grants and self._images is not None and self._images.waiting:
-            self._images.encoder.wait(_LOOK_S)
-        if not grants and self._admission.awaits_disk and not self._prefill.busy:
-            self.pool.kv.wait_for_reading(_LOOK_S)
+        return self._plan()
+
+    def _forward(self, grants: list[Grant]) -> StepResult | None:
+        """One sweep over the weights; None where there is nothing to compute, or it could not be made."""
+        if not grants:
+            return None
+        self._step_began_s = self.clock()
+        for grant in grants:
+            self.jobs.shares.charge(self.jobs.running[grant.key].tenant, grant.n_tokens)
+        return self._run(grants)
+
+    def _process(
+        self, grants: list[Grant], result: StepResult | None, tell: Callable[[list[Event]], None] | None
+    ) -> None:
+        """Tokens, text and events from what came out; then what is done beside running requests."""
+        if result is not None and not self._advance_requests(grants, result, tell):
+            return
+        if grants and result is None:
+            return
+        awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
+        self._stalled = not grants and not self._prefill.busy and (awaits or self.jobs.compiling_alone)
         self.jobs.expire()
-        if self.has_work or not self._breathes:
+        if self.has_work or not self._takes_grace:
             self.pool.tick(busy=self.has_work, live=len(self.jobs.running))
         self.speculator.tick(busy=True)
         self._worked_s = self.clock()
-        return self.jobs.drain()
 
-    def _sweep(self, grants: list[Grant], tell: Callable[[list[Event]], None] | None) -> bool:
-        """One sweep over the weights, and what comes of it; False if it could not be made."""
-        started, generated = self.clock(), self.metrics.generated_tokens
-        for grant in grants:
-            self.jobs.shares.charge(self.jobs.running[grant.key].tenant, grant.n_tokens)
-        result = self._run(grants)
-        if result is None:
-            return False
+    def _advance_requests(
+        self, grants: list[Grant], result: StepResult, tell: Callable[[list[Event]], None] | None
+    ) -> bool:
+        """Every request in the step by what came out of it; False if that can't be read."""
+        generated = self.metrics.generated_tokens
         try:
-            first = self._advance.advance(grants, result)
-        except BackendFailure as e:  # what the step computed can't be read
+            first = self._outputs.advance(grants, result)
+        except BackendFailure as e:
             self._lose_running(e)
             return False
-        self._last_step_s = self.clock() - started
+        self._last_step_s = self.clock() - self._step_began_s
         if tell is not None:
             tell(self.jobs.drain())
         self._observe(grants, self._last_step_s, first, self.metrics.generated_tokens - generated)
@@ -306,8 +349,8 @@ class Engine:
 
     def _run(self, grants: list[Grant]) -> StepResult | None:
         try:
-            with self._lone.running(grants):
-                return self.backend.step([self._advance.chunk(g) for g in grants])
+            with self._interrupt.running(grants):
+                return self.backend.step([self._outputs.chunk(g) for g in grants])
         except InterruptedStepError:
             pass
         except NoCellsError:
@@ -323,41 +366,10 @@ class Engine:
             if sequence is not None:
                 self.backend.drop(sequence)
 
-    def idle(self) -> bool:
-        """Housekeeping between requests; True while there is more of it that needs no waiting."""
-        self._wake(busy=False)
-        rested_s = self.clock() - self._worked_s
-        # One thing at a time, so that a new request waits for no more than that.
-        if (
-            self.pool.tick(busy=False)
-            or self.backend.idle_work(self.guard.spare_bytes)
-            or self.speculator.tick(busy=False, rested_s=rested_s)
-        ):
-            return True
-        # After somebody was answered: a model that is only loaded, or tried, is not worth the heat.
-        return self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.spare_bytes)
-
-    @property
-    def breath_s(self) -> float:
-        """How long housekeeping had better wait still."""
-        return max(0.0, _BREATH_S - (self.clock() - self._worked_s)) if self._breathes else 0.0
-
-    @property
-    def _breathes(self) -> bool:
-        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory nobody has touched yet), as long
-        as a request that is all cached, and agents send the next one within milliseconds. KV in pieces takes one: the sooner
-        it is out, the more often the same prompt again is computed over the same cells, and so to the last bit."""
-        return self.pool.kv.states is not None
-
-    @property
-    def awaits_disk(self) -> bool:
-        """True while housekeeping can go on only once something is written: `idle` is worth calling again soon."""
-        return self.pool.waiting
-
     def _wake(self, *, busy: bool) -> None:
         self._memory.mind()
-        if self._disk is not None:
-            self._disk.working(busy)
+        if self.disk is not None:
+            self.disk.working(busy)
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
@@ -368,8 +380,8 @@ class Engine:
         if self._images is not None:
             self._images.encoder.close()
         self.pool.finish()
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
         self.speculator.close()
         self.backend.close()
 
@@ -379,7 +391,7 @@ class Engine:
         now = self.clock()
         ready = [j for j in self.jobs.running.values() if j.steppable and not self._prefill.keeps_out(j)]
         info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
-        lone = self._sizer.lone(ALONE_STEP_S if only and self._lone.can_end else LONE_STEP_S)
+        lone = self._sizer.lone(ALONE_STEP_S if only and self._interrupt.can_end else LONE_STEP_S)
         if self._images is not None:
             most = min(info.n_batch, self._sizer.chunk if self.jobs.decoding else lone)
             image = self._images.plan(ready, most)
@@ -433,7 +445,7 @@ class Engine:
             # has left the caches, and they take a little longer.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
             self._pace(grants, seconds)
-        self._giving_way.stepped(seconds)
+        self._throttle.stepped(seconds)
         self.metrics.step(
             decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds, first=first_outputs
         )
@@ -464,8 +476,8 @@ class Engine:
             "restored_tokens": self.pool.restored_tokens,
             "lost_blocks": kv.lost_blocks,
             "prefill_chunk": self._sizer.chunk,
-            "decode_threads_most": self._giving_way.threads,
-            **(self._disk.snapshot() if self._disk else NO_DISK),
+            "decode_threads_most": self._throttle.threads,
+            **(self.disk.snapshot() if self.disk else NO_DISK),
             **(self._images.encoder.snapshot() if self._images else {}),
         }
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling.compiling import Compilation
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.sampling.sampler import Sampler
+from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.scheduler import arrival
 from localllm.engine.text import TextStream
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from localllm.engine.cache.matching import PromptMatch
     from localllm.engine.cache.restore import Restoration
     from localllm.engine.tokens import Placed
+    from localllm_backends.contract import Backend
 
 # Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
 State = Literal["waiting", "restoring", "running"]
@@ -175,4 +177,34 @@ class RunningRequest:
         )
 
 
-TokenBytes = Callable[[int], bytes]
+def running_request(
+    request: Request, prompt: list[int], room: int, backend: Backend, submitted_s: float
+) -> RunningRequest:
+    """`request` as the engine works on it; `room` tokens fit behind its `prompt`."""
+    generation = request.generation
+
+    def spell(token: int) -> bytes:
+        return backend.token_bytes(token, special=True) if token >= 0 else b""
+
+    thought = None
+    if request.thinking is not None:
+        thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
+    eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
+    bounds = Bounds(
+        open_until=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
+        ends=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
+        never=tuple(eog) if generation.ignore_eos else (),
+        thought=thought,
+        text=spell,
+    )
+    return RunningRequest(
+        request=request,
+        tokens=list(prompt),
+        n_prompt=len(prompt),
+        max_tokens=room if generation.max_tokens is None else generation.max_tokens,
+        sampler=Sampler(generation.sampling, bounds=bounds),
+        text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
+        submitted_s=submitted_s,
+        predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
+        loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
+    )

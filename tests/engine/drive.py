@@ -41,6 +41,14 @@ class Outcome:
         return end
 
 
+def advance(engine: Engine) -> list[Event]:
+    """What the worker's loop does while there is work: a step, or a moment's wait where requests only wait."""
+    if engine.can_step:
+        return engine.step()
+    engine.idle()
+    return []
+
+
 def run(engine: Engine, *requests: Request, between: Callable[[int], None] | None = None, most: int = 5000) -> Outcome:
     """Submit all, step until nothing is left. `between(n)` is called after step n."""
     outcome = Outcome()
@@ -48,7 +56,7 @@ def run(engine: Engine, *requests: Request, between: Callable[[int], None] | Non
         outcome.take(engine.submit(request, prompt_tokens(engine, request)))
     n = 0
     while engine.has_work:
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
         n += 1
         if between is not None:
             between(n)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drive import GREEDY, Outcome, prompt_tokens, run
+from engine.drive import GREEDY, Outcome, advance, prompt_tokens, run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Queued, Request
 from localllm.engine.sampling.grammar import GrammarCompiler
@@ -60,7 +60,7 @@ def finish(engine: Engine, outcome: Outcome) -> None:
         if not engine.has_work:
             engine.check_integrity()
             return
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     raise AssertionError("the engine does not come to an end")
 
 
@@ -69,12 +69,12 @@ def test_streams_go_on_while_a_grammar_is_compiled(held_back: tuple[Engine, Held
     outcome = Outcome()
     submit(engine, outcome, request_for("stream", "Once upon a time", 60, GREEDY, ignore_eos=True))
     while not outcome.tokens.get("stream"):
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
     assert compiler.asked.wait(60)
     before = len(outcome.tokens["stream"])
     for _ in range(10):
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     assert len(outcome.tokens["stream"]) >= before + 10
     assert "tied" not in outcome.tokens
     compiler.let.set()
@@ -89,7 +89,7 @@ def test_others_overtake_the_one_that_waits_for_its_grammar(held_back: tuple[Eng
     submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
     submit(engine, outcome, request_for("free", "Once upon a time", 10, GREEDY, ignore_eos=True))
     while "free" not in outcome.ends:
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     assert "tied" not in outcome.ends
     compiler.let.set()
     finish(engine, outcome)
@@ -116,7 +116,7 @@ def test_it_is_queued_once_its_grammar_is_known_to_be_one(held_back: tuple[Engin
         request = request_for(key, "x", 3, GREEDY, grammar=grammar)
         events = engine.submit(request, prompt_tokens(engine, request))
         while engine.has_work:
-            events += engine.step()
+            events += advance(engine)
         kinds = [type(event) for event in events]
         assert kinds.count(Queued) == (1 if key == "good" else 0)
         assert not kinds.index(Queued) if key == "good" else len(kinds) == 1, events

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.drive import GREEDY, Outcome, run, settle
+from engine.drive import GREEDY, Outcome, advance, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request
 from localllm.engine.vision.encoder import ImageReader
@@ -44,7 +44,7 @@ def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None
     for n in range(20_000):
         if not engine.has_work:
             break
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
         for request_id, after in (cancel or {}).items():
             if n == after:
                 outcome.take(engine.cancel(request_id))

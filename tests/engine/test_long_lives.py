@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.drive import GREEDY, Outcome, run, settle
+from engine.drive import GREEDY, Outcome, advance, run, settle
 from engine.test_reuse_law import LINE_BYTES, PIECE, Clock, Packed, PackedStates
 from localllm.engine.cache import tunables
 from localllm.engine.core import Engine, EngineSettings
@@ -105,7 +105,7 @@ class Life:
         self.outcome.take(self.engine.submit(request, prompt))
 
     def step(self) -> None:
-        self.outcome.take(self.engine.step())
+        self.outcome.take(advance(self.engine))
         for key in [k for k in self.live if k in self.outcome.ends]:
             self.live.remove(key)
             if key in self.outcome.tokens:
@@ -116,7 +116,7 @@ class Life:
             if not self.engine.has_work:
                 break
             self.step()
-            if self.engine.awaits_disk and self.engine.pool.kv.disk is not None:
+            if self.engine.pool.waiting and self.engine.pool.kv.disk is not None:
                 self.engine.pool.kv.disk.wait(0.01)
         assert not self.engine.has_work, "the engine does not come to an end"
         self.engine.check_integrity()
@@ -124,7 +124,7 @@ class Life:
     def pause(self) -> None:
         for _ in range(100):
             settle(self.engine)
-            if not self.engine.awaits_disk:
+            if not self.engine.pool.waiting:
                 break
             assert self.engine.pool.kv.disk is not None
             self.engine.pool.kv.disk.wait(10.0)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drive import GREEDY, Outcome, run, settle
+from engine.drive import GREEDY, Outcome, advance, run, settle
 from localllm.engine.cache.disk import DiskBlock, DiskTier
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.kv_file import Readable, ReadAhead
@@ -93,7 +93,7 @@ def reads_of(engine: Engine) -> ReadAhead:
 
 def finish(engine: Engine, outcome: Outcome) -> None:
     while engine.has_work:
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     engine.check_integrity()
     assert reads_of(engine).wanted_bytes == 0, "what is not wanted any more is not kept"
     engine.close()
@@ -106,7 +106,7 @@ def test_a_stream_has_every_token_while_the_disk_is_asked(tmp_path: Path, shape:
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))
     for _ in range(40):
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     assert disk.asked.wait(10)
     assert len(outcome.tokens["stream"]) == 40
     assert "again" not in outcome.tokens
@@ -157,7 +157,7 @@ def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: Slow
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))
-    outcome.take(engine.step())
+    outcome.take(advance(engine))
     assert reads_of(engine).wanted_bytes > 0
     outcome.take(engine.cancel("again"))
     assert reads_of(engine).wanted_bytes == 0
@@ -187,7 +187,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
     outcome.take(engine.submit(ask("parts", other), other))
     said = len(outcome.tokens["runs"])
     for _ in range(20):
-        outcome.take(engine.step())
+        outcome.take(advance(engine))
     assert disk.asked.wait(10)
     assert len(outcome.tokens["runs"]) == said + 20
     assert "parts" not in outcome.tokens

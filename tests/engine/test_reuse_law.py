@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.reference_cache import ReferenceCache
-from engine.drive import GREEDY, Outcome, settle
+from engine.drive import GREEDY, Outcome, advance, settle
 from localllm.engine.cache import tunables
 from localllm.engine.core import Engine, EngineSettings
 from localllm_backends.contract import BackendFailure
@@ -129,7 +129,7 @@ class World:
         """A pause long enough for everything that can be exported and written."""
         while True:
             settle(self.engine)
-            if not self.engine.awaits_disk:
+            if not self.engine.pool.waiting:
                 break
             assert self.engine.pool.kv.disk is not None
             assert self.engine.pool.kv.disk.wait(10.0)
@@ -148,7 +148,7 @@ class World:
         for _ in range(3000):
             if not self.engine.has_work:
                 break
-            outcome.take(self.engine.step())
+            outcome.take(advance(self.engine))
         assert not self.engine.has_work, "the engine does not come to an end"
         self.engine.check_integrity()
         assert self.engine.pool.kv.budget.held_bytes <= self.memory_bytes

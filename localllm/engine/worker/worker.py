@@ -31,10 +31,6 @@ from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 
 _PROGRESS_STEP = 0.02
-# An idle worker looks this often whether others need the memory of its prefix cache.
-_LOOK_S = 2.0
-# One that can go on exporting once something is written looks this often.
-_WRITING_S = 0.02
 
 
 class Worker:
@@ -106,27 +102,30 @@ class Worker:
         )
 
     def _loop(self, engine: Engine) -> None:
-        housekeeping = True
         while not self._pipe.gone:
             try:
-                while True:
-                    # Who asks again does so at once: not behind a piece of housekeeping.
-                    look_s = engine.breath_s if housekeeping else _WRITING_S if engine.awaits_disk else _LOOK_S
-                    wait = not engine.has_work and look_s > 0
-                    self._busy_since_s = None
-                    message = self._inbox.get(block=wait, timeout=look_s if wait else None)
-                    if message is None:
-                        return
-                    self._busy_since_s = time.monotonic()
-                    self._send(self._handle(engine, message))
-                    housekeeping = True
-            except queue.Empty:
-                pass
+                self._answer_messages(engine)
+            except _PipeEndedError:
+                return
             self._busy_since_s = time.monotonic()
-            if engine.has_work:
+            if engine.can_step:
                 self._send(engine.step(self._send))
             else:
-                housekeeping = _tidy(engine)
+                _tidy(engine)
+
+    def _answer_messages(self, engine: Engine) -> None:
+        """Hand the engine every message there is; where it has nothing to do, wait for one."""
+        while True:
+            rest_s = engine.rest_s
+            self._busy_since_s = None
+            try:
+                message = self._inbox.get(block=rest_s > 0, timeout=rest_s or None)
+            except queue.Empty:
+                return
+            if message is None:
+                raise _PipeEndedError
+            self._busy_since_s = time.monotonic()
+            self._send(self._handle(engine, message))
 
     def _handle(self, engine: Engine, message: Message) -> list[Event]:
         op = message["op"]
@@ -225,13 +224,16 @@ class Worker:
             self._pipe.say_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
-def _tidy(engine: Engine) -> bool:
-    """One piece of housekeeping; True while there is more. Nobody waits for it: what fails there fails nobody."""
+class _PipeEndedError(Exception):
+    """The parent has closed its end."""
+
+
+def _tidy(engine: Engine) -> None:
+    """Nobody waits for housekeeping: what fails there fails nobody."""
     try:
-        return engine.idle()
+        engine.idle()
     except BackendFailure as e:
         print(f"housekeeping failed: {reason(e)}", file=sys.stderr, flush=True)
-        return False
 
 
 if __name__ == "__main__":
