@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.cli.chat import engines
-from localllm.cli.chat.model_service import ModelDesk
+from localllm.cli.chat.model_service import LocalModelService
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.chat import Opening
@@ -69,7 +69,7 @@ def main() -> None:
         engine = engines.engine_for(stack, engines.Wanted(model, own=True), None, at_once=False)
         history = stack.enter_context(History(Path(folder) / "conversations.db"))
         client = ChatClient.of(engine, {"seed": 7, "max_tokens": 200})
-        asyncio.run(draw(ChatApp(Opening(client, history, engine.model, desk=ModelDesk()))))
+        asyncio.run(draw(ChatApp(Opening(client, history, engine.model, desk=LocalModelService()))))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typer.main import get_command
 sys.path.insert(0, str(Path(__file__).parent))
 from generated import PROGRAM, read
 
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?!guide/)(?![\w-]+\.md)[^)]+)\)")
 

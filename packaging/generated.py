@@ -18,7 +18,7 @@ from typing import Any
 from typer.main import get_command
 
 from localllm import __version__
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 
 PROGRAM = "localllm"
 

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.clients.brain import DONE, NEW, OLD, TASK, TEXT, Worker
 from localllm.cli.commands.connect import write_file
-from localllm.cli.editors.recipes import RECIPES, Recipe, Target
+from localllm.cli.editors.recipes import RECIPES, ClientRecipe, ClientTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Place:
     program: Path
     home: Path
     folder: Path
-    target: Target
+    target: ClientTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def connected(agent: Agent, place: Place) -> dict[str, str]:
     """Configure the client as `localllm connect` does; returns the environment it says to set."""
     if not agent.recipe:
         return {}
-    recipe: Recipe = RECIPES[agent.recipe](place.target, place.home)
+    recipe: ClientRecipe = RECIPES[agent.recipe](place.target, place.home)
     for file in recipe.files:
         write_file(file)
     return dict(recipe.environment)

@@ -92,11 +92,11 @@ def _speed(answer: dict[str, float]) -> str:
 
 def speed_checks() -> list[HealthCheck]:
     """Whether each model's latest start was as fast as those before (decode_speed.py)."""
-    from localllm.cli.serve import decode_speed as pace_history
+    from localllm.cli.serve import decode_speed
     from localllm.device.health import HealthCheck
 
     name = "speed of late"
-    latest = {key: starts[-1] for key, starts in pace_history.load().items() if starts}
+    latest = {key: starts[-1] for key, starts in decode_speed.load().items() if starts}
     if not latest:
         return [HealthCheck(name, "not checked", "no model has answered enough here to say how fast it is")]
     slower = [

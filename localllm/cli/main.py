@@ -61,9 +61,9 @@ def _root(
     """Without a command: the chat on the best model at hand."""
     if context.invoked_subcommand not in _LOOKS_LATER:
         gc.enable()
-    from localllm.cli.compose import engine_builds as engine_build
+    from localllm.cli.compose import engine_builds
 
-    engine_build.activate(context.invoked_subcommand)
+    engine_builds.activate(context.invoked_subcommand)
     if context.invoked_subcommand is None:
         from localllm.cli.commands import chat
 

@@ -24,7 +24,7 @@ from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
 from localllm.bench.seen import Counter
 from localllm.bench.stream import BenchTarget, StreamedAnswer
-from localllm.cli import everything
+from localllm.cli import all_commands
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import BackendError, UsageError
@@ -99,7 +99,7 @@ def scripted(said: Said) -> Iterator[str]:
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(everything.app, ["bench", *arguments])
+    return CliRunner().invoke(all_commands.app, ["bench", *arguments])
 
 
 def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from localllm.bench import plot
-from localllm.cli import everything
+from localllm.cli import all_commands
 from localllm.cli.bench import compare as bench_compare
 from localllm.cli.bench import full as bench_full
 from localllm.cli.commands import bench
@@ -32,7 +32,7 @@ def test_all_of_it_is_measured_shown_and_compared(
     file = tmp_path / "run.json"
     file.write_text('{"decode_tok_s": 1.0, "full": {"streams": [{"streams": 2, "together_tok_s": 2.0}]}}')
     command = ["bench", str(tiny_model), "--full", "--context", "2048", "--compare", str(file)]
-    done = CliRunner().invoke(everything.app, [*command, "--json"])
+    done = CliRunner().invoke(all_commands.app, [*command, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["full"]
     assert [row["depth"] for row in found["depths"]] == [16, 128, 512]
@@ -70,7 +70,7 @@ def test_rows_are_compared_with_rows_of_the_same_name() -> None:
 def test_what_is_no_run_is_refused_before_anything_is_measured(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(text)
-    done = CliRunner().invoke(everything.app, ["bench", "no-such-model", "--compare", str(file)])
+    done = CliRunner().invoke(all_commands.app, ["bench", "no-such-model", "--compare", str(file)])
     assert isinstance(done.exception, UsageError)
     assert str(file) in str(done.exception)
 

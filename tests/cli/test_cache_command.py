@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from engine.drive import GREEDY, run, settle
 from localllm import paths
+from localllm.cli.all_commands import app
 from localllm.cli.commands import models
-from localllm.cli.everything import app
 from localllm.engine.core import Engine, EngineSettings
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from support.requests import request_for

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm import paths
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.errors import UsageError
 from localllm.settings import Settings, mistyped
 

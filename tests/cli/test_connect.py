@@ -16,14 +16,14 @@ import pytest
 from benchmarks.clients.agents import AGENTS
 from localllm.cli.commands import connect as command
 from localllm.cli.compose.api_keys import kept_key, key_path
-from localllm.cli.editors.recipes import RECIPES, ConfigFile, Probe, Target
+from localllm.cli.editors.recipes import RECIPES, ClientTarget, ConfigFile, Probe
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
-TARGET = Target("http://127.0.0.1:11535", "tiny", 4096)
+TARGET = ClientTarget("http://127.0.0.1:11535", "tiny", 4096)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -40,7 +40,7 @@ def test_every_recipe_names_the_server_and_the_model(name: str, tmp_path: Path) 
 
 
 def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> None:
-    def text(target: Target) -> str:
+    def text(target: ClientTarget) -> str:
         (file,) = RECIPES["continue"](target, tmp_path).files
         return file.text or ""
 
@@ -152,7 +152,7 @@ def test_a_check_is_a_whole_tool_loop(probe: Probe, fault: str, capsys: pytest.C
 
     engine = ScriptedEngine(script)
     with running_server({"tiny": engine}) as server:
-        failures = command.run_checks(Target(server.url, "tiny", 4096), [probe])
+        failures = command.run_checks(ClientTarget(server.url, "tiny", 4096), [probe])
     said = capsys.readouterr().out
     assert failures == (fault == "second"), said
     loop = "Ollama tool loop" if probe == "ollama" else "tool loop"

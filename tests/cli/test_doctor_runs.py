@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from localllm.cli.doctor_checks import speed_checks, token_checks
-from localllm.cli.serve import decode_speed as pace_history
-from localllm.cli.serve.decode_speed import Start
+from localllm.cli.serve import decode_speed
+from localllm.cli.serve.decode_speed import StartRecord
 from localllm.device.ggml import GgmlBuild
 from localllm.library import starter
 
@@ -37,11 +37,11 @@ def test_a_model_that_can_not_be_run_is_an_error_with_its_reason(
 
 def test_a_start_that_was_slower_is_a_warning_until_one_is_not() -> None:
     assert [check.status for check in speed_checks()] == ["not checked"]
-    pace_history.keep("m", Start("2026-01-01", {"0": 0.01}))
+    decode_speed.keep("m", StartRecord("2026-01-01", {"0": 0.01}))
     assert [check.status for check in speed_checks()] == ["ok"]
-    pace_history.keep("m", Start("2026-01-02", {"0": 0.02}, {}, "m is slower than it was here: 50 tok/s"))
+    decode_speed.keep("m", StartRecord("2026-01-02", {"0": 0.02}, {}, "m is slower than it was here: 50 tok/s"))
     (check,) = speed_checks()
     assert check.status == "warning"
     assert "2026-01-02: m is slower" in check.message
-    pace_history.keep("m", Start("2026-01-03", {"0": 0.01}))
+    decode_speed.keep("m", StartRecord("2026-01-03", {"0": 0.01}))
     assert [check.status for check in speed_checks()] == ["ok"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 
 CUT = ("...", "…")
 

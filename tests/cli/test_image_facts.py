@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from localllm.cli.all_commands import app
 from localllm.cli.compose.lookup import device_named
 from localllm.cli.compose.projector import image_readers
-from localllm.cli.everything import app
 from localllm.library.catalog import load_catalog
 from localllm.planner import memory
 from localllm.planner.plan import Overrides, settings_for

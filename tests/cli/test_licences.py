@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.library.catalog import load_catalog
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

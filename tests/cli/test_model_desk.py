@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.chat.model_service import ModelDesk
+from localllm.cli.chat.model_service import LocalModelService
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library import store
 from localllm_tui.control.interfaces import Wish
 
 
 def test_plans_change_with_every_wish() -> None:
-    desk = ModelDesk()
+    desk = LocalModelService()
     usual = desk.plan(Wish(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
     first = usual.offers[0]
@@ -40,7 +40,7 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_mod
     library.mkdir()
     shutil.copy(tiny_model, library / "mine.gguf")
     store.adopt(library)
-    desk = ModelDesk()
+    desk = LocalModelService()
     found = {m.name: m for m in desk.on_disk()}
     mine = found["mine"]
     assert (mine.owner, mine.ours, mine.size_bytes) == ("a folder of yours", False, tiny_model.stat().st_size)
@@ -54,4 +54,4 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_mod
 
 def test_what_can_not_be_pulled_is_said() -> None:
     with pytest.raises(LocalLLMError):
-        ModelDesk(offline=True).pull("qwen3-8b:Q4_K_M", lambda _: None)
+        LocalModelService(offline=True).pull("qwen3-8b:Q4_K_M", lambda _: None)

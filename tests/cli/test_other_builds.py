@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from device import recordings
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.device import detect as detection
 
 RUNNER = CliRunner()

@@ -14,9 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.cli.compose.served_models import planned
-from localllm.cli.serve import decode_speed as pace_history
-from localllm.cli.serve.decode_speed import Start, Verdict, depth_bin, judge, notice, steps_of
-from localllm.cli.serve.decode_speed_watch import PaceWatch
+from localllm.cli.serve import decode_speed
+from localllm.cli.serve.decode_speed import (
+    DecodeSpeedWatch,
+    SpeedVerdict,
+    StartRecord,
+    depth_bin,
+    judge,
+    notice,
+    steps_of,
+)
 from localllm.device.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.model_list import entry as model_entry
@@ -24,7 +31,7 @@ from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import ModelMetadata, ModelWorker
 from support.scripted_engine import ScriptedEngine
 
-USUAL = [Start("2026-01-01", {"0": 0.010, "128": 0.011}, {"threads": "8", "NVIDIA driver": "570"})] * 3
+USUAL = [StartRecord("2026-01-01", {"0": 0.010, "128": 0.011}, {"threads": "8", "NVIDIA driver": "570"})] * 3
 
 
 def test_a_fifth_slower_is_slower_and_less_is_not() -> None:
@@ -42,7 +49,7 @@ def test_without_a_history_at_these_depths_nothing_is_said() -> None:
 
 
 def test_an_old_slow_start_and_a_lucky_one_do_not_decide() -> None:
-    mixed = [Start("", {"0": 0.5}), *USUAL, Start("", {"0": 0.001})]
+    mixed = [StartRecord("", {"0": 0.5}), *USUAL, StartRecord("", {"0": 0.001})]
     verdict = judge({"0": 0.0105}, mixed)
     assert verdict is not None
     assert not verdict.slower
@@ -50,13 +57,15 @@ def test_an_old_slow_start_and_a_lucky_one_do_not_decide() -> None:
 
 def test_the_notice_says_how_much_and_what_has_changed() -> None:
     here = Conditions({"threads": "1", "NVIDIA driver": "570"}, moment(hottest_c=97.0, beside=["blender"]))
-    said = notice("m", Verdict(2.0, 50, 100, 3), USUAL, here)
+    said = notice("m", SpeedVerdict(2.0, 50, 100, 3), USUAL, here)
     assert "50 tok/s, where 100 were usual (3 starts)" in said
     assert "threads: 8 → 1" in said
     assert "97 °C" in said
     assert "blender" in said
     assert "driver" not in said
-    assert "Nothing known has changed" in notice("m", Verdict(2.0, 50, 100, 3), USUAL, Conditions(USUAL[0].conditions))
+    assert "Nothing known has changed" in notice(
+        "m", SpeedVerdict(2.0, 50, 100, 3), USUAL, Conditions(USUAL[0].conditions)
+    )
 
 
 def test_what_could_not_be_read_has_not_changed() -> None:
@@ -77,15 +86,15 @@ def test_of_a_depth_the_faster_half_counts() -> None:
 def test_the_history_is_kept_and_a_damaged_file_is_none(tmp_path: Path) -> None:
     file = tmp_path / "pace.json"
     for i in range(30):
-        pace_history.keep("m", Start(f"{i}", {"0": 0.01}), file)
-    pace_history.keep("n", Start("x", {"0": 0.02}, {"threads": "1"}, "slow"), file)
-    found = pace_history.load(file)
+        decode_speed.keep("m", StartRecord(f"{i}", {"0": 0.01}), file)
+    decode_speed.keep("n", StartRecord("x", {"0": 0.02}, {"threads": "1"}, "slow"), file)
+    found = decode_speed.load(file)
     assert [s.date for s in found["m"]][-1] == "29"
     assert len(found["m"]) == 20
-    assert found["n"] == [Start("x", {"0": 0.02}, {"threads": "1"}, "slow")]
+    assert found["n"] == [StartRecord("x", {"0": 0.02}, {"threads": "1"}, "slow")]
     for text in ("", "[]", '{"models": []}', '{"models": {"m": [1, {"steps": {"0": "x"}, "date": ""}]}}'):
         file.write_text(text)
-        assert not any(pace_history.load(file).values())
+        assert not any(decode_speed.load(file).values())
 
 
 async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
@@ -97,7 +106,7 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     ready = planned(load)
     worker = ModelWorker("m", ready.host, ready.facts, loading=ready.loading)
     router = ModelRouter([ServedModel("m", worker=worker)])
-    watch = PaceWatch(router, said.append)
+    watch = DecodeSpeedWatch(router, said.append)
     try:
         engine = await worker.engine()
         for i in range(8):
@@ -170,7 +179,7 @@ def test_each_start_is_judged_once_and_said_where_people_look() -> None:
             host = _Measured()
             host.step_s = step_s
             router = ModelRouter([ServedModel("m", worker=ModelWorker("m", host, ModelMetadata()))])
-            watch = PaceWatch(router, said.append)
+            watch = DecodeSpeedWatch(router, said.append)
             await watch.look()
             assert not watch.judged, "nothing is loaded for it"
             await router.resolve("m").worker.engine()
@@ -182,5 +191,5 @@ def test_each_start_is_judged_once_and_said_where_people_look() -> None:
 
     (said,) = asyncio.run(go())
     assert said.startswith("m is slower than it was here: 33.3 tok/s, where 95.2 were usual (2 starts)")
-    (starts,) = pace_history.load().values()
+    (starts,) = decode_speed.load().values()
     assert [start.notice for start in starts] == ["", "", said]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from localllm.cli.all_commands import app
 from localllm.cli.compose.load_plan import load_plan_named
 from localllm.cli.compose.load_spec import load_spec, run_settings
 from localllm.cli.compose.plan_inputs import check_offload, offload_options
-from localllm.cli.everything import app
 from localllm.device.named import resolve
 from localllm.errors import UsageError
 from localllm.planner.placing import OffloadOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.serve.request_log import with_lines
+from localllm.cli.serve.run import with_lines
 
 
 def told(path: str, status: int | None, method: str = "POST") -> list[str]:

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm import paths
+from localllm.cli.all_commands import app
 from localllm.cli.compose.api_keys import kept_key
-from localllm.cli.everything import app
 from localllm.cli.serve.listening import listening, server_settings
 from localllm.errors import LocalLLMError, PortInUseError, UsageError
 from localllm.server.http import sockets

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm import paths
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.cli.serve.running import published
 from localllm.cli.service_unit import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
 from localllm.errors import UsageError

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from localllm.cli.commands import bench, recommend
-from localllm.cli.compose import measurements, shared_speeds
+from localllm.cli.compose import measurements
 from localllm.errors import UsageError
 
 app = typer.Typer()
@@ -61,8 +61,8 @@ def test_a_shared_speed_predicts_such_a_machine_and_says_whose_it_is(tmp_path: P
 )
 def test_what_could_be_no_speed_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="no speed that can be used"):
-        shared_speeds.take_in(written(tmp_path, **changed))
-    assert not shared_speeds.path().exists()
+        measurements.take_in(written(tmp_path, **changed))
+    assert not measurements.shared_path().exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"localllm_speeds": 2, "runs": []}', "[" * 50_000])
@@ -70,9 +70,9 @@ def test_another_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"other\.json"):
-        shared_speeds.take_in(file)
+        measurements.take_in(file)
 
 
 def test_nothing_measured_is_nothing_to_share(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing has been measured"):
-        shared_speeds.export(tmp_path / "speeds.json")
+        measurements.export(tmp_path / "speeds.json")

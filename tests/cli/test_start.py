@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.cli.main import command_line, run
 
 # Each 5 to 60 ms of a start.

@@ -21,8 +21,8 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.drive import GREEDY
+from localllm.cli.all_commands import app
 from localllm.cli.commands.worker import networks
-from localllm.cli.everything import app
 from localllm.engine.messages import Failure, Finish, Generation, Prefill, Request, Text
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.clusters import compared
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
 from localllm.device.named import resolve
 from localllm.errors import UsageError

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.clusters import compared
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.cli.recommend.cluster import machines
 from localllm.library.catalog import load_catalog
 from localllm.planner import cluster, sharing

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from localllm import paths
-from localllm.cli.compose import engine_builds as engine_build
+from localllm.cli.compose import engine_builds
 from localllm.errors import UsageError
 from localllm.setup import builds, install, trial
 from localllm.setup.errors import BuildNotFoundError, SetupError
@@ -203,8 +203,8 @@ def test_one_run_can_have_another_build_and_a_name_that_is_not_there_is_an_error
 ) -> None:
     monkeypatch.setenv("LOCALLLM_BUILD", "nowhere")
     with pytest.raises(BuildNotFoundError):
-        engine_build.activate("serve")
-    engine_build.activate("setup")
+        engine_builds.activate("serve")
+    engine_builds.activate("setup")
 
 
 def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
@@ -213,7 +213,7 @@ def test_a_chosen_build_that_is_gone_is_said_once_and_the_own_one_runs(
     monkeypatch.setenv("PYTHONPATH", str(builds.folder_of("gone") / "site"))
     paths.builds_dir().mkdir(parents=True)
     (paths.builds_dir() / "in-use").write_text("gone\n")
-    engine_build.activate("serve")
+    engine_builds.activate("serve")
     assert "gone" in capsys.readouterr().err
     assert "PYTHONPATH" not in builds.os.environ
 

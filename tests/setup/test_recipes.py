@@ -12,7 +12,7 @@ import pytest
 
 from device import recordings
 from localllm.cli.commands import setup as command
-from localllm.cli.compose import build_advice as other_builds
+from localllm.cli.compose import engine_builds
 from localllm.device import ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.named import resolve
@@ -38,7 +38,7 @@ def dry_run(name: str) -> str:
 def test_every_recorded_machine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """`LOCALLLM_WRITE_GOLDEN=1` writes the file anew: read the difference before it is committed."""
     # What the planner predicts moves with every fit of it.
-    monkeypatch.setattr(other_builds, "preferred", lambda _: recipes.Preferred("vulkan", "it is as fast as ROCm"))
+    monkeypatch.setattr(engine_builds, "preferred", lambda _: recipes.Preferred("vulkan", "it is as fast as ROCm"))
     written = "\n".join(map(dry_run, recordings.names()))
     if os.environ.get("LOCALLLM_WRITE_GOLDEN"):
         GOLDEN.write_text(written, encoding="utf-8")
@@ -91,7 +91,7 @@ def test_rocm_is_taken_where_it_is_faster_and_vulkan_where_nothing_is_known() ->
 
 def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
     halo = resolve("strix halo")
-    preferred = other_builds.preferred(halo)
+    preferred = engine_builds.preferred(halo)
     assert preferred is not None
     assert preferred.backend in ("rocm", "vulkan")
     assert "rocm" in preferred.because
@@ -103,12 +103,12 @@ def test_a_better_build_is_told_with_the_speed_to_expect() -> None:
     card = resolve("rtx 3090")
     plain = replace(card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match="")
     processor = in_use.as_used(card, plain, ggml.GgmlBuild())
-    said = other_builds.sentence(processor, card, other_builds.yardstick_plan(processor))
+    said = engine_builds.sentence(processor, card, engine_builds.yardstick_plan(processor))
     assert "tok/s" in said
     assert "localllm setup" in said
     assert re.search(r"CUDA build .* \d+-\d+ tok/s", said)
-    assert other_builds.note(processor, []) == [], "a simulated machine has no installed build"
-    assert other_builds.sentence(card, card, other_builds.yardstick_plan(card)) == ""
+    assert engine_builds.note(processor, []) == [], "a simulated machine has no installed build"
+    assert engine_builds.sentence(card, card, engine_builds.yardstick_plan(card)) == ""
 
 
 def test_an_installed_build_that_drives_the_gpu_is_kept_unless_a_backend_is_named() -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from device import recordings
-from localllm.cli.everything import app
+from localllm.cli.all_commands import app
 from localllm.device.machines import identify
 from localllm.device.probes import ggml as probe
 from localllm.library import starter

@@ -70,18 +70,18 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
     the chat's own is loaded here, unless `at_once`: then it is to be started by whoever shows how far it is.
 
     Raises LocalLLMError for what is known to go wrong."""
-    from localllm.cli.chat import attach as attaching
+    from localllm.cli.chat import attach
 
     model = wanted.model or last
     if wanted.url is not None:
         try:
-            return Attachment(attaching.at(wanted.url, model, wanted.api_key))
+            return Attachment(attach.at(wanted.url, model, wanted.api_key))
         except ModelNotFoundError:
             if wanted.model is not None or last is None:
                 raise
-            return Attachment(attaching.at(wanted.url, None, wanted.api_key))
+            return Attachment(attach.at(wanted.url, None, wanted.api_key))
     if not wanted.own and not wanted.loads_otherwise:
-        attached = attaching.here(model or _configured(), wanted.api_key, lambda: _installed(model))
+        attached = attach.here(model or _configured(), wanted.api_key, lambda: _installed(model))
         if attached is not None:
             return Attachment(attached)
     return _own(stack, replace(wanted, model=model), at_hand=wanted.model is None, at_once=at_once)

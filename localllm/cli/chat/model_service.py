@@ -30,7 +30,7 @@ _DOING = {
 }  # fmt: skip
 
 
-class ModelDesk:
+class LocalModelService:
     """Implements Desk. `offline`: nothing is fetched."""
 
     def __init__(self, *, offline: bool = False) -> None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from localllm.server.models.served import ServedModel
     from localllm_tui.control.interfaces import Progress
 
+import sys
+import time
+from collections.abc import Callable
+
 _LOOK_S = 0.1
 _STOP_S = 10.0
 
@@ -115,7 +119,7 @@ class OwnEngine:
     async def _serve(self) -> None:
         import asyncio
 
-        from localllm.cli.serve.decode_speed_watch import PaceWatch
+        from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.server.http.settings import ServerSettings
 
         secured = ServerSettings(host="127.0.0.1", port=0, api_key=None).secured()
@@ -127,7 +131,7 @@ class OwnEngine:
             self._fail(e)
             router = await asyncio.to_thread(self._router, [])
         # The chat has what it says from the list of models.
-        pace = asyncio.create_task(PaceWatch(router, lambda _: None).run())
+        pace = asyncio.create_task(DecodeSpeedWatch(router, lambda _: None).run())
         serving = asyncio.create_task(asyncio.to_thread(application, router, secured))
         try:
             if self._first is not None:
@@ -166,8 +170,6 @@ class OwnEngine:
 def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
     """`engine`, loaded, for as long as the block runs; says so on stderr when it takes over a second. Raises what loading
     ended in."""
-    from localllm.cli.chat.loading_note import loading_note
-
     try:
         with loading_note(engine.model) as note:
             engine.start()
@@ -188,3 +190,30 @@ def background_server(
     """A server of one's own with a loaded model, for as long as the block runs: yields (base_url, model name)."""
     with loaded(OwnEngine(model, context, placed)) as engine:
         yield engine.base_url, engine.model
+
+
+_PATIENCE_S = 1.0
+
+
+@contextmanager
+def loading_note(name: str) -> Iterator[Callable[[float], None]]:
+    """Yields a function to call with 0.0 … 1.0; says nothing when all is over within a second."""
+    started = time.monotonic()
+    tty = sys.stderr.isatty()
+    said = False
+
+    def note(progress: float) -> None:
+        nonlocal said
+        if time.monotonic() - started < _PATIENCE_S:
+            return
+        if tty:
+            print(f"\rloading {name} … {progress:4.0%}", end="", file=sys.stderr, flush=True)
+        elif not said:
+            print(f"loading {name} …", file=sys.stderr, flush=True)
+        said = True
+
+    try:
+        yield note
+    finally:
+        if said and tty:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

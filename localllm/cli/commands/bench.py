@@ -143,15 +143,15 @@ def lines(figures: dict[str, Any]) -> list[str]:
 def _share(export: Path | None, take_in: Path | None) -> None:
     import sys
 
-    from localllm.cli.compose import shared_speeds
+    from localllm.cli.compose import measurements
 
     if take_in is not None:
-        found = shared_speeds.take_in(take_in)
+        found = measurements.take_in(take_in)
         machines = ", ".join(sorted({record.machine for record in found}))
         print(f"took in {len(found)} measured runs of {machines}", file=sys.stderr)
         print("see them: localllm recommend --device NAME", file=sys.stderr)
     if export is not None:
-        n = shared_speeds.export(export)
+        n = measurements.export(export)
         print(f"wrote {n} measured runs of this machine to {export}", file=sys.stderr)
 
 

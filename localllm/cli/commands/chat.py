@@ -142,14 +142,14 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         talk(client, name, Session(history, name, conv_id=resume, system=system))
         return
     from localllm.cli.chat.config import take_keys, tool_hosts
-    from localllm.cli.chat.model_service import ModelDesk
+    from localllm.cli.chat.model_service import LocalModelService
     from localllm_tui.control.chat import Opening
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
     take_keys()
     own = engines.maker(stack, asked.wanted)
-    desk = ModelDesk(offline=bool(Settings().value("offline")))
+    desk = LocalModelService(offline=bool(Settings().value("offline")))
     first = not engine.where and engines.only_the_starter(name)
     opening = Opening(
         client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()

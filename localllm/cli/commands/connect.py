@@ -16,7 +16,7 @@ from localllm import paths
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from localllm.cli.editors.recipes import ConfigFile, Probe, Recipe, Target
+    from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe
 
 _TIMEOUT_S = 120.0
 
@@ -49,7 +49,7 @@ def connect(
             raise LocalLLMError(f"{failures} of {recipe.name}'s calls failed")
 
 
-def _say(recipe: Recipe, write: bool) -> None:
+def _say(recipe: ClientRecipe, write: bool) -> None:
     """Print what is to be done by hand, and with `write` write the files."""
     for file in recipe.files:
         if write:
@@ -83,11 +83,11 @@ def _own_key(base: str) -> str | None:
     return existing_key() if asks else None
 
 
-def _target(base: str, model: str | None, api_key: str | None) -> Target:
+def _target(base: str, model: str | None, api_key: str | None) -> ClientTarget:
     """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
     import httpx
 
-    from localllm.cli.editors.recipes import Target
+    from localllm.cli.editors.recipes import ClientTarget
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -107,7 +107,7 @@ def _target(base: str, model: str | None, api_key: str | None) -> Target:
     fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
     embeds = [n for n in served if "embedding" in can[n]]
     n_ctx = int(served[name].get("context_length") or 4096)
-    return Target(base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None))
+    return ClientTarget(base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None))
 
 
 def write_file(file: ConfigFile) -> str:
@@ -160,7 +160,7 @@ def deep_merge(old: Any, new: Any) -> Any:
     return {**old, **{k: deep_merge(old.get(k), v) for k, v in new.items()}}
 
 
-def run_checks(target: Target, probes: Iterable[Probe]) -> int:
+def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
     """Make the calls and print a line for each; returns how many failed."""
     import httpx
 

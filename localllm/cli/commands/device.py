@@ -89,11 +89,11 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
 
 def _more_with_the_gpu(found: Device) -> list[str]:
     """What a build that uses the GPU would give, by the prediction for a model that everybody knows."""
-    from localllm.cli.compose import build_advice as other_builds
+    from localllm.cli.compose import engine_builds
     from localllm.device.detect import detect
 
     used = detect()
-    said = other_builds.sentence(used, found, other_builds.yardstick_plan(used))
+    said = engine_builds.sentence(used, found, engine_builds.yardstick_plan(used))
     return [f"    {said}"] if said else []
 
 

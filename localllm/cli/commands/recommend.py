@@ -92,8 +92,7 @@ def recommend(
     On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
     models too; --plain, a pipe, --json and the options that ask for one answer print a list.
     """
-    from localllm.cli.compose import build_advice as other_builds
-    from localllm.cli.compose import projector
+    from localllm.cli.compose import engine_builds, projector
     from localllm.cli.compose.plan_inputs import check_offload, offload_options
     from localllm.cli.recommend import view
     from localllm.device.named import with_memory
@@ -106,10 +105,10 @@ def recommend(
     if purpose not in _PURPOSES:
         raise UsageError(f"--for {purpose}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
     if link is not None:
-        from localllm.cli.recommend import cluster as recommend_cluster
+        from localllm.cli.recommend import cluster
 
         workload = _workload(purpose, context, parallel, min_speed)
-        view.out(recommend_cluster.told(device, link, model, workload, as_json=as_json))
+        view.out(cluster.told(device, link, model, workload, as_json=as_json))
         return
     if compare:
         _compare(names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json)
@@ -176,7 +175,7 @@ def recommend(
             listings_days=age_days(user_folder()),
         )
     )
-    view.out(other_builds.note(machine, answer.plans))
+    view.out(engine_builds.note(machine, answer.plans))
 
 
 def _on_a_terminal() -> bool:
@@ -190,12 +189,12 @@ def _on_a_terminal() -> bool:
 def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool) -> None:
     """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
     from localllm.cli.chat.config import take_keys
-    from localllm.cli.chat.model_service import ModelDesk
+    from localllm.cli.chat.model_service import LocalModelService
     from localllm_tui.control.interfaces import Wish
     from localllm_tui.models_app import ModelsApp
 
     take_keys()
-    desk = ModelDesk(offline=offline)
+    desk = LocalModelService(offline=offline)
     wish = Wish(purpose, context, machine, memory_gb)
     desk.check(wish)
     chosen = ModelsApp(desk, wish).run()

@@ -71,10 +71,10 @@ def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[Buil
     """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
     from dataclasses import replace
 
-    from localllm.cli.compose import build_advice as other_builds
+    from localllm.cli.compose import engine_builds
     from localllm.setup.recipes import recipes_for
 
-    preferred = other_builds.preferred(machine) if machine.accelerator == "rocm" and not backend else None
+    preferred = engine_builds.preferred(machine) if machine.accelerator == "rocm" and not backend else None
     if preferred is not None and preferred.backend == "rocm" and not host.rocm_runtime:
         # What can't run is no choice, but worth knowing.
         note = (

@@ -50,10 +50,10 @@ def worker(
         )
     import asyncio
 
-    from localllm.cli import rpc_worker as worker_door
+    from localllm.cli import rpc_worker
 
     with suppress(KeyboardInterrupt):
-        asyncio.run(worker_door.run(host, port, allowed, threads, RECIPE.format(port=port)))
+        asyncio.run(rpc_worker.run(host, port, allowed, threads, RECIPE.format(port=port)))
 
 
 def networks(texts: Sequence[str]) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:

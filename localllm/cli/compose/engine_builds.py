@@ -1,12 +1,27 @@
-"""Which build of llama.cpp this run uses: told once, at the start, to this process and to every worker it starts."""
+"""Builds of llama.cpp: which one this run uses, told once to this process and to every worker it starts; and what another one
+would give on this machine, by the planner's prediction."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from localllm.device.types import Accelerator, Device
+    from localllm.planner.types import Plan
+    from localllm.setup.recipes import Preferred
 
 # Those that choose, show or mend builds and settings must run whatever is chosen.
 _NEVER_FAIL = ("setup", "config", "doctor", "device")
+# What a turn of a conversation is, where two builds are weighed: tokens read and written.
+_READ_TOKENS, _WRITTEN_TOKENS = 2048, 400
+_WORTH_IT = 0.95
+# A model everybody knows, that fits nearly every GPU.
+_YARDSTICK = ("qwen3-8b", "Q4_K_M")
 
 
 def activate(command: str | None) -> None:
@@ -40,3 +55,71 @@ def _configured() -> str:
         return str(read_config().get("build") or "")
     except UsageError:
         return ""
+
+
+def preferred(machine: Device) -> Preferred | None:
+    """ROCm or Vulkan, by the seconds a turn of the yardstick would take; None where it can't be planned."""
+    from localllm.setup.recipes import Preferred
+
+    both: tuple[Accelerator, ...] = ("rocm", "vulkan")
+    seconds = {kind: _turn_s(machine, kind) for kind in both}
+    if None in seconds.values():
+        return None
+    rocm, vulkan = seconds["rocm"] or 0.0, seconds["vulkan"] or 0.0
+    # Vulkan needs nothing but the driver that is there: ROCm has to be worth installing.
+    best: Accelerator = "rocm" if rocm < _WORTH_IT * vulkan else "vulkan"
+    told = ", ".join(f"{kind} {value:.1f} s" for kind, value in seconds.items())
+    return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {told}")
+
+
+def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
+    plan = yardstick_plan(replace(machine, accelerator=accelerator))
+    if plan is None or not plan.decode_tok_s.value or not plan.prefill_tok_s.value:
+        return None
+    return _READ_TOKENS / plan.prefill_tok_s.value + _WRITTEN_TOKENS / plan.decode_tok_s.value
+
+
+def yardstick_plan(machine: Device) -> Plan | None:
+    """The yardstick's plan on `machine`."""
+    from localllm.library.catalog import load_catalog
+    from localllm.planner.plan import plan_for
+    from localllm.planner.types import Workload
+
+    model = load_catalog().get(_YARDSTICK[0])
+    variants = [v for v in model.variants if v.format == "gguf"] if model is not None else []
+    if model is None or not variants:
+        return None
+    variant = next((v for v in variants if v.quant == _YARDSTICK[1]), variants[0])
+    return plan_for(machine, model, variant, Workload())
+
+
+def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
+    """One line for a list of plans made for `machine`, where this machine has a GPU that the installed build can't use;
+    nothing anywhere else, and nothing for a simulated one."""
+    if machine.simulated or not any(finding.fix == "localllm setup" for finding in machine.findings):
+        return []
+    from localllm.device.detect import hardware
+
+    said = sentence(machine, hardware(), plans[0] if plans else yardstick_plan(machine))
+    return [f"Note: {said}."] if said else []
+
+
+def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
+    """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in use. "" where that gives
+    nothing more."""
+    from localllm.device.accelerators import KINDS
+    from localllm.planner.plan import plan_for
+    from localllm.planner.types import Workload
+
+    if plan is None or machine.accelerator == planned_for.accelerator:
+        return ""
+    if machine.accelerator == "rocm" and (best := preferred(machine)) is not None:
+        machine = replace(machine, accelerator=best.backend)
+    other = plan_for(machine, plan.model, plan.variant, Workload())
+    if other.fits == "no" or other.decode_tok_s.value <= plan.decode_tok_s.value:
+        return ""
+    speed, kind = other.decode_tok_s, KINDS[machine.accelerator].label
+    name = f"{plan.model.name} {plan.variant.quant}"
+    return (
+        f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} tok/s: `localllm setup`"
+    )

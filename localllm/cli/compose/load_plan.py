@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from localllm.cli.compose.load_spec import spec_of
 from localllm.cli.compose.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
-from localllm.cli.compose.projector import Projector, left_out, projector_beside
+from localllm.cli.compose.projector import ImageProjector, left_out, projector_beside
 from localllm.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class LoadPlan:
     embedding: EmbeddingOptions | None = None
     preset: Preset | None = None
     ranks: bool = False
-    projector: Projector = field(default_factory=Projector)
+    projector: ImageProjector = field(default_factory=ImageProjector)
 
     @property
     def needs_bytes(self) -> int:
@@ -159,8 +159,8 @@ class _Room:
 
 
 def _with_projector(
-    room: _Room, plan: Plan | None, projector: Projector, settings: Settings
-) -> tuple[Projector, Plan | None]:
+    room: _Room, plan: Plan | None, projector: ImageProjector, settings: Settings
+) -> tuple[ImageProjector, Plan | None]:
     """The projector and a plan that leaves room for it; else a plan without."""
     beside = room.fitted(plan, projector.need_bytes)
     if projector.file is None or (left := room.left_bytes(beside)) >= projector.need_bytes:

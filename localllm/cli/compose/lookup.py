@@ -36,12 +36,12 @@ def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> t
 
 def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     """What is known of speeds on `device`, and which engines this installation has."""
-    from localllm.cli.compose import measurements, shared_speeds
+    from localllm.cli.compose import measurements
     from localllm.planner.plan import Overrides
     from localllm_backends import registry
 
     own = [] if device.simulated else [r for r in measurements.load() if r.machine == device.name]
-    records = shared_speeds.for_machine(device.name, own)
+    records = measurements.for_machine(device.name, own)
     where = "here" if own else "by others"
     measured = measurements.for_planner(records, device.name, catalog.by_id, where=where)
     return Overrides(measured=measured, backends=registry.names())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Projector:
+class ImageProjector:
     """The projector's file to load (None: none), what it takes in bytes, and why there is none ("": the model has none)."""
 
     file: Path | None = None
@@ -25,7 +25,7 @@ class Projector:
     why_not: str = ""
 
 
-def projector_beside(local: LocalModel, engine: BackendType, settings: Settings, draft: str) -> Projector:
+def projector_beside(local: LocalModel, engine: BackendType, settings: Settings, draft: str) -> ImageProjector:
     """The projector beside `local`, as far as the `images` setting, the drafting mode and the engine let it be used. Raises
     UnsupportedError where images were asked for and can't be had."""
     from localllm.errors import ModelFileError
@@ -39,28 +39,28 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings,
                 f"--images on: no image projector lies beside {local.name}",
                 hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has one",
             )
-        return Projector(why_not="switched off (--images off)" if local.mmproj is not None else "")
+        return ImageProjector(why_not="switched off (--images off)" if local.mmproj is not None else "")
     why = engine.reads_images() if draft != "mtp" else "draft heads and images don't go together yet"
     if why is None:
         try:
             header = read_header(local.mmproj)
             size = local.mmproj.stat().st_size
-            return Projector(local.mmproj, projector_bytes(header.metadata, size))
+            return ImageProjector(local.mmproj, projector_bytes(header.metadata, size))
         except (ModelFileError, OSError) as e:
             why = e.message if isinstance(e, LocalLLMError) else str(e)
     if wanted == "on":
         raise UnsupportedError(f"--images on: {why}")
-    return Projector(why_not=why)
+    return ImageProjector(why_not=why)
 
 
-def left_out(projector: Projector, settings: Settings, free_bytes: int) -> Projector:
+def left_out(projector: ImageProjector, settings: Settings, free_bytes: int) -> ImageProjector:
     """No projector, since only `free_bytes` are left beside the model. Raises DoesNotFitError where images were asked for."""
     said = (
         f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and {max(0, free_bytes) / 1e9:.1f} GB are left"
     )
     if settings.value("images") == "on":
         raise DoesNotFitError(f"--images on: {said}", hint="use a smaller --context, or a smaller quant of the model")
-    return Projector(why_not=said)
+    return ImageProjector(why_not=said)
 
 
 def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:

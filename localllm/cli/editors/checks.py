@@ -32,14 +32,14 @@ _CALL_TOKENS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ClientCheck:
     """One line of the report: `run` makes the calls and returns what went wrong, or nothing."""
 
     what: str
     run: Callable[[httpx.Client], str]
 
 
-def checks(probe: Probe, model: str) -> tuple[Check, ...]:
+def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
     """What a program that makes calls of this kind depends on."""
     chat = {"model": model, "messages": _HI, "max_tokens": 4}
     whole = _call("POST", "/v1/chat/completions", chat, '"finish_reason"')
@@ -48,29 +48,29 @@ def checks(probe: Probe, model: str) -> tuple[Check, ...]:
     responses = {"model": model, "input": "Say hi.", "stream": True, "max_output_tokens": 4}
     counted = {"model": model, "messages": _HI}
     fill_in = {"model": model, "prompt": "a", "suffix": "b", "max_tokens": 4}
-    by_probe: dict[Probe, tuple[Check, ...]] = {
-        "models": (Check("list of models", _call("GET", "/v1/models", None, model)),),
+    by_probe: dict[Probe, tuple[ClientCheck, ...]] = {
+        "models": (ClientCheck("list of models", _call("GET", "/v1/models", None, model)),),
         "chat": (
-            Check("whole answer", whole),
-            Check("streamed answer", _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')),
+            ClientCheck("whole answer", whole),
+            ClientCheck("streamed answer", _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')),
         ),
-        "tools": (Check("tool loop", lambda client: _chat_loop(client, model)),),
+        "tools": (ClientCheck("tool loop", lambda client: _chat_loop(client, model)),),
         "responses": (
-            Check("responses stream", _call("POST", "/v1/responses", responses, '"type": "response.incomplete"')),
-            Check("tool loop", lambda client: _responses_loop(client, model)),
+            ClientCheck("responses stream", _call("POST", "/v1/responses", responses, '"type": "response.incomplete"')),
+            ClientCheck("tool loop", lambda client: _responses_loop(client, model)),
         ),
         "anthropic": (
-            Check("message stream", _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop")),
-            Check("token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")),
-            Check("tool loop", lambda client: _messages_loop(client, model)),
+            ClientCheck("message stream", _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop")),
+            ClientCheck("token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")),
+            ClientCheck("tool loop", lambda client: _messages_loop(client, model)),
         ),
         "ollama": (
-            Check("Ollama's version", _call("GET", "/api/version", None, "version")),
-            Check("Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")),
-            Check("Ollama chat", _call("POST", "/api/chat", ollama, '"done": true')),
-            Check("Ollama tool loop", lambda client: _ollama_loop(client, model)),
+            ClientCheck("Ollama's version", _call("GET", "/api/version", None, "version")),
+            ClientCheck("Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")),
+            ClientCheck("Ollama chat", _call("POST", "/api/chat", ollama, '"done": true')),
+            ClientCheck("Ollama tool loop", lambda client: _ollama_loop(client, model)),
         ),
-        "fim": (Check("fill-in", _call("POST", "/v1/completions", fill_in, "text")),),
+        "fim": (ClientCheck("fill-in", _call("POST", "/v1/completions", fill_in, "text")),),
     }
     return by_probe[probe]
 

@@ -21,7 +21,7 @@ _PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json)?\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ClientTarget:
     """The server to connect to: `url` without a path, one model of it, its context in tokens, the key if any; and
     which of its models complete code and make embeddings, where it serves such."""
 
@@ -58,7 +58,7 @@ class ConfigFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ClientRecipe:
     """How to connect one program. `checked`: the version that a whole tool loop was run with, on this very
     configuration ("" = the recipe is from its documentation alone)."""
 
@@ -70,7 +70,7 @@ class Recipe:
     checked: str = ""
 
 
-def values(target: Target) -> dict[str, Any]:
+def values(target: ClientTarget) -> dict[str, Any]:
     """What recipes may name; None: there is none, and what names it is left out."""
     here = "127.0.0.1" in target.url
     fills_in_too = target.autocomplete == target.model
@@ -131,10 +131,10 @@ def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> Con
     return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
 
 
-def _recipe(entry: Mapping[str, Any], target: Target, home: Path) -> Recipe:
+def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> ClientRecipe:
     known = values(target)
     variables = {k: _filled(v, known) for k, v in entry.get("environment", {}).items()}
-    return Recipe(
+    return ClientRecipe(
         entry["name"],
         (_file(entry["file"], known, home),) if "file" in entry else (),
         _those_filled(entry.get("steps", ()), known),
@@ -144,7 +144,7 @@ def _recipe(entry: Mapping[str, Any], target: Target, home: Path) -> Recipe:
     )
 
 
-RECIPES: Mapping[str, Callable[[Target, Path], Recipe]] = {
+RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {
     name: partial(_recipe, entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8")).items()
 }

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.device.conditions import Conditions, changed
+
+if TYPE_CHECKING:
+    from localllm.server.models.router import ModelRouter
+    from localllm.server.models.worker import ModelWorker
 
 # So much more time a step takes where speed has fallen by a fifth.
 SLOWER = 1.25
@@ -19,10 +24,13 @@ _FEWEST_STARTS, _MOST_STARTS = 2, 10
 _MOST_MODELS = 64
 # Depths within an eighth of an octave, at first within this many tokens, are compared with each other.
 _NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
+LOOK_S = 5.0
+# Spans that a verdict needs (localllm/engine/host/decode_speed.py keeps eight).
+_SPANS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRecord:
     """One start of a model: `steps` are seconds of a plain decode step by depth (as `depth_bin` groups them),
     `conditions` what it ran under; `notice` what was said of it, "" where it was as fast as ever."""
 
@@ -33,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SpeedVerdict:
     """`factor`: how much longer a step takes than before (1: as long), by the median over depths; the speeds in tokens/s
     are those of the depth that most of the steps had."""
 
@@ -71,7 +79,7 @@ def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
     return {name: sorted(values)[(len(values) - 1) // 2] for name, values in found.items()}
 
 
-def judge(steps: Mapping[str, float], earlier: Sequence[Start]) -> Verdict | None:
+def judge(steps: Mapping[str, float], earlier: Sequence[StartRecord]) -> SpeedVerdict | None:
     """How `steps` compare with earlier starts; None where too few of those were at the same depths."""
     latest = earlier[-_MOST_STARTS:]
     known: dict[str, float] = {}
@@ -86,10 +94,10 @@ def judge(steps: Mapping[str, float], earlier: Sequence[Start]) -> Verdict | Non
     factors = {name: steps[name] / usual for name, usual in known.items()}
     factor = statistics.median(factors.values())
     name = min(factors, key=lambda n: abs(factors[n] - factor))
-    return Verdict(factor, 1 / steps[name], 1 / known[name], counted)
+    return SpeedVerdict(factor, 1 / steps[name], 1 / known[name], counted)
 
 
-def notice(model: str, verdict: Verdict, earlier: Sequence[Start], here: Conditions) -> str:
+def notice(model: str, verdict: SpeedVerdict, earlier: Sequence[StartRecord], here: Conditions) -> str:
     """One sentence for a person: how much slower, and what is otherwise than it was."""
     said = (
         f"{model} is slower than it was here: {verdict.now_tok_s:.3g} tok/s, where {verdict.before_tok_s:.3g} were usual "
@@ -100,7 +108,7 @@ def notice(model: str, verdict: Verdict, earlier: Sequence[Start], here: Conditi
     return f"{said}. {'Changed' if causes else 'Nothing known has changed'}{': ' if causes else ''}{'; '.join(causes)}"
 
 
-def load(file: Path | None = None) -> dict[str, list[Start]]:
+def load(file: Path | None = None) -> dict[str, list[StartRecord]]:
     """Every model's starts, oldest first, by the key they were kept under; a damaged or missing file is none."""
     try:
         raw = json.loads((file or path()).read_text(encoding="utf-8"))
@@ -116,17 +124,17 @@ def load(file: Path | None = None) -> dict[str, list[Start]]:
     }
 
 
-def _start(entry: Any) -> Start | None:
-    names = {f.name for f in fields(Start)}
+def _start(entry: Any) -> StartRecord | None:
+    names = {f.name for f in fields(StartRecord)}
     try:
-        start = Start(**{name: value for name, value in entry.items() if name in names})
+        start = StartRecord(**{name: value for name, value in entry.items() if name in names})
         good = all(isinstance(v, float) and math.isfinite(v) and v > 0 for v in start.steps.values())
         return start if good and isinstance(start.conditions, dict) and isinstance(start.notice, str) else None
     except (TypeError, AttributeError):
         return None
 
 
-def keep(key: str, start: Start, file: Path | None = None) -> None:
+def keep(key: str, start: StartRecord, file: Path | None = None) -> None:
     """Add a start; the oldest of this model go first, and the model longest unused. A full disk keeps nothing."""
     from localllm import paths
 
@@ -139,3 +147,93 @@ def keep(key: str, start: Start, file: Path | None = None) -> None:
         paths.write_private(target, json.dumps(body, indent=1))
     except OSError:
         pass
+
+
+class DecodeSpeedWatch:
+    """Compares each start of a model of `router` with its earlier ones, once it has answered a little; `say` hears what a person
+    should know, `told` is all that was said."""
+
+    def __init__(self, router: ModelRouter, say: Callable[[str], None]) -> None:
+        self._router, self._say = router, say
+        self._judged: dict[str, Any] = {}
+        self._used_s: dict[str, float] = {}
+        self.told: list[str] = []
+
+    @property
+    def judged(self) -> bool:
+        """Whether any model's start has been judged, and is loaded still."""
+        return bool(self._judged)
+
+    async def run(self, look_s: float = LOOK_S) -> None:
+        """Until cancelled."""
+        import asyncio
+
+        while True:
+            await asyncio.sleep(look_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Judge the starts that can be judged now, each once."""
+        for worker in self._router.workers():
+            if not worker.loaded:
+                self._judged.pop(worker.name, None)
+                continue
+            client = getattr(worker.host, "client", None)
+            if client is None or self._judged.get(worker.name) is client:
+                continue
+            # A model that was not used since is left to sleep.
+            if self._used_s.get(worker.name) == worker.last_used_s:
+                continue
+            self._used_s[worker.name] = worker.last_used_s
+            pace = (await worker.snapshot()).get("pace")
+            if isinstance(pace, dict) and len(pace["spans"]) >= _SPANS:
+                self._judged[worker.name] = client
+                self._judge(worker, pace["spans"])
+
+    def _judge(self, worker: ModelWorker, spans: list[list[float]]) -> None:
+        import datetime
+
+        from localllm.device.probes import conditions
+
+        key, here = _key(worker), conditions.read(_ours())
+        here = replace(here, lasting={**_build(worker), **here.lasting})
+        steps, earlier = steps_of(spans), load().get(key, [])
+        verdict, said = judge(steps, earlier), ""
+        if verdict is not None and verdict.slower:
+            said = notice(worker.name, verdict, earlier, here)
+            self.told.append(said)
+            self._say(said)
+        worker.notice = said
+        keep(key, StartRecord(datetime.date.today().isoformat(), steps, here.lasting, said))
+
+
+def _key(worker: ModelWorker) -> str:
+    """What must be the same for two starts to be compared: the weights, the KV types, and where the model lies."""
+    info = worker.info
+    assert info is not None
+    spec = getattr(getattr(worker.host, "options", None), "spec", None)
+    # As earlier versions wrote it, whose starts are compared with.
+    layers = spec.n_gpu_layers if spec is not None else 0
+    placed = f"{layers} {spec.placement}".replace(f"gpu_layers={layers}, ", "") if spec is not None else ""
+    where = hashlib.blake2b(placed.encode(), digest_size=4).hexdigest()
+    return f"{worker.name} {info.fingerprint[:12]} {info.kv_type_k}/{info.kv_type_v} {where}"
+
+
+def _build(worker: ModelWorker) -> dict[str, str]:
+    """What of ours and the engine's may have changed between two starts."""
+    from localllm.cli.compose.measurements import versions
+
+    info = worker.info
+    assert info is not None
+    spec = getattr(getattr(worker.host, "options", None), "spec", None)
+    made_of = hashlib.blake2b(info.kv_meaning.encode(), digest_size=4).hexdigest()
+    threads = str(spec.n_threads or "automatic") if spec is not None else ""
+    return {**versions(), "build of the engine": made_of, "threads": threads}
+
+
+def _ours() -> frozenset[int]:
+    """This process and those below it."""
+    import psutil
+
+    me = psutil.Process()
+    return frozenset([me.pid, *(child.pid for child in me.children(recursive=True))])

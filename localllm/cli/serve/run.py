@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from localllm.server.http.settings import ServerSettings
     from localllm.server.models.router import ModelRouter, ServedModel
 
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from localllm.server.http.asgi import App, Message, Receive, Scope, Send
+
 _GB = "{:.2f} GB"
 _MOST_NAMED = 5
 
@@ -36,7 +42,7 @@ async def serve_until_stopped(
     import sys
 
     from localllm.cli.compose.api_keys import key_path
-    from localllm.cli.serve.decode_speed_watch import PaceWatch
+    from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.server.models.unloading import memory_is_short, unload_idle
 
     def say(text: str) -> None:
@@ -57,7 +63,7 @@ async def serve_until_stopped(
     loading = asyncio.create_task(_load(router, say))
     serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else say))
     watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
-    pace = asyncio.create_task(PaceWatch(router, say).run())
+    pace = asyncio.create_task(DecodeSpeedWatch(router, say).run())
     try:
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -133,7 +139,7 @@ async def _serve(
 ) -> None:
     import asyncio
 
-    from localllm.cli.serve.request_log import with_lines
+    from localllm.cli.serve.run import with_lines
 
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
     await serve_on(app if say is None else with_lines(app, say), socks, settings)
@@ -177,3 +183,52 @@ def _allocated(model: ServedModel) -> str:
     """What the worker's model and context take; as planned where the worker does not say."""
     client = getattr(model.host, "client", None)
     return _GB.format((client.memory.total_bytes if client is not None else model.needs_bytes) / 1e9)
+
+
+# Asked again and again by whoever watches a server: worth a line only where they fail.
+_WATCHERS = (
+    "/health",
+    "/v1/health",
+    "/metrics",
+    "/v1/models",
+    "/api/tags",
+    "/api/ps",
+    "/props",
+    "/slots",
+    "/v1/responses/input_tokens",
+    "/tokenize",
+)
+_MOST_PATH = 60
+
+
+def with_lines(app: App, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> App:
+    """`app`, telling `say` of each request once it is over: when, what, its status and seconds. Nothing of what was asked or
+    answered is told."""
+
+    async def telling(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        started_s, status = clock(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, sending)
+        finally:
+            if status >= 400 or scope["path"] not in _WATCHERS:
+                say(_line(scope, status, clock() - started_s))
+
+    return telling
+
+
+def _line(scope: Scope, status: int, took_s: float) -> str:
+    # A path is whatever a client sent: a terminal must not obey it.
+    path = "".join(c if c.isprintable() else "?" for c in scope["path"])
+    path = path if len(path) <= _MOST_PATH else path[: _MOST_PATH - 1] + "…"
+    said = f"{status}" if status else "left before its answer"
+    return f"{time.strftime('%H:%M:%S')}  {scope['method']} {path}  {said}  {took_s:.2f} s"
