@@ -61,9 +61,13 @@ class LocalLLMError(Exception):
     http_status: ClassVar[int] = 500
     exit_code: ClassVar[int] = 1
     default_hint: ClassVar[str] = ""
+    default_retry_after_s: ClassVar[float | None] = None
 
-    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
         self.message = message
         self.hint = self.default_hint if hint is None else hint
         self.param = param
@@ -225,10 +229,7 @@ class BusyError(LocalLLMError):
     http_status = 503
     exit_code = 7
     default_hint = "retry after the time given in Retry-After"
-
-    def __init__(self, message: str, *, retry_after_s: int = 2, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 2
 
 
 class PortInUseError(LocalLLMError):

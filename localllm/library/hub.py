@@ -163,12 +163,6 @@ class HubUnreachableError(DownloadError):
 
     code = "hub_unreachable"
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message, hint=hint, param=param)
-        self.retry_after_s = retry_after_s
-
 
 def _explain(error: Exception, repo: str, revision: str) -> DownloadError | ModelNotFoundError | UsageError:
     from huggingface_hub import errors as hub_errors

@@ -1,1 +1,1 @@
-"""HTTP faces of the engine: pure translation to one Request and from one Event stream, behind one security layer."""
+"""The HTTP server: several APIs translated to one engine request and from its events, behind one security gate."""

@@ -1,4 +1,4 @@
-"""Puts the server together: the gate, the faces, and one shape for every error."""
+"""Builds the ASGI application: middleware, the routes of every dialect, health, metrics and error responses."""
 
 from __future__ import annotations
 

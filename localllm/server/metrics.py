@@ -1,4 +1,4 @@
-"""GET /metrics: the engines' counters as Prometheus text, without names of prompts, users or paths."""
+"""GET /metrics: the engines' counters in Prometheus' text format, without prompts, users or paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every dialect reads a body: each field is honoured within a range, or refused with the reason.
+"""Request bodies: each field is honoured within its range, refused with the reason, or named as ignored.
 
 The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
 "off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated

@@ -1,4 +1,4 @@
-"""LM Studio's own paths: its list of models in both forms, and loading and unloading."""
+"""LM Studio's own API: both versions of its model list, loading and unloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: request bodies are described by the very models that check them."""
+"""The OpenAPI document: bodies are described by the pydantic models that validate them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""POST /v1/rerank: documents by how well they answer a query, as llama.cpp's server, Jina and Cohere write it; with
-`texts` instead of `documents`, as text-embeddings-inference does."""
+"""POST /v1/rerank in the format of llama.cpp, Jina and Cohere; with `texts` instead of `documents`, in that of
+text-embeddings-inference."""
 
 from __future__ import annotations
 

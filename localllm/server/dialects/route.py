@@ -1,4 +1,4 @@
-"""A path that generates, as a value; and the one way from its body to its reply: read, resolve, translate, answer."""
+"""A generating path as a value, and its walk: read the body, resolve the model, translate, answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to vectors, whatever the dialect: which model makes them, the answer, and the vectors' numbers."""
+"""Embeddings for every dialect: choosing the model, running it, truncating and encoding the vectors."""
 
 from __future__ import annotations
 

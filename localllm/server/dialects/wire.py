@@ -1,4 +1,4 @@
-"""What several dialects write alike: server-sent events, OpenAI's error, timings, log-probabilities, arguments."""
+"""Output that several dialects share: SSE frames, timings, log-probabilities, tool arguments."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a conversation to a prompt, from a prompt to text: what every dialect asks for, without any dialect's words."""
+"""From a chat request to a prompt, and from a generation job to text; independent of any dialect."""

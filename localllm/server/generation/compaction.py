@@ -1,4 +1,4 @@
-"""Compaction at work: counts a conversation with the model's own vocabulary, and renders what `compaction` keeps of it."""
+"""Fits a conversation into the context: counts tokens, drops the oldest turns, renders what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one job on an engine and tells a ReplyWriter what happens: the only place that reads the engine's events."""
+"""Runs a generation job on an engine and reports it to a ReplyWriter; the only reader of the engine's events."""
 
 from __future__ import annotations
 

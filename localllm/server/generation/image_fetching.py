@@ -1,4 +1,4 @@
-"""Images at addresses, fetched from the hosts that the server was told of (`--allow-image-hosts`), and from no other.
+"""Fetches images by URL, only from the hosts that `--allow-image-hosts` names.
 
 A name is looked up once, and what was looked up is what is connected to: a name that changes its address in between (DNS
 rebinding) leads nowhere else. Proxies of the environment are not used, since they would look it up again.

@@ -1,4 +1,4 @@
-"""The PDFs of a conversation, read: their text and the pictures of their pages in the place of their marks."""
+"""Replaces the PDFs of a conversation by their text and, for vision models, images of their pages."""
 
 from __future__ import annotations
 

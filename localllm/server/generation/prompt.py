@@ -1,4 +1,4 @@
-"""From a conversation and its options (tools, schema, effort) to the engine's prompt, constraint and reply format."""
+"""Renders a chat with the model's template, and derives how the answer is constrained and parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a reply's tokens its answer is made of: log-probabilities belong to those, not to reasoning, calls and markers."""
+"""Assigns token log-probabilities to visible text: reasoning, tool calls and markers get none."""
 
 from __future__ import annotations
 

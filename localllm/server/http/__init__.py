@@ -1,1 +1,1 @@
-"""The HTTP border, whatever is said over it: the gate, JSON bodies, headers, sockets, and replies on their way."""
+"""The HTTP border, independent of any dialect: security gate, bodies, sockets, streaming."""

@@ -1,4 +1,4 @@
-"""Who asks, what they may, and what they have used: one account for each key with a name. Nothing of what was asked."""
+"""API keys: who asks, within which rate limits, and what was used. Nothing of a request's content."""
 
 from __future__ import annotations
 
@@ -15,30 +15,24 @@ from dataclasses import dataclass, field, fields
 from localllm.errors import LocalLLMError
 
 _MINUTE_S = 60.0
-# Whoever has as many requests running as allowed is told to try again after so long: when one ends is not known.
+# Retry-After for a key at its limit of parallel requests: when one ends is not known.
 _PARALLEL_RETRY_S = 1
 
 
 class RateLimitError(LocalLLMError):
-    """A key has used up what it may now. `retry_after_s` says when it may go on."""
+    """A key is over a rate limit."""
 
     code = "rate_limit_exceeded"
     type = "rate_limit_error"
     http_status = 429
     exit_code = 7
     default_hint = "retry after the time given in Retry-After"
-
-    def __init__(
-        self, message: str, *, retry_after_s: int = 1, hint: str | None = None, param: str | None = None
-    ) -> None:
-        super().__init__(message, hint=hint, param=param)
-        self.retry_after_s = retry_after_s
+    default_retry_after_s = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may at most (None: no limit): requests and tokens (read and written, without those that came from the
-    cache) in a minute, and requests at once."""
+    """Limits of one key (None: no limit). Tokens are prompt and completion tokens, without those from the prefix cache."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -47,7 +41,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A key by the name of who has it: only the SHA-256 of its text is kept."""
+    """A key with its holder's name; only the SHA-256 of the key is kept."""
 
     name: str
     digest: bytes = field(repr=False)
@@ -55,19 +49,19 @@ class NamedKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key. Keys are long and made up, so a fast hash without salt gives nothing away."""
+    """SHA-256 of a key. Keys are long and random, so a fast hash without salt is enough."""
     return hashlib.sha256(key).digest()
 
 
 class TokenBucket:
-    """What may be used in a minute, filled evenly. What is used beyond it is owed, and waited for."""
+    """A token bucket of a minute's allowance; it may go into debt, which is then waited for."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self._size, self._clock = per_minute, clock
         self._left, self._seen_s = per_minute, clock()
 
     def wait_s(self, amount: float) -> float:
-        """How long until `amount` is there (at most the whole of it is waited for), in seconds."""
+        """Seconds until `amount` (at most the bucket's size) is available."""
         now = self._clock()
         self._left = min(self._size, self._left + (now - self._seen_s) * self._size / _MINUTE_S)
         self._seen_s = now
@@ -81,7 +75,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class KeyUsage:
-    """What a key has used since the server started; tokens of its prompts, of those from the cache, and written ones."""
+    """Usage of a key since the server started."""
 
     requests: int = 0
     refused: int = 0
@@ -91,7 +85,7 @@ class KeyUsage:
 
 
 class Account:
-    """One key's limits and usage. `owner`: may see what everybody has used."""
+    """One key's limits and usage. `owner`: may see everybody's usage."""
 
     def __init__(
         self,
@@ -109,7 +103,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """A block in which one request of this key runs. Raises RateLimitError."""
+        """A block in which one request of this key runs. Raises RateLimitError at its start."""
         self._admit()
         self.active += 1
         try:
@@ -142,18 +136,18 @@ class Account:
 
 
 _NOBODY = Account("")
-# Whose request this task answers; set by the gate.
+# The account of the request that this task answers; set by the gate.
 _CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=_NOBODY)
 
 
 def caller() -> Account:
-    """Whose request this is; an account without a name where keys have none."""
+    """The account of the current request; one without a name where keys have none."""
     return _CALLER.get()
 
 
 @contextmanager
 def called_by(account: Account) -> Iterator[None]:
-    """A block, and the tasks begun in it, that answer a request of `account`."""
+    """Sets `caller()` for a block and the tasks started in it."""
     before = _CALLER.set(account)
     try:
         yield
@@ -162,7 +156,7 @@ def called_by(account: Account) -> Iterator[None]:
 
 
 class Accounts:
-    """The accounts of a server: of each named key, and of the one key without a name (its owner's)."""
+    """The accounts of a server: one for each named key, and one for the owner's key without a name."""
 
     def __init__(
         self, keys: Iterable[NamedKey] = (), owner_key: str | None = None, clock: Callable[[], float] = time.monotonic
@@ -172,11 +166,11 @@ class Accounts:
             self._keys.append((digest_of(owner_key.encode()), Account("", clock=clock, owner=True)))
 
     def __bool__(self) -> bool:
-        """True where a key must be shown."""
+        """True where a key is required."""
         return bool(self._keys)
 
     def of(self, sent: bytes) -> Account | None:
-        """Whose key was sent; None for nobody's. Every key is compared, whichever it is."""
+        """The account of a key, or None. Compares with every key, in constant time."""
         digest = digest_of(sent)
         found: Account | None = None
         for known, account in self._keys:
@@ -185,12 +179,12 @@ class Accounts:
         return found
 
     def seen_by(self, account: Account) -> list[Account]:
-        """The named accounts whose usage `account` may see: its own, or all of them where it has no name."""
+        """The named accounts whose usage `account` may see: its own, or all for the owner."""
         named = [a for _, a in self._keys if a.name]
         return [a for a in named if a is account] if account.name else named
 
     def table(self, account: Account) -> str:
-        """What they have used, as CSV."""
+        """The usage that `account` may see, as CSV."""
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
         rows.writerow(("key", "requests", "refused", "prompt_tokens", "cached_tokens", "completion_tokens", "running"))
@@ -203,7 +197,7 @@ class Accounts:
 
 
 def used_lines(accounts: Iterable[Account]) -> list[str]:
-    """What each of `accounts` has used, in Prometheus' text format."""
+    """The usage of `accounts` in Prometheus' text format."""
     found = list(accounts)
     lines: list[str] = []
     for each in fields(KeyUsage):
@@ -214,5 +208,5 @@ def used_lines(accounts: Iterable[Account]) -> list[str]:
 
 
 def label(text: str) -> str:
-    """`text` as the value of a label in that format."""
+    """`text` escaped as a Prometheus label value."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""The words of ASGI, the interface between the web server and us."""
+"""ASGI's types, and the response headers of our own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 IGNORED = "x-localllm-ignored"
-# Which server an answer is from, where that is another one.
+# The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
 
@@ -24,8 +24,7 @@ def request_id() -> dict[str, str]:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """`x-localllm-ignored`, when there is something to name. A client chose the names: what could break a header is
-    replaced."""
+    """`x-localllm-ignored`, if there is something to name. Clients choose the names, so unsafe characters are replaced."""
     if not names:
         return {}
     plain = ("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in n) for n in names)

@@ -1,12 +1,11 @@
-"""Errors of the HTTP border, what every error adds to its response, and what is logged of the unforeseen."""
+"""Errors of the HTTP border, the headers of error responses, and logging of unexpected exceptions."""
 
 from __future__ import annotations
 
 import logging
 import traceback
 
-from localllm.errors import AuthError, BusyError, LocalLLMError, NotFoundError, RequestError
-from localllm.server.http.accounts import RateLimitError
+from localllm.errors import AuthError, LocalLLMError, NotFoundError, RequestError
 
 log = logging.getLogger("localllm.server")
 
@@ -20,7 +19,7 @@ class KeyRequiredError(AuthError):
 
 
 class MediaTypeError(RequestError):
-    """A body that does not say it is JSON: what a web page could send without the user's consent."""
+    """A body not declared as JSON: a web page could send it without a CORS preflight."""
 
     code = "unsupported_media_type"
     http_status = 415
@@ -28,7 +27,7 @@ class MediaTypeError(RequestError):
 
 
 class EncodingError(RequestError):
-    """A body packed in a way that the server does not unpack."""
+    """A Content-Encoding the server does not decode."""
 
     code = "unsupported_encoding"
     http_status = 415
@@ -36,7 +35,7 @@ class EncodingError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
-    """The body is larger than the server reads."""
+    """The body exceeds the size limit."""
 
     code = "request_too_large"
     http_status = 413
@@ -63,23 +62,22 @@ class MethodError(RequestError):
 
 
 def headers_of(error: LocalLLMError) -> dict[str, str]:
-    """Headers an error adds to its response."""
-    if isinstance(error, BusyError | RateLimitError):
-        return {"retry-after": str(error.retry_after_s)}
+    """Response headers of an error."""
+    if error.http_status in (429, 503) and error.retry_after_s is not None:
+        return {"retry-after": f"{error.retry_after_s:.0f}"}
     if error.http_status == 401:
         return {"www-authenticate": "Bearer"}
     return {"retry-after": "1"} if error.http_status == 503 else {}
 
 
 def log_failure(error: BaseException) -> None:
-    """Log where the server failed, not with which words: a message can quote a prompt."""
+    """Log where the server failed, without the exception's message, which could quote a prompt."""
     places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
     log.error("unforeseen %s at %s", type(error).__name__, " < ".join(reversed(places)))
 
 
 def internal(error: BaseException) -> LocalLLMError:
-    """`error` as something a client may see: our own as they are, anything else without its text, which could name
-    paths, prompts or addresses."""
+    """`error` fit for a client: our own as they are, any other without its text, which could name paths or prompts."""
     if isinstance(error, LocalLLMError):
         return error
     return LocalLLMError(f"the server failed on this request ({type(error).__name__})", hint="see the server's log")

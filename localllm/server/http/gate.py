@@ -1,9 +1,9 @@
-"""The gate before every route: who may speak to this server, from which page, in which form and how much.
+"""The security gate before every route: Host, Origin, key, content type and body size.
 
-Loopback is not trust: any web page can make the user's browser send requests here. So the Host must be a name of this
-machine (DNS rebinding), the Origin, when there is one, must be allowed, and a browser that sends none must not say that
-it comes from a foreign page; a body must say it is JSON (which a page can't send without a preflight), and a key is
-compared in constant time where one is set. Every name that a page's owner could point here stays refused, key or not.
+Loopback is not trust: any web page can make the user's browser send requests here. So Host must be a name of this machine
+(against DNS rebinding), an Origin must be allowed, a request without one must not be cross-site (Sec-Fetch-Site), a body
+must be declared as JSON (which a page can't send without a preflight), and keys are compared in constant time. A name that
+a page's owner could point here is refused, key or not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from localllm.server.http.json_body import send_json
 from localllm.server.http.names import below_localhost, host_name, is_loopback, served_with_key
 from localllm.server.http.settings import ServerSettings
 
-# Schemes of desktop programs: a web site can't have such an origin.
+# Schemes of desktop apps: no web site can have such an origin.
 _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")
-# Answered without a key: they tell nothing but that a server is here.
+# Need no key: they only tell that a server is here.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 _FORM = b"application/x-www-form-urlencoded"
@@ -31,7 +31,7 @@ _EXPOSE_HEADERS = (
     b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, x-localllm-ran-on, "
     b"x-request-id, retry-after, www-authenticate"
 )
-# Under this key of its scope a request says that there are more connections than the settings allow.
+# ASGI scope key: more connections are open than the settings allow.
 CROWDED = "localllm.crowded"
 _HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _MOST_HEADERS = 64
@@ -39,7 +39,7 @@ _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch
 
 
 class SecurityGate:
-    """ASGI middleware that refuses what the settings do not allow, and adds CORS headers for allowed origins."""
+    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed origins."""
 
     def __init__(self, app: App, settings: ServerSettings, accounts: Accounts | None = None) -> None:
         self.app = app
@@ -87,7 +87,7 @@ class SecurityGate:
         await self._pass(account, scope, receive, send)
 
     async def _pass(self, account: Account | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """On to the routes; in the name of whose key was sent, where keys have names, and within its limits."""
+        """On to the routes, within the limits of the key's account."""
         if account is None or not (account.name or account.owner):
             await self.app(scope, receive, send)
             return
@@ -129,7 +129,7 @@ class SecurityGate:
         return is_loopback(name) or (self.settings.keyed and below_localhost(name))
 
     def _caller(self, headers: dict[bytes, bytes]) -> Account | None:
-        """Whose key was sent; None where none is asked for. Raises KeyRequiredError."""
+        """The account of the key; None where no key is required. Raises KeyRequiredError."""
         if not self._accounts:
             return None
         sent = headers.get(b"authorization", b"")
@@ -155,7 +155,7 @@ class SecurityGate:
 
 
 def _of_a_page(headers: dict[bytes, bytes]) -> bool:
-    """True for what a browser sent: a page's requests say where they are from, in one of these."""
+    """True for a request from a browser page, which always has one of these headers."""
     return any(name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers)
 
 

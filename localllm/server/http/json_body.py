@@ -1,4 +1,4 @@
-"""JSON over HTTP: a body within the limits of size, time and depth, with finite numbers and valid Unicode; and replies."""
+"""JSON bodies: reading within limits of size, time, nesting and Content-Encoding, and writing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PIECE_BYTES = 2**18
 
 
 def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
-    """`body` as it was before it was packed; at most `limit_bytes` of it are ever held.
+    """`body` decoded; at most `limit_bytes` are ever held.
 
-    Raises EncodingError for a way of packing that is not taken, BodyTooLargeError and RequestError."""
+    Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError for broken data."""
     match encoding.strip().lower():
         case "" | "identity":
             return body
         case "gzip" | "x-gzip":
             wbits = _GZIP
         case "deflate":
-            # The standard means zlib's format; some programs send what is inside it (RFC 9110, 8.4.1.2).
+            # The standard means zlib's format; some clients send raw deflate (RFC 9110, 8.4.1.2).
             wbits = _ZLIB if _is_zlib(body) else _RAW
         case _:
             raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
@@ -67,15 +67,14 @@ def _is_zlib(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
 
 
-# Looked at in one go: a few milliseconds at most, after which another thread may run.
+# Scanned in one go: a few milliseconds at most before another thread may run.
 _SLICE_BYTES = 2**16
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:
-    """True when the JSON text `body` nests deeper than `levels`. Of text that is no JSON: at least when the part before
-    its fault does."""
+    """Whether the JSON text `body` nests deeper than `levels` (for invalid JSON: up to its first error, at least)."""
     depth = 0
     for brackets in _brackets(body, slice_bytes):
         depths = array("i", accumulate(array("b", brackets), initial=depth))
@@ -91,9 +90,9 @@ def containers(body: bytes, slice_bytes: int = _SLICE_BYTES) -> int:
 
 
 def _brackets(body: bytes, slice_bytes: int) -> Iterator[bytes]:
-    """The brackets outside strings, slice by slice: 1 for one that opens, 255 (-1) for one that closes."""
+    """The brackets outside strings, slice by slice: 1 opens, 255 (-1) closes."""
     if b"\\" in body:
-        # What is escaped is no quote. A run of backslashes is taken from its left, in pairs, as JSON does.
+        # Drop escapes. Runs of backslashes pair up from the left, as in JSON.
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     in_string = 0
     for start in range(0, len(body), slice_bytes):
@@ -104,12 +103,12 @@ def _brackets(body: bytes, slice_bytes: int) -> Iterator[bytes]:
             yield brackets
 
 
-# A larger body is read in a thread: looking at its depth takes longer than the loop should stand still.
+# Larger bodies are parsed in a thread, so as not to block the event loop.
 _SMALL_BYTES = 2**17
-# Python reads JSON without letting another thread run: this many are a tenth of a second, and 32 MiB could hold a
-# hundred times as many. The largest conversation with tools has thousands.
+# json.loads holds the GIL: this many containers take 0.1 s, and 32 MiB could hold a hundred times as many. Real
+# conversations with tools have thousands.
 _MOST_CONTAINERS = 500_000
-# Under this key of its scope a request may have its body, where that was read already.
+# ASGI scope key of a body that was read already.
 _READ = "localllm.body"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -122,25 +121,24 @@ class BadJsonError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A body as it was sent, unpacked (`raw`), and the object in it."""
+    """A decoded body (`raw`) and the JSON object in it."""
 
     raw: bytes
     value: dict[str, Any]
 
 
 def keep_body(scope: Scope, body: JsonBody) -> None:
-    """Remember what was read of a request, for whoever reads it next."""
+    """Keep a body that was read, for the next reader of the same request."""
     scope[_READ] = body
 
 
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
-    """The request's JSON object, unpacked where it was sent packed, within the limits of size, depth and time. Raises
-    RequestError."""
+    """The request's JSON object, decoded, within the limits of size, depth and time. Raises RequestError."""
     return (await read_body(request, settings)).value
 
 
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
-    """The same, with the bytes it was read from."""
+    """The same, with its bytes."""
     known = request.scope.get(_READ)
     if isinstance(known, JsonBody):
         return known
@@ -187,7 +185,7 @@ async def send_text(send: Send, text: str, content_type: str) -> None:
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
     """The JSON object in `body`; raises BadJsonError. Lone surrogates (editors cut text in mid-character) become
-    U+FFFD, so that everything that comes out can be written as UTF-8."""
+    U+FFFD, so that the result can be encoded as UTF-8."""
     brackets = body.count(b"[") + body.count(b"{")
     if brackets > _MOST_CONTAINERS and containers(body) > _MOST_CONTAINERS:
         raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")

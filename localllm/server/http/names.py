@@ -1,4 +1,4 @@
-"""Names of hosts and origins of pages: which ones are this machine, and which ones a user may allow besides."""
+"""Host names and origins: which are this machine, and which a user may allow."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 from localllm.errors import UsageError
 
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain")
-# What containers call the machine they run on: Docker's name and Podman's.
+# The host's name inside containers: Docker's and Podman's.
 _CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
-# Resolved to this machine by browsers (RFC 6761), not by every resolver.
+# Browsers resolve these to this machine (RFC 6761), other resolvers need not.
 _BELOW_LOCALHOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.localhost")
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 def host_name(authority: str) -> str:
-    """The name in `name:port`, `[::1]:port` or `name`, lower case; as it is where it has no such form."""
+    """The host of `name:port`, `[::1]:port` or `name` in lower case; other text unchanged."""
     authority = authority.strip().lower()
     if authority.startswith("["):
         name, closed, rest = authority[1:].partition("]")
@@ -26,7 +26,7 @@ def host_name(authority: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True for names and addresses that only this machine can reach."""
+    """Whether only this machine can reach it."""
     if host.lower() in _LOOPBACK_NAMES:
         return True
     try:
@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """True for an IP address. No name server has a say in what it means: a page can't rebind it."""
+    """Whether it is an IP address, which DNS rebinding can't change."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -49,13 +49,13 @@ def below_localhost(name: str) -> bool:
 
 
 def served_with_key(name: str) -> bool:
-    """True for what a Host may say when the request must show a key: any address, this machine's names in containers,
-    and what is below localhost. Who answers to these names is not always up to this machine."""
+    """Whether a Host is accepted from requests that show a key: any address, the host's names in containers, and names
+    below localhost."""
     return is_address(name) or name in _CONTAINER_NAMES or below_localhost(name)
 
 
 def allowed_host(text: str) -> str:
-    """The name in what a user allows as Host. Raises UsageError."""
+    """The host name in the value of `--allow-host`. Raises UsageError."""
     name = host_name(text)
     if name == "*":
         raise UsageError(
@@ -68,7 +68,7 @@ def allowed_host(text: str) -> str:
 
 
 def image_host(text: str) -> tuple[str, int]:
-    """The name and port of a host that images may be fetched from. Raises UsageError."""
+    """Name and port in the value of `--allow-image-hosts`. Raises UsageError."""
     sent = text.strip().lower()
     name = host_name(sent)
     port = "443" if sent.removeprefix("[").removesuffix("]") == name else sent.rpartition(":")[2]
@@ -81,8 +81,8 @@ def image_host(text: str) -> tuple[str, int]:
 
 
 def allowed_origin(text: str, *, keyed: bool) -> str:
-    """The origin in what a user allows as one, lower case; every page (`*`) and pages without an origin (`null`) only
-    where a key is required. Raises UsageError."""
+    """The origin in the value of `--allow-origin`, lower case; `*` and `null` only where a key is required. Raises
+    UsageError."""
     origin = text.strip().lower().rstrip("/")
     if origin in ("*", "null"):
         if not keyed:

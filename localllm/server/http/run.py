@@ -24,8 +24,7 @@ _KEEP_ALIVE_S = 75
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's HTTP, plus what it lacks: a connection that does not finish its headers in time is closed, and small
-    frames leave at once."""
+    """uvicorn's HTTP with a timeout for request headers, and TCP_NODELAY."""
 
     header_timeout_s: float
     _deadline: asyncio.TimerHandle | None = None
@@ -40,7 +39,7 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Bytes of a head that is not whole yet: h11 keeps them and has seen no request.
+        # Incomplete headers: h11 holds their bytes and has seen no request.
         started = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not started and self._deadline is not None:
             self._deadline.cancel()
@@ -59,7 +58,7 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the command line decides what Ctrl-C means."""
+    """uvicorn without its signal handlers: the command line handles Ctrl-C."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -67,7 +66,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False) -> None:
-    """Serve on `socks` until cancelled; open streams get a few seconds to end. Prompts are never logged."""
+    """Serve on `socks` until cancelled; open streams get a few seconds to end."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
@@ -75,7 +74,7 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            # Not waited for any longer: its client was told (streaming.py, app.py). uvicorn would log the whole stack.
+            # The client was told (streaming.py, app.py); uvicorn would log the whole stack.
             if not server.should_exit:
                 raise
 

@@ -1,4 +1,4 @@
-"""What the HTTP server is allowed to do and for whom: one frozen value, safe by default."""
+"""Settings of the HTTP server: one frozen value, safe by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.server.http.names import allowed_host, allowed_origin, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """A certificate with the chain up to its root, and its private key (None: in the same file)."""
+    """A certificate with its chain, and its private key (None: in the same file)."""
 
     certificate: Path
     key: Path | None = None
@@ -21,13 +21,12 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`keys` let in besides `api_key`, each under its name and within its limits. `allowed_hosts` and
-    `allowed_origins` are added to the loopback names. Images are fetched from `image_hosts` (name, port) and nowhere else.
-    Sizes in bytes, times in seconds.
+    """`keys` are accepted besides `api_key`, each with its limits. `allowed_hosts` and `allowed_origins` add to the
+    loopback names. Images are fetched only from `image_hosts` (name, port).
 
-    `grace_s`: how long a stream's headers wait for an early error to become an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `header_timeout_s`, `body_timeout_s`: how long a client may take to send a request's head, and its
-    body. `max_connections`: more than that at once are answered 503.
+    `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
+    silence on a stream. `header_timeout_s`, `body_timeout_s`: the longest a client may take to send headers and body.
+    `max_connections`: further ones are answered 503.
     """
 
     host: str = "127.0.0.1"
@@ -50,13 +49,13 @@ class ServerSettings:
 
     @property
     def keyed(self) -> bool:
-        """True where a request must show a key."""
+        """Whether requests need a key."""
         return self.api_key is not None or bool(self.keys)
 
     def secured(self) -> ServerSettings:
-        """These, fit for their address: one that other machines can reach gets a key, made up when there is none.
+        """These settings, checked; an address that other machines can reach gets a generated key if there is none.
 
-        Raises UsageError for a name or origin that can't be allowed, and an empty key."""
+        Raises UsageError for an empty key, and for hosts and origins that can't be allowed."""
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")
         if self.tls is not None and self.unix_socket is not None:

@@ -1,6 +1,6 @@
-"""Takes the port or the socket file before anything loads; imports nothing that serves.
+"""Binds the port or socket file, and checks the TLS files, before anything loads. Imports no web framework.
 
-A port that is in use is said at once, and the engine's process is on its way before the web server's code is read.
+A port in use is reported at once, and the worker process starts while the web framework is still being imported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FIRST_GIVEN = 3
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` one for each of its addresses that
-    this machine has, on the same port. Raises PortInUseError or UsageError."""
+    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` IPv4 and IPv6 on the same port.
+    Raises PortInUseError or UsageError."""
     if host.lower() != "localhost":
         return [_bind_one(host, port)]
     if not has_ipv6_loopback():
@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def has_ipv6_loopback() -> bool:
-    """True where `::1` can be listened on."""
+    """Whether `::1` can be listened on."""
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
             sock.bind(("::1", 0))
@@ -63,7 +63,7 @@ def _bind_one(host: str, port: int) -> socket.socket:
     except OSError as e:
         raise UsageError(f"can't listen on {host}:{port}: {e.strerror}") from e
     if os.name == "posix":
-        # Elsewhere this option would let two servers share the port.
+        # On Windows this option would let two servers share the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
@@ -78,7 +78,7 @@ def _bind_one(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open. Replaces a dead one of this user's, and nothing else.
+    """A listening Unix socket that only this user can open; replaces only a dead socket of this user's.
 
     Raises PortInUseError, or UsageError for a path that can't be one."""
     if not hasattr(socket, "AF_UNIX"):
@@ -98,15 +98,15 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _make_room(path: Path) -> None:
-    """Remove a socket that nobody listens on: a connection to it is refused. Everything else stays, and is said."""
+    """Remove a socket that refuses connections, as nobody listens on it. Raises for anything else that is there."""
     try:
         there = path.lstat()
     except OSError:
-        return  # nothing there, or nothing that can be seen: binding says why
+        return  # nothing there, or not visible: binding will say why
     if not stat.S_ISSOCK(there.st_mode):
         raise UsageError(f"{path.name} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        # One that is too busy to answer keeps a blocking connection waiting.
+        # A busy server would block the connection.
         probe.setblocking(False)
         answer = probe.connect_ex(str(path))
     if answer == errno.ENOENT:
@@ -121,8 +121,7 @@ def _make_room(path: Path) -> None:
 
 
 def inherited() -> list[socket.socket]:
-    """The listening sockets that a service manager opened for this process, as systemd hands them over
-    (sd_listen_fds(3)); [] where it opened none. They stay open there when this process ends. To be called once.
+    """The listening sockets that systemd passed to this process (sd_listen_fds(3)), if any. Call it once.
 
     Raises UsageError for descriptors that are not listening sockets."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
@@ -145,7 +144,7 @@ def inherited() -> list[socket.socket]:
 
 @contextmanager
 def unix_file(path: Path) -> Iterator[None]:
-    """The file of a socket bound to `path` for as long as the block runs; one that has taken its place stays."""
+    """Removes the socket file at `path` after the block, unless another one has taken its place."""
     ours = path.lstat()
     try:
         yield
@@ -160,7 +159,7 @@ class _EncryptedError(Exception):
 
 
 def check_tls(files: TlsFiles) -> None:
-    """Raise UsageError unless a server can be run with `files`."""
+    """Raise UsageError unless a server can be run with these files."""
     for name, path in (("--tls-cert", files.certificate), ("--tls-key", files.key)):
         if path is not None:
             _check_readable(name, path)

@@ -1,4 +1,4 @@
-"""Carries a reply to its client: headers early, nothing silent for long, cancelled the moment the client leaves."""
+"""Streams a reply to its client: early headers, keep-alives, cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
 _TICK_S = 1.0
-# Under this key of its scope a request may have the server's own `send`, without the layers that we put before it:
-# each costs every token of a stream a coroutine.
+# ASGI scope key of the server's own `send`, without our middleware, each layer of which costs a coroutine per token.
 OWN_SEND = "localllm.send"
 
 
 class Outbox:
-    """Bytes on their way to one client. What is written between two turns of the loop leaves in one send."""
+    """A client's send queue. What is written within one turn of the event loop leaves in one send."""
 
     __slots__ = ("_pieces", "_waiter", "closed", "error", "writes")
 
@@ -41,12 +40,12 @@ class Outbox:
         self._wake()
 
     def close(self, error: LocalLLMError | None = None) -> None:
-        """Nothing more will come; `error` says why, when it is not the natural end."""
+        """End the queue; `error` if it did not end well."""
         self.closed, self.error = True, error
         self._wake()
 
     async def wait(self) -> None:
-        """Until something is queued or nothing will come. One consumer only."""
+        """Until something is queued or the queue ended. One consumer only."""
         if not self._pieces and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -69,9 +68,8 @@ class Outbox:
 class StreamResponse(Response):
     """An ASGI response fed by `produce(outbox)`, which writes frames and raises on failure.
 
-    An error before the first frame, within the grace period, becomes an HTTP status with a JSON body; a later one
-    becomes the last frame. `headers` is asked once, when they leave. `keepalive` makes the frame that breaks a silence
-    (b"" sends none).
+    An error before the first frame and within the grace period becomes an HTTP status with a JSON body, a later one the
+    last frame. `headers` is called once, when they are sent. `keepalive` makes keep-alive frames (b"" for none).
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class StreamResponse(Response):
             if outbox.empty and not outbox.closed:
                 outbox.write(self._keepalive())
             ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
-            # The layers between us and the server look at the head only, and it has left.
+            # Middleware only looks at the headers, and they have been sent.
             send = scope.get(OWN_SEND, send)
             while not (outbox.closed and outbox.empty):
                 await outbox.wait()
@@ -122,7 +120,7 @@ class StreamResponse(Response):
             last = self._frame_error(outbox.error) if outbox.error is not None else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
         except asyncio.CancelledError:
-            if ticker is not None:  # the server stops in mid-stream: a client must not take that for the answer's end
+            if ticker is not None:  # the server stops: a client must not take that for the end of the answer
                 last = self._frame_error(BusyError("the server is stopping", hint="send the request again later"))
                 await send({"type": "http.response.body", "body": last, "more_body": False})
             raise
@@ -146,14 +144,14 @@ class StreamResponse(Response):
 
 
 class _Ticker:
-    """Looks once a second whether the stream was silent, and breaks the silence when there is news or it grows long.
-    One timer per stream, none per token."""
+    """Sends keep-alives: checks once a second whether the stream was silent, and sends a frame if it has changed or the
+    silence is long. One timer per stream, none per token."""
 
     def __init__(self, outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
         self._outbox, self._keepalive = outbox, keepalive
         self._period_s = min(_TICK_S, longest_s)
-        self._patience = max(1, int(longest_s / self._period_s) - 1)
-        self._seen, self._silent, self._said = outbox.writes, 0, b""
+        self._max_silent = max(1, int(longest_s / self._period_s) - 1)
+        self._seen, self._silent, self._last_frame = outbox.writes, 0, b""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._period_s, self._tick)
 
@@ -166,15 +164,15 @@ class _Ticker:
         else:
             self._silent += 1
             frame = self._keepalive()
-            if frame and (frame != self._said or self._silent >= self._patience):
+            if frame and (frame != self._last_frame or self._silent >= self._max_silent):
                 self._outbox.write(frame)
-                self._silent, self._said = 0, frame
+                self._silent, self._last_frame = 0, frame
         self._seen = self._outbox.writes
         self._timer = self._loop.call_later(self._period_s, self._tick)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`, or None when the client left first (then `work` was cancelled)."""
+    """The result of `work`; None if the client disconnected first, which cancels it."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_cancel_when_gone(request.receive, task))
     try:

@@ -1,1 +1,1 @@
-"""Which models are served: their names, who is loaded at once, and who is unloaded."""
+"""The served models: names, loading, admission to memory, unloading."""

@@ -1,4 +1,4 @@
-"""Which models this server offers, by which names."""
+"""Resolves model names and aliases to served models."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from localllm.server.models.worker import ModelAdmission, ModelWorker
 from localllm.server.proxy.upstreams import Upstreams
 
 log = logging.getLogger("localllm.server")
-# Suffixes clients add to a name without meaning another model.
+# Suffixes that clients add without meaning another model.
 _TAGS = (":latest",)
-_MOST_LISTED = 20
+_MAX_LISTED = 20
 
 
 # `list` is a method below.
@@ -30,34 +30,34 @@ Workers: TypeAlias = list[ModelWorker]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`loading` while the models named at the start are: `progress` from 0 to 1. `error` when none of them could be."""
+    """`loading` while the models named at the start are loading, with `progress` 0 to 1; `error` if all of them failed."""
 
     status: Literal["ok", "loading", "error"]
     progress: float = 1.0
 
 
 class ModelRouter:
-    """Names to models. Built from ServedModels, or from a mapping of names to Hosts; each is loaded when first asked
-    for. An alias with `*` or `?` stands for the names it matches and nobody has. With a `shelf`, installed models are
-    offered as well; `upstreams` are those that run in other servers."""
+    """Names to models, each loaded on first use. Built from ServedModels, or from a mapping of names to Hosts. An alias
+    with `*` or `?` matches names that no model has. `installed` models are offered as well; `upstreams` are models of
+    other servers."""
 
     def __init__(
         self,
         models: Mapping[str, Host] | Iterable[ServedModel],
         admission: ModelAdmission | None = None,
-        shelf: InstalledModels | None = None,
+        installed: InstalledModels | None = None,
         upstreams: Upstreams | None = None,
     ) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel(name, host) for name, host in models.items()]
         self._models = {m.name: m for m in models}
-        # Seconds without a request after which models are unloaded, where somebody looks; 0 is never.
+        # The idle time that `unload_idle` runs with; 0 is never.
         self.idle_s = 0.0
         self.admission = admission
         self.upstreams = upstreams
-        self._shelf = shelf
+        self._installed_models = installed
         self._starting: tuple[ModelWorker, ...] = ()
-        self._begun = False
+        self._preload_started = False
         self._names: dict[str, ServedModel] = {}
         self._patterns: dict[str, ServedModel] = {}
         for model in self._models.values():
@@ -69,33 +69,35 @@ class ModelRouter:
                     raise UsageError(f"{alias!r} would name both {other.name} and {model.name}")
 
     def list(self) -> Models:
-        """Every model on offer: those named at the start, in the order given, then those installed."""
-        return [*self._models.values(), *(self._shelf.models() if self._shelf is not None else ())]
+        """Every model on offer: those named at the start, then those installed."""
+        return [
+            *self._models.values(),
+            *(self._installed_models.models() if self._installed_models is not None else ()),
+        ]
 
     def named(self) -> Models:
         """Those named at the start."""
         return [*self._models.values()]
 
     def workers(self) -> Workers:
-        """Every worker once, also where several names share it."""
+        """Every worker once, however many names share it."""
         return [*dict.fromkeys(model.worker for model in self.list())]
 
     async def find(self, name: str | None) -> ServedModel:
-        """`resolve`, off the event loop where it has to look at the disk; and what a request must know of the model
-        (its sampling, what it makes) is known then. Raises ModelNotFoundError and what planning ends in."""
-        known = not name or self._shelf is None or self._known(name) is not None
+        """`resolve`, in a thread where it has to read the disk; then plans the model, so that its metadata is known.
+        Raises ModelNotFoundError and what planning ends in."""
+        known = not name or self._installed_models is None or self._known(name) is not None
         model = self.resolve(name) if known else await asyncio.to_thread(self.resolve, name)
         await model.worker.planned()
         return model
 
     async def has(self, name: str) -> bool:
-        """Is a model of that name here: named at the start, or in the list of what is installed? (A pattern that matches is
-        no name. Nothing looks at the disk for it: this is asked with every request for a model of another server.)"""
+        """Whether this server has a model of that name. Never reads the disk, as it is asked with each request for an
+        upstream's model; patterns do not count."""
         return self._listed(name) is not None
 
     async def full(self, name: str) -> bool:
-        """Has the model of that name no room for one more request now? Loaded: every place is taken; else: it does not
-        fit beside what is in use."""
+        """Whether that model can't take another request now: loaded with all slots taken, or not fitting in memory."""
         model = self._listed(name)
         if model is None:
             return False
@@ -104,12 +106,11 @@ class ModelRouter:
         return self.admission is not None and not model.worker.loading and not await self.admission.fits(model.worker)
 
     def _listed(self, name: str) -> ServedModel | None:
-        installed = self._shelf.models() if self._shelf is not None else ()
+        installed = self._installed_models.models() if self._installed_models is not None else ()
         return self._known(name) or next((m for m in installed if m.name.lower() == _key(name)), None)
 
     def resolve(self, name: str | None) -> ServedModel:
-        """The model of that name or alias; no name means the first one that generates text. Raises
-        ModelNotFoundError with the names."""
+        """The model of that name or alias; without a name the first that generates text. Raises ModelNotFoundError."""
         if not name:
             if self._models:
                 first = next(iter(self._models.values()))
@@ -124,24 +125,22 @@ class ModelRouter:
         return self._names.get(_key(name))
 
     def _installed(self, name: str) -> ServedModel | None:
-        model = self._shelf.find(_key(name)) if self._shelf is not None else None
+        model = self._installed_models.find(_key(name)) if self._installed_models is not None else None
         if model is not None and model.worker.admission is None:
             model.worker.admission = self.admission
         return model
 
     def _by_pattern(self, name: str) -> ServedModel | None:
-        """The model of the pattern that says most of the name."""
+        """The model of the most specific pattern that matches."""
         matching = [p for p in self._patterns if fnmatchcase(_key(name), p)]
-        return self._patterns[max(matching, key=_said)] if matching else None
+        return self._patterns[max(matching, key=_specificity)] if matching else None
 
     def _unknown(self, name: str) -> ModelNotFoundError:
         names = [m.name for m in self.list()]
         known = {**self._names, **{n.lower(): n for n in names}}
-        # Half a name is a slip as common as a wrong letter, and further from the whole one than those are.
+        # Part of a name is as common a slip as a typo, but less similar to the whole.
         near = [n for n in known if _key(name) in n][:3] or difflib.get_close_matches(_key(name), known, n=3)
-        listed = ", ".join(names[:_MOST_LISTED]) + (
-            f" and {len(names) - _MOST_LISTED} more" * (len(names) > _MOST_LISTED)
-        )
+        listed = ", ".join(names[:_MAX_LISTED]) + (f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED))
         return ModelNotFoundError(
             f"no model {name[:100]!r} here; served: {listed}",
             hint=f"did you mean {' or '.join(near)}?" if near else "GET /v1/models lists them",
@@ -149,7 +148,6 @@ class ModelRouter:
         )
 
     def host(self, name: str | None) -> Host:
-        """The Host of `name`; raises ModelNotFoundError."""
         return self.resolve(name).host
 
     @property
@@ -158,14 +156,14 @@ class ModelRouter:
         if self._starting:
             return Health("loading", sum(w.progress for w in self._starting) / len(self._starting))
         named = [m.worker for m in self._models.values()]
-        failed = self._begun and bool(named) and all(w.failure for w in named)
+        failed = self._preload_started and bool(named) and all(w.failure for w in named)
         return Health("error", 0.0) if failed and not any(w.loaded for w in self.workers()) else Health("ok")
 
     async def preload(self) -> tuple[ServedModel, ...]:
-        """Load the first model, and of the others those that fit beside it; returns the ones that wait for a request.
+        """Load the first model and those of the others that fit beside it; returns those that wait for a request.
 
-        One that can't be loaded keeps no other from it; raises what the first of those ended in, at the end."""
-        self._begun = True
+        A model that fails does not stop the others; the first failure is raised at the end."""
+        self._preload_started = True
         waiting: list[ServedModel] = []
         failures: list[LocalLLMError] = []
         first: dict[ModelWorker, ServedModel] = {}
@@ -189,18 +187,18 @@ class ModelRouter:
         return tuple(waiting)
 
     async def close(self) -> None:
-        """Stop every model, and leave the servers that others run in."""
+        """Stop every model, and close the connections to upstreams."""
         if self.upstreams is not None:
             await self.upstreams.close()
         await asyncio.gather(*(worker.close() for worker in self.workers()))
 
 
 def is_pattern(alias: str) -> bool:
-    """True for an alias that stands for many names."""
+    """Whether an alias has wildcards."""
     return "*" in alias or "?" in alias
 
 
-def _said(pattern: str) -> int:
+def _specificity(pattern: str) -> int:
     return sum(c not in "*?" for c in pattern)
 
 

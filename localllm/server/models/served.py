@@ -1,4 +1,4 @@
-"""A model on offer: the name clients use, what a request that says nothing gets, and the worker behind it."""
+"""A served model: its name, its defaults for requests, and the worker behind it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ State = Literal["loaded", "loading", "available"]
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What a request gets that does not say it itself: values over the model's own `sampling`, a `system` text where
-    the conversation has none, and a thinking budget in tokens (None: no limit)."""
+    """A preset's defaults for requests: overrides of the model's `sampling`, a system prompt where the conversation has
+    none, and a thinking budget in tokens (None: no limit)."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
@@ -33,8 +33,8 @@ class ModelDefaults:
 
 
 class ServedModel:
-    """See the module docstring. Made of a Host and the `facts` of its model (see ModelMetadata), or of a `worker` that other
-    names share."""
+    """A name on offer. Made of a Host and the `facts` of its model (fields of ModelMetadata), or of a `worker` that it
+    shares with other names."""
 
     def __init__(
         self,
@@ -56,16 +56,13 @@ class ServedModel:
         self.created_s = int(time.time())
         self._templates: dict[str, ChatTemplate] = {}
 
-    # --- what is known ---------------------------------------------------------------------------------------------
-
     @property
     def sampling(self) -> Sampling:
-        """What a request that says nothing gets."""
+        """The sampling defaults of a request."""
         return replace(self.worker.facts.sampling, **self.defaults.sampling)
 
     def sampling_for(self, effort: str | None, variables: Mapping[str, Any] | None = None) -> Sampling:
-        """What a request gets that names no sampling: by the reasoning `effort` and the template's `variables` it asks
-        for."""
+        """The sampling defaults of a request with this reasoning `effort` and these template `variables`."""
         named = variables or {}
         off = effort == "none" or any(named.get(name) is False for name in ("enable_thinking", "thinking"))
         unthinking = self.worker.facts.sampling_unthinking
@@ -81,12 +78,12 @@ class ServedModel:
 
     @property
     def embeds(self) -> bool:
-        """True for a model that makes embeddings and no text."""
+        """An embedding model, which generates no text."""
         return self.worker.facts.embeds
 
     @property
     def ranks(self) -> bool:
-        """True for a model that scores texts and makes none."""
+        """A reranker, which generates no text."""
         return self.worker.facts.ranks
 
     @property
@@ -99,13 +96,13 @@ class ServedModel:
 
     @property
     def served_n_ctx(self) -> int | None:
-        """The one served-context number, in tokens, that every dialect reports."""
+        """The context in tokens that every dialect reports."""
         return self.info.n_ctx if self.info is not None else self.n_ctx
 
     @property
     def capabilities(self) -> list[str]:
-        """What it can do, in Ollama's words: completion, tools, vision, thinking, insert (these three show once loaded), or
-        embedding; or rerank."""
+        """In Ollama's terms: completion, tools, vision, thinking, insert (the last three known once loaded); or embedding;
+        or rerank."""
         if self.embeds:
             return ["embedding"]
         if self.ranks:
@@ -124,7 +121,7 @@ class ServedModel:
 
     def template(self, info: ModelInfo) -> ChatTemplate:
         """The model's chat template, compiled once."""
-        # Templates need Jinja: it is read while the first model loads, not before.
+        # Imported late: Jinja loads while the first model does.
         from localllm.conversation.template import ChatTemplate
 
         source = info.chat_template or ""
@@ -133,8 +130,6 @@ class ServedModel:
             if has_unknown_notation(source):
                 log.warning("%s writes tool calls in a notation that can't be read here: tools are refused", self.name)
         return self._templates[source]
-
-    # --- its worker ------------------------------------------------------------------------------------------------
 
     @property
     def host(self) -> Host:

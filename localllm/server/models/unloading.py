@@ -1,4 +1,4 @@
-"""How long a model stays loaded behind its last request, where a client said so (Ollama's `keep_alive`)."""
+"""Unloads idle models: after the server's idle time, or as clients say by Ollama's `keep_alive`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,35 @@ from localllm.errors import BusyError
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelWorker
 
-# A model that answers is looked at again after its time, and not sooner than this.
-_LEAST_LOOK_S = 0.1
+log = logging.getLogger("localllm.server")
+# A model in use is checked again after its time, and at most this often.
+_MIN_CHECK_S = 0.1
+# `unload_idle` checks this often within the shortest idle time, and at least every so many seconds.
+_CHECKS_PER_PERIOD = 10
+_MAX_PAUSE_S = 30.0
 
 
 class KeepAlive:
-    """What clients last said of each model; it is forgotten when the model is unloaded. One per server."""
+    """The `keep_alive` that clients last sent for each model, until it is unloaded."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float | None] = {}
+        self._owners_idle_s: dict[str, float | None] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._unloading: set[asyncio.Task[None]] = set()
 
     def set(self, model: ModelWorker, seconds: float) -> None:
-        """`model` stays for `seconds` behind its last request (0: no longer than those that run), or with infinity until
-        another word comes or memory is short: to hold it even then is its owner's to say, not a client's."""
+        """`model` stays loaded for `seconds` after its last request (0: until the running ones end; infinity: until memory
+        is short, for only the server's owner may pin a model)."""
         self._stop(model)
-        owners_s = self._before.setdefault(model.name, model.idle_s)
+        owners_s = self._owners_idle_s.setdefault(model.name, model.idle_s)
         if math.isinf(seconds):
             model.idle_s = 0.0 if owners_s == 0 else math.inf
         else:
             model.idle_s = seconds or owners_s
-            self._look_again(model, seconds, max(seconds, _LEAST_LOOK_S))
+            self._check_later(model, seconds, max(seconds, _MIN_CHECK_S))
 
     async def unload(self, model: ModelWorker) -> None:
-        """Unload `model` now, or as soon as nobody uses it."""
+        """Unload `model` now, or once its requests have ended."""
         self._stop(model)
         try:
             if model.loaded:
@@ -45,15 +49,15 @@ class KeepAlive:
         else:
             self._forget(model)
 
-    def _look_again(self, model: ModelWorker, seconds: float, delay_s: float) -> None:
-        self._timers[model.name] = asyncio.get_running_loop().call_later(delay_s, self._look, model, seconds)
+    def _check_later(self, model: ModelWorker, seconds: float, delay_s: float) -> None:
+        self._timers[model.name] = asyncio.get_running_loop().call_later(delay_s, self._check, model, seconds)
 
-    def _look(self, model: ModelWorker, seconds: float) -> None:
+    def _check(self, model: ModelWorker, seconds: float) -> None:
         left_s = model.last_used_s + seconds - asyncio.get_running_loop().time()
         if model.in_use:
-            self._look_again(model, seconds, max(seconds, _LEAST_LOOK_S))
+            self._check_later(model, seconds, max(seconds, _MIN_CHECK_S))
         elif model.loaded and left_s > 0:
-            self._look_again(model, seconds, left_s)
+            self._check_later(model, seconds, left_s)
         else:
             task = asyncio.create_task(self.unload(model))
             self._unloading.add(task)
@@ -65,25 +69,20 @@ class KeepAlive:
             timer.cancel()
 
     def _forget(self, model: ModelWorker) -> None:
-        if model.name in self._before:
-            model.idle_s = self._before.pop(model.name)
-
-
-log = logging.getLogger("localllm.server")
-_LOOKS_PER_PERIOD = 10
-_MOST_BETWEEN_LOOKS_S = 30.0
+        if model.name in self._owners_idle_s:
+            model.idle_s = self._owners_idle_s.pop(model.name)
 
 
 async def unload_idle(
     models: ModelRouter, *, idle_s: float, pressed: Callable[[], bool] = lambda: False, pressed_idle_s: float = 60.0
 ) -> None:
-    """Runs until cancelled. A loaded model without a request in flight is closed after `idle_s` seconds of silence (its
-    own, where it has one; 0 never), or after `pressed_idle_s` while `pressed()` says that the machine's memory is
-    short. A client's "for ever" (infinity) is never as well where the owner says never for all (`idle_s` 0)."""
+    """Runs until cancelled. Unloads a model after `idle_s` seconds without a request (its own `idle_s` where it has one;
+    0 never), or after `pressed_idle_s` while `pressed()`: memory is short. A client's infinity means never only where
+    the server's own `idle_s` is 0."""
     models.idle_s = idle_s
     closed_at: dict[str, float] = {}
     periods_s = [s for s in (idle_s, *(w.idle_s for w in models.workers())) if s]
-    pause = min([_MOST_BETWEEN_LOOKS_S, *(s / _LOOKS_PER_PERIOD for s in periods_s)])
+    pause = min([_MAX_PAUSE_S, *(s / _CHECKS_PER_PERIOD for s in periods_s)])
     while True:
         await asyncio.sleep(pause)
         now = asyncio.get_running_loop().time()
@@ -102,7 +101,7 @@ async def unload_idle(
 
 
 def memory_is_short() -> bool:
-    """True when less is available than the memory guard keeps for the system."""
+    """Whether less memory is free than the memory guard reserves for the system."""
     from localllm.engine.host.memory import SystemMemory, headroom_bytes, judge, process_and_children
 
     memory = SystemMemory(process_and_children)

@@ -1,5 +1,4 @@
-"""One model's worker as the server sees it: what is known of it, whether it is loaded, and who uses it. Several names may
-share one."""
+"""Model workers: loading and leasing one model, which several names may share, and admission of all to memory."""
 
 from __future__ import annotations
 
@@ -20,12 +19,11 @@ _RETRY_AFTER_S = 10
 
 
 class ModelAdmission:
-    """Decides who may be loaded. `limit_bytes` is the most that models may ever take together; `available` says what
-    is free now (it may block: it is called in a thread), and None trusts the limit alone.
+    """Decides which models are loaded at once; unloads idle ones, least recently used first, to make room.
 
-    Two rules. Together the loaded models stay within the limit. And a new one must find its bytes available now, beside
-    those that are still being loaded; when it is alone nobody could make room for it, so that is left to the memory
-    guard of its own load (localllm/engine/worker/supervisor.py), which looks again.
+    All loaded models together stay within `limit_bytes`, and a new one must find its bytes free now, after those that
+    are still loading. `available` returns the free bytes (called in a thread); None trusts the limit alone. A model
+    that is alone is left to the memory guard of its load (localllm/engine/worker/supervisor.py).
     """
 
     def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
@@ -36,19 +34,18 @@ class ModelAdmission:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the admitted models were planned to take."""
+        """Planned bytes of the admitted models."""
         return sum(m.needs_bytes for m in self._admitted)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the admitted models that nobody uses now: they would make room."""
+        """Planned bytes of admitted models without a request: they could be unloaded."""
         return sum(m.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
 
     async def admit(self, model: ModelWorker) -> None:
-        """Make room for `model` and count it in; nothing to do when it is in already.
+        """Make room for `model` and admit it.
 
-        Raises DoesNotFitError when it is too large for this machine even alone, BusyError while the models in its way
-        answer requests.
+        Raises DoesNotFitError if it does not fit even alone, BusyError while the models in its way answer requests.
         """
         async with self._lock:
             if model in self._admitted:
@@ -59,7 +56,7 @@ class ModelAdmission:
                     hint="serve it with a smaller --context, or a smaller quant",
                 )
             while not await self.fits(model):
-                victim = self._longest_unused()
+                victim = self._least_recently_used()
                 if victim is None:
                     raise BusyError(await self._why(model), retry_after_s=_RETRY_AFTER_S)
                 log.info("unloading %s to make room for %s", victim.name, model.name)
@@ -68,12 +65,12 @@ class ModelAdmission:
             self._admitted.append(model)
 
     def release(self, model: ModelWorker) -> None:
-        """`model` was unloaded, or could not be loaded."""
+        """`model` was unloaded, or failed to load."""
         if model in self._admitted:
             self._admitted.remove(model)
 
     async def fits(self, model: ModelWorker) -> bool:
-        """True if `model` could be loaded now with nobody leaving."""
+        """Whether `model` could be loaded now without unloading another."""
         if model in self._admitted or not self._admitted:
             return model.needs_bytes <= self.limit_bytes
         if self.held_bytes + model.needs_bytes > self.limit_bytes:
@@ -82,11 +79,11 @@ class ModelAdmission:
 
     async def _free(self) -> int:
         assert self._available is not None
-        # A model that is still being loaded has not taken its memory yet, or not all.
+        # Models that are still loading have not taken all their memory yet.
         promised = sum(m.needs_bytes for m in self._admitted if not m.loaded)
         return max(0, await asyncio.to_thread(self._available) - promised)
 
-    def _longest_unused(self) -> ModelWorker | None:
+    def _least_recently_used(self) -> ModelWorker | None:
         idle = [m for m in self._admitted if m.loaded and not m.in_use]
         return min(idle, key=lambda m: m.last_used_s, default=None)
 
@@ -103,17 +100,16 @@ def _gb(n_bytes: int) -> str:
 
 
 _NEVER = float("-inf")
-# What is free changes: a model that was planned this long ago and is not loaded yet is planned anew.
-_PLAN_HOLDS_S = 30.0
+# A plan older than this is made again before loading: free memory changes.
+_PLAN_TTL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What is known of a model before it is loaded. `sampling` is what a request that says nothing gets, and
-    `sampling_unthinking` what it gets where it switches reasoning off (None: the same); `n_ctx` the planned context in
-    tokens; `details` are facts for lists (quant, bytes, licence …). `embeds`: it makes embeddings
-    and no text; `ranks`: it scores texts against a query, and makes no text either. `needs_bytes` is what it was
-    planned to take while loaded; `physics` what a token costs and this machine can do (planner/serialise.py)."""
+    """What is known of a model before it is loaded. `sampling`: defaults of a request; `sampling_unthinking`: the same
+    with reasoning switched off (None: no difference). `details`: facts for model lists (quant, bytes, licence …).
+    `embeds`: an embedding model; `ranks`: a reranker. `needs_bytes`: planned memory. `physics`: bytes per token and this
+    machine's rates (planner/serialise.py)."""
 
     sampling: Sampling = field(default_factory=Sampling)
     sampling_unthinking: Sampling | None = None
@@ -126,7 +122,7 @@ class ModelMetadata:
 
 
 class LoadProgress:
-    """How much of a model is loaded, from 0 to 1, as its worker tells it (0 for one that does not)."""
+    """The share of a model that is loaded, 0 to 1, as its worker reports it."""
 
     def __init__(self) -> None:
         self.share = 0.0
@@ -137,7 +133,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model that can be loaded: the Host that does it, what is known of it now, and where its progress is told."""
+    """A planned model: the Host that loads it, what is known of it, and where its progress is reported."""
 
     host: Host
     facts: ModelMetadata
@@ -148,10 +144,9 @@ Plan = Callable[[int], PlannedModel]
 
 
 class UnplannedHost:
-    """The Host of a model that nobody has asked for yet: there is nothing to load and nothing to close."""
+    """The Host of a model before its first plan."""
 
     async def engine(self) -> EngineClient:
-        """Never asked for: a worker is planned first."""
         raise LocalLLMError("the model was not planned")
 
     async def close(self) -> None:
@@ -159,9 +154,8 @@ class UnplannedHost:
 
 
 class ModelWorker:
-    """See the module docstring. With `plan` the model is planned, in a thread, before each load: given the bytes that
-    idle models could give back, it says how the model is to be loaded. `idle_s`: unloaded after so many seconds of
-    silence, 0 never, None as the server says."""
+    """One model that can be loaded. `plan` is called in a thread before each load, with the bytes that idle models could
+    free. `idle_s`: unload after so many seconds without a request; 0 never, None the server's default."""
 
     def __init__(
         self,
@@ -177,10 +171,10 @@ class ModelWorker:
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
         self.loaded = False
-        # Why the last load failed. Only its words: the error itself would keep the requests' frames.
+        # Why the last load failed: text only, as the exception would keep the requests' frames alive.
         self.failure = ""
         self.failure_hint = ""
-        # What its users should know about how it runs, in a sentence.
+        # A sentence for users about how it runs.
         self.notice = ""
         self.in_use = 0
         self.last_used_s = 0.0
@@ -197,33 +191,33 @@ class ModelWorker:
 
     @property
     def loading(self) -> bool:
-        """True from when it is asked for until it is loaded, or could not be."""
+        """True from the request to load until it is loaded or has failed."""
         return self._load is not None
 
     @property
     def progress(self) -> float:
-        """How much of it is loaded, from 0 to 1."""
+        """The share that is loaded, 0 to 1."""
         return 1.0 if self.loaded else self._loading.share if self.loading else 0.0
 
     async def planned(self) -> None:
-        """Know how it would be loaded now. Raises what planning ended in: no such file, no memory for it …"""
+        """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory …"""
         if self._plan is None or self.loaded or self._is_planned():
             return
         async with self._lock:
             if not self._is_planned():
                 spare_bytes = self.admission.idle_bytes if self.admission is not None else 0
                 found = await asyncio.to_thread(self._plan, spare_bytes)
-                await self.host.close()  # what is left of one that crashed
+                await self.host.close()  # it may have crashed
                 self.host, self.facts, self._loading = found.host, found.facts, found.loading
                 self._planned_s = asyncio.get_running_loop().time()
 
     def _is_planned(self) -> bool:
-        return asyncio.get_running_loop().time() - self._planned_s < _PLAN_HOLDS_S
+        return asyncio.get_running_loop().time() - self._planned_s < _PLAN_TTL_S
 
     async def engine(self) -> EngineClient:
-        """The loaded engine (loading it when needed; all who ask meanwhile wait for that one load).
+        """The loaded engine; loads it if needed, once for all concurrent callers.
 
-        Raises BusyError or DoesNotFitError when there is no memory for it, and what loading ended in."""
+        Raises BusyError or DoesNotFitError if there is no memory for it, and what loading ends in."""
         with self.lease():
             if not self.loaded:
                 return await self._shared_load()
@@ -233,7 +227,7 @@ class ModelWorker:
                 if isinstance(e, LocalLLMError):
                     self.loaded = False
                     if self.in_use == 1:
-                        self._give_back()
+                        self._release()
                 raise
             self.info = engine.info
             return engine
@@ -243,7 +237,7 @@ class ModelWorker:
             await asyncio.wait({self._load})
         if self._load is None:
             self._load = asyncio.create_task(self._begin())
-            # Its end is told to those who wait; when they have all left nobody asks.
+            # Waiters get its exception; without any it would be reported as never retrieved.
             self._load.add_done_callback(lambda task: task.cancelled() or task.exception())
         task = self._load
         self._waiters += 1
@@ -253,7 +247,7 @@ class ModelWorker:
             self._waiters -= 1
             if not self._waiters and not task.done():
                 task.cancel()
-            del task  # its error would hold this frame, and this frame its error
+            del task  # breaks the reference cycle of exception and frame
 
     async def _begin(self) -> EngineClient:
         try:
@@ -264,7 +258,7 @@ class ModelWorker:
             engine = await self.host.engine()
         except BaseException as e:
             self.failure, self.failure_hint = (e.message, e.hint) if isinstance(e, LocalLLMError) else ("", "")
-            self._give_back()
+            self._release()
             raise
         else:
             self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
@@ -272,23 +266,23 @@ class ModelWorker:
         finally:
             self._load = None
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self._planned_s = _NEVER
         if self.admission is not None:
             self.admission.release(self)
 
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's metrics; {} when it is not loaded. Looking is no use: it keeps nothing loaded."""
+        """The engine's metrics; {} if it is not loaded. Does not count as a use."""
         if not self.loaded:
             return {}
         try:
             return await (await self.host.engine()).snapshot()
         except LocalLLMError:
-            return {}  # it was being unloaded, or has crashed: the next request tells
+            return {}  # being unloaded, or crashed: the next request reports it
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Hold the model for a request: it is never unloaded while somebody does."""
+        """Hold the model for a request: it is not unloaded meanwhile."""
         self.in_use += 1
         try:
             yield
@@ -297,9 +291,9 @@ class ModelWorker:
             self.last_used_s = asyncio.get_running_loop().time()
 
     async def unload(self) -> None:
-        """Give the memory back; the next request loads it again. Raises BusyError while requests run.
+        """Free its memory; the next request loads it again. Raises BusyError while requests run.
 
-        A request that comes while this runs waits for the Host, which loads again after it has closed."""
+        A request that arrives meanwhile waits for the Host, which loads again once it has closed."""
         if self.in_use:
             raise BusyError(f"{self.name} answers {self.in_use} requests")
         self.loaded = False

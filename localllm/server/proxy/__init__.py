@@ -1,1 +1,1 @@
-"""Models that run in another server: which there are, and how a request is handed on to one and its answer back."""
+"""Models that run on other servers: upstreams of the settings, and the front of a pool of our own servers."""

@@ -1,5 +1,5 @@
 """Middleware that proxies a request whose model runs on an upstream server. Local models win; a full one spills over to an
-upstream only where the settings say so. JsonBody and answer are relayed unchanged; a header says where it ran."""
+upstream only where the settings say so. Body and answer are relayed unchanged; a header says where it ran."""
 
 from __future__ import annotations
 

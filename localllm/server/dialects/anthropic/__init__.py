@@ -1,1 +1,1 @@
-"""Anthropic's Messages, as Claude Code and its SDKs speak them."""
+"""Anthropic's Messages API, as Claude Code and its SDKs use it."""

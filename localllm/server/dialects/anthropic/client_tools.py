@@ -1,5 +1,5 @@
-"""Tools that Anthropic defines and the client runs (shell, editor, memory, screen): sent by type alone, for Claude knows
-them by heart. Other models are told what the documentation says of them.
+"""Anthropic-defined client tools (bash, text editor, memory, computer): clients send only their type, as Claude was
+trained on them. Other models get a schema written from the documentation.
 
 Sources: platform.claude.com/docs/en/agents-and-tools/tool-use, the types of the `anthropic` package, and for `insert_text`
 github.com/anthropics/anthropic-sdk-python/issues/1155.

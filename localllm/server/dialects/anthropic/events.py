@@ -1,4 +1,4 @@
-"""Anthropic's events, the message object, and its errors: how its API writes an answer."""
+"""Writes an answer in Anthropic's format: stream events, the message object, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages: what a client may send, and the conversation it asks about."""
+"""The body of POST /v1/messages, and its translation to a chat request."""
 
 from __future__ import annotations
 

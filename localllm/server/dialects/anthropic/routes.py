@@ -1,4 +1,4 @@
-"""The paths of Anthropic's API."""
+"""Routes of Anthropic's API."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""llama.cpp's own server API, and LM Studio's model list."""
+"""The API of llama.cpp's server."""

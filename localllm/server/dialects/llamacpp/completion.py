@@ -1,4 +1,4 @@
-"""POST /completion and /infill: raw text, continued or filled in, in llama.cpp's own words."""
+"""POST /completion and /infill: raw completion and fill-in-the-middle in llama.cpp's format."""
 
 from __future__ import annotations
 

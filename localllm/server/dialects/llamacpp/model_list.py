@@ -1,4 +1,4 @@
-"""What is known of the models, for llama.cpp's clients: props, and the news of loading and unloading."""
+"""Model facts for llama.cpp's clients: /props, /slots, and the event stream of loading and unloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths of llama.cpp's server."""
+"""Routes of llama.cpp's server."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ollama's API: JSON lines instead of events."""
+"""Ollama's API: JSON lines instead of server-sent events."""

@@ -1,4 +1,4 @@
-"""Ollama's JSON lines, its whole replies and its errors: how its API writes an answer."""
+"""Writes an answer in Ollama's format: JSON lines, whole replies, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models on offer as Ollama lists them."""
+"""The models in Ollama's format: /api/tags, /api/ps, /api/show."""
 
 from __future__ import annotations
 

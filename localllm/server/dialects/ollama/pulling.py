@@ -1,4 +1,4 @@
-"""A download as Ollama tells it: lines that say what is done, and how much of it."""
+"""Runs POST /api/pull: reports a download as Ollama's progress lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: what a client may send, and what it asks for."""
+"""The bodies of Ollama's API, and their translation to chat requests, generation jobs and embedding requests."""
 
 from __future__ import annotations
 

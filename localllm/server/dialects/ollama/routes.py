@@ -1,4 +1,4 @@
-"""The paths of Ollama's API."""
+"""Routes of Ollama's API."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""OpenAI's chat, completions, embeddings and model list, and Mistral's fill-in-the-middle."""
+"""OpenAI's chat completions, completions, embeddings and model list, and Mistral's fill-in-the-middle."""

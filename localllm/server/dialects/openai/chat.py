@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: what a client may send, and what it asks for."""
+"""The body of POST /v1/chat/completions, and its translation to a chat request."""
 
 from __future__ import annotations
 

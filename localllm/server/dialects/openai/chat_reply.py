@@ -1,4 +1,4 @@
-"""chat.completion objects and chunks: how OpenAI writes the answer of a chat."""
+"""Writes a chat answer in OpenAI's format: chat.completion and its chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions and Mistral's /v1/fim/completions: raw text, continued or filled in."""
+"""POST /v1/completions and Mistral's /v1/fim/completions: raw completion and fill-in-the-middle."""
 
 from __future__ import annotations
 

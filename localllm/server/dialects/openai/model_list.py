@@ -1,4 +1,4 @@
-"""GET /v1/models: friendly ids, the served context and capabilities; never a path."""
+"""GET /v1/models: ids, served context and capabilities; never a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's API and of what takes the same bodies: Mistral's fill-in-the-middle, llama.cpp's template."""
+"""Routes of OpenAI's API, and of others that take the same bodies (Mistral's FIM, llama.cpp's /apply-template)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses: items in, items out, and a store of past ones."""
+"""OpenAI's Responses API: items in, items out, with stored responses and conversations."""

@@ -1,4 +1,4 @@
-"""The response object as it grows: its events, and the body of the whole reply."""
+"""Writes an answer in the format of the Responses API: its events and the response object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses: what a client may send, and the conversation that its items make."""
+"""The body of POST /v1/responses, and its translation to a chat request."""
 
 from __future__ import annotations
 

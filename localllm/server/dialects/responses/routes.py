@@ -1,4 +1,4 @@
-"""The paths of OpenAI's Responses API."""
+"""Routes of OpenAI's Responses and Conversations APIs."""
 
 from __future__ import annotations
 

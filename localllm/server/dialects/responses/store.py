@@ -1,4 +1,4 @@
-"""Past responses, kept in memory for `previous_response_id` and for references to their items."""
+"""Stored responses and conversations, in memory only, least recently used evicted first."""
 
 from __future__ import annotations
 

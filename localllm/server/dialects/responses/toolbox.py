@@ -1,4 +1,4 @@
-"""The tools of a request: as functions for the model, and as what the client calls them.
+"""The tools of a Responses request: as functions for the model, and under the client's own names for its answer.
 
 A namespace (Codex sends one for every MCP server) is flattened into its functions' names; a custom tool, which takes
 text instead of arguments, becomes a function with one text.
