@@ -177,7 +177,7 @@ def test_every_file_says_why_it_exists() -> None:
 
 # Files of other projects that our comments cite.
 FOREIGN_FILES = {
-    "convert.py", "file_download.py", "mlx_lm/models/base.py", "mlx_lm/models/cache.py",
+    "convert.py", "encoder.py", "file_download.py", "mlx_lm/models/base.py", "mlx_lm/models/cache.py",
     "mlx_lm/utils.py", "utils.py",
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Admission: which waiting request joins the running ones, with as much of its prefix as can be had.
+"""Admission and memory pressure: which waiting request joins the running ones, with as much of its prefix as can be had.
 
     waiting → restoring (its cached prefix comes back, gaps in it are computed) → running (prefill, then decode)
 
@@ -14,8 +14,8 @@ from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import PromptMatch, miss_reason, recomputed
 from localllm.engine.cache.pool import NO_SOURCE, PrefixSource
 from localllm.engine.cache.tree import as_tokens
-from localllm.engine.memory_policy import MemoryPolicy
-from localllm.engine.messages import Prefill
+from localllm.engine.host.memory import MemoryGuard, return_to_system
+from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.scheduler import Waiting, admission_order
@@ -222,3 +222,45 @@ def _matching(job: RunningRequest) -> PromptMatch:
     if job.matching is None:
         job.matching = PromptMatch(job.tokens)
     return job.matching
+
+
+@dataclass
+class MemoryPolicy:
+    """Acts on what the `guard` sees. `cache_bytes`: the prefix cache's size in memory while nobody else wants it."""
+
+    guard: MemoryGuard
+    jobs: RequestTable
+    backend: Backend
+    cache_bytes: int
+
+    def __post_init__(self) -> None:
+        # Where the KV is all there after loading, a request takes no more memory.
+        loaded = self.backend.memory()
+        self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
+
+    def mind(self, *, give_back_all: bool = False) -> None:
+        """Look at what is available now and then; under pressure the prefix cache shrinks and stops growing."""
+        guard, budget = self.guard, self.jobs.pool.kv.budget
+        if not guard.look(self.jobs.clock(), force=give_back_all):
+            return
+        if guard.pressure != "none" and budget.shrink(budget.held_bytes if give_back_all else guard.missing_bytes):
+            return_to_system()
+            guard.look(self.jobs.clock(), force=True)
+        most = self.cache_bytes
+        budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
+
+    def may_run(self) -> int:
+        """How many requests may run together now. Where KV grows and memory is nearly gone nobody joins others, and a
+        request alone is served if its KV can be had for all that we can give back."""
+        if self.guard.pressure != "hold" or self._kv_at_load:
+            return self.backend.info.n_seq_max
+        if self.jobs.running:
+            return 1
+        self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
+        self.mind(give_back_all=True)
+        if self.guard.pressure == "hold":
+            # One that was parked in mid-answer is not refused: it has begun.
+            for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
+                hint = "close other programs, then send the request again"
+                self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.why(), hint))
+        return 1

@@ -14,32 +14,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localllm.engine.admission import Admission
+from localllm.engine.admission import Admission, MemoryPolicy
 from localllm.engine.cache.disk import NO_DISK, DiskTier
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tunables import DISK_FREE_BYTES
-from localllm.engine.fairness import Shares
-from localllm.engine.host.contention import of_this_process
-from localllm.engine.host.decode_speed import DecodeSpeedTracker
+from localllm.engine.host.contention import ThreadThrottle, of_this_process
 from localllm.engine.host.kv_evidence import KvEvidence
 from localllm.engine.host.memory import Available, MemoryGuard, SystemMemory, headroom_bytes
-from localllm.engine.host.metrics import Metrics
-from localllm.engine.host.thread_throttle import ThreadThrottle
-from localllm.engine.image_steps import ImageSteps
-from localllm.engine.memory_policy import MemoryPolicy
+from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.messages import Event, Failure, Queued, Request
 from localllm.engine.outputs import OutputProcessor
-from localllm.engine.prefill_interrupt import PrefillInterrupt
-from localllm.engine.prefill_slices import prefill_policy
+from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
 from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.compiling import Compiler, MakeConstraint
-from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Want, plan_step
+from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
-from localllm.engine.vision.encoder import Encoder
+from localllm.engine.vision import Encoder, ImageSteps
 from localllm_backends.contract import (
     Backend,
     BackendFailure,

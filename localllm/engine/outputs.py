@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from localllm.engine.cache.tree import as_tokens
-from localllm.engine.image_steps import ImageSteps
 from localllm.engine.messages import FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.ranking import Row
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed
+from localllm.engine.vision import ImageSteps
 from localllm_backends.contract import Backend, Chunk, ImagePart, SampleSpec, StepResult
 
 

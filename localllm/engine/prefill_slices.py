@@ -10,15 +10,16 @@ policy that does nothing: its chunks are the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from localllm.engine.fairness import Shares
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.request import RunningRequest
-from localllm_backends.contract import Backend, BackendFailure, PrefillSlices
+from localllm.engine.scheduler import Grant, Shares
+from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices
 
 # Who has less to read than this part of what is left of the prompt in slices does not wait for its end: 600 tokens waited for
 # 30,000. So nobody waits for more than twice as many tokens as its own.
@@ -240,3 +241,47 @@ class SlicedPrefill:
         slices, self._slices, self.job = self._slices, None, None
         if slices is not None:
             slices.close()
+
+
+class PrefillInterrupt:
+    """Ends a step that reads one request's prompt and nothing else when its client leaves: on a large model such a step takes
+    many seconds, and cancels are taken up between steps. A step that others share goes on. Any thread may call."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend if backend.capabilities.interruptible else None
+        self._lock = threading.Lock()
+        self._reading: str | None = None
+        self._leaving: set[str] = set()
+
+    @property
+    def can_end(self) -> bool:
+        """True where the backend can end a step before it is done."""
+        return self._backend is not None
+
+    @contextmanager
+    def running(self, grants: Sequence[Grant]) -> Iterator[None]:
+        """Around a step of `grants`; InterruptedStepError before it where its only request is about to leave."""
+        alone = grants[0].key if len(grants) == 1 and grants[0].prefill else None
+        with self._lock:
+            if alone in self._leaving:
+                raise InterruptedStepError("its client has left")
+            self._reading = alone
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading = None
+
+    def leave(self, request_id: str) -> None:
+        """This request will be cancelled between two steps."""
+        if self._backend is None:
+            return
+        with self._lock:
+            self._leaving.add(request_id)
+            if self._reading == request_id:
+                self._backend.interrupt()
+
+    def left(self, request_id: str) -> None:
+        """It was."""
+        with self._lock:
+            self._leaving.discard(request_id)

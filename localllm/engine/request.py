@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling.compiling import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Bounds, Sampler
 from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.scheduler import arrival
-from localllm.engine.text import TextStream
+from localllm.engine.text import LoopGuard, TextStream
 
 if TYPE_CHECKING:
     from localllm.engine.cache.eviction import Block

@@ -9,11 +9,11 @@ from typing import Any
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.tree import as_tokens
-from localllm.engine.fairness import Shares
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
 from localllm.engine.prefill_slices import PrefillPolicy
 from localllm.engine.request import RunningRequest
+from localllm.engine.scheduler import Shares
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import CannotRewindError

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STALL_RATIO = 7.0
 # A slice of time ends where it should, a chunk where it was guessed to: with the step behind it it may take longer than
@@ -45,7 +46,7 @@ _HEAD_START_S = 30.0
 @dataclass(frozen=True, slots=True)
 class Want:
     """What one admitted request could use: `prefill` tokens still to read, or `decode` tokens (1 + draft length). `had`:
-    what was computed for its tenant, in tokens (fairness.py; None: there is only one)."""
+    what was computed for its tenant, in tokens (scheduler.py; None: there is only one)."""
 
     key: str
     prefill: int
@@ -198,3 +199,63 @@ class ChunkSizer:
 
 def _blend(old: float | None, new: float, share: float) -> float:
     return new if old is None else old + share * (new - old)
+
+
+# How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.
+CREDIT_TOKENS = 2048
+
+
+@dataclass
+class Shares:
+    """Shares the engine evenly between tenants (keys with names): the tokens computed for each since the engine began.
+
+    Who has had least is next. A newcomer begins `CREDIT_TOKENS` below the least of those at work, so that short requests of
+    somebody who asks seldom go first, and nobody saves up more than that by staying away."""
+
+    computed: dict[str, int] = field(default_factory=dict)
+    _present: set[str] = field(default_factory=set)
+
+    def arrive(self, tenant: str) -> None:
+        """`tenant` has a request where it had none."""
+        if tenant in self._present:
+            return
+        if self._present:
+            least = min(self.computed[t] for t in self._present)
+            self.computed[tenant] = max(self.computed.get(tenant, 0), least - CREDIT_TOKENS)
+        else:
+            self.computed = {tenant: 0}
+        self._present.add(tenant)
+
+    def charge(self, tenant: str, n_tokens: int) -> None:
+        """Tokens were computed for `tenant`."""
+        if tenant in self._present:
+            self.computed[tenant] += n_tokens
+
+    def remain(self, tenants: Iterable[str]) -> None:
+        """Only these have requests now."""
+        self._present &= set(tenants)
+
+    @property
+    def shared(self) -> bool:
+        """True while more than one of them has requests."""
+        return len(self._present) > 1
+
+    def had(self, tenant: str) -> int | None:
+        """What `tenant` has had; None while there is nobody to share with."""
+        return self.computed.get(tenant, 0) if self.shared else None
+
+    def behind(self, tenant: str, other: str) -> bool:
+        """True where `tenant` has had less than `other`, and both are here."""
+        return self.shared and self.computed.get(tenant, 0) < self.computed.get(other, 0)
+
+    def makes_way(self, for_: str, running: Iterable[str]) -> str | None:
+        """The tenant that gives one of its places among the `running` (one entry for each request) to a request of
+        `for_`: the one with most, where it has at least two more. None: nobody has to."""
+        counts: dict[str, int] = {}
+        for tenant in running:
+            counts[tenant] = counts.get(tenant, 0) + 1
+        if not counts:
+            return None
+        most = max(counts, key=lambda t: (counts[t], self.computed.get(t, 0)))
+        # Afterwards it still has at least as many: no two of them take a place from each other by turns.
+        return most if counts[most] >= counts.get(for_, 0) + 2 else None

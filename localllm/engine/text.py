@@ -1,4 +1,4 @@
-"""Tokens to text as they come: no half character, no half stop string is ever shown."""
+"""Tokens to text as they come (no half character, no half stop string is shown), and answers that repeat themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import codecs
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from localllm.engine.messages import LoopLimits
 
 
 class TextStream:
@@ -61,3 +65,26 @@ class TextStream:
             if any(s.startswith(tail) for s in self._stops):
                 return n
         return 0
+
+
+class LoopGuard:
+    """Says when an answer has become periodic: its last tokens are one pattern of min_pattern_size to max_pattern_size tokens,
+    min_count times in a row (vLLM's `repetition_detection`). Tokens of the prompt do not count."""
+
+    def __init__(self, limits: LoopLimits) -> None:
+        self._most = limits.max_pattern_size
+        sizes = np.arange(1, self._most + 1)
+        # For each size, how many tokens in a row equal the one that many before them; and how many are a loop.
+        self._runs = np.zeros(self._most, dtype=np.int64)
+        self._needed = sizes * (limits.min_count - 1)
+        self._needed[: limits.min_pattern_size - 1] = np.iinfo(np.int64).max
+        # The tokens before, the newest first.
+        self._before = np.full(self._most, -1, dtype=np.int64)
+
+    def loops(self, token: int) -> bool:
+        """Take the answer's next token; True when it completes a loop."""
+        self._runs += 1
+        self._runs[self._before != token] = 0
+        self._before[1:] = self._before[:-1].copy()
+        self._before[0] = token
+        return bool((self._runs >= self._needed).any())

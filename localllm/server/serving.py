@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from localllm.conversation.prefix_reuse import ReasoningCache
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError
 from localllm.server.generation.chat import ChatRequest, chat_job
 from localllm.server.generation.collector import ReasoningRecorder, ReplyCollector

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.worker.child_pipe import ChildPipe, Message
+from localllm.engine.worker.pipe import ChildPipe, Message
 from localllm.engine.worker.worker import Worker
 from localllm_backends.contract import BackendFailure, Chunk
 from support.scripted_backend import ScriptedBackend

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, prompt_tokens, run
 from localllm.engine.core import Engine, EngineSettings
-from localllm.engine.fairness import CREDIT_TOKENS, Shares
 from localllm.engine.messages import Finish, Generation, Request, Text
+from localllm.engine.scheduler import CREDIT_TOKENS, Shares
 from localllm_backends.contract import LoadSpec
 from support.scripted_backend import ScriptedBackend
 

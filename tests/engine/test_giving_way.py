@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.host.contention import CpuContention
-from localllm.engine.host.thread_throttle import ThreadThrottle
+from localllm.engine.host.contention import CpuContention, ThreadThrottle
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec

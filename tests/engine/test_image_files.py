@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from localllm.engine.vision.image_files import MOST_PIXELS, ImageError, decode
+from localllm.engine.vision import MOST_PIXELS, ImageError, decode
 from support.pictures import needs_pillow, png
 
 pytestmark = needs_pillow()

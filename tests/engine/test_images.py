@@ -12,7 +12,7 @@ import pytest
 from engine.drive import GREEDY, Outcome, advance, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request
-from localllm.engine.vision.encoder import ImageReader
+from localllm.engine.vision import ImageReader
 from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type
 from models.tiny_vision import VisionModel, write_vision

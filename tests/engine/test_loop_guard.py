@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.loop_guard import LoopGuard
 from localllm.engine.messages import LoopLimits
+from localllm.engine.text import LoopGuard
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec

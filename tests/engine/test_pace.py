@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.host.contention import CpuContention, of_this_process
-from localllm.engine.host.decode_speed import ENOUGH_SPANS, DecodeSpeedTracker
+from localllm.engine.host.metrics import ENOUGH_SPANS, DecodeSpeedTracker
 
 
 class Machine:

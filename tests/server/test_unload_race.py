@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.engine.worker.api import Host
-from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.client import Host, WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import BusyError
 from localllm.server.app import create_app

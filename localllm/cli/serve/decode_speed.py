@@ -25,7 +25,7 @@ _MOST_MODELS = 64
 # Depths within an eighth of an octave, at first within this many tokens, are compared with each other.
 _NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
 LOOK_S = 5.0
-# Spans that a verdict needs (localllm/engine/host/decode_speed.py keeps eight).
+# Spans that a verdict needs (localllm/engine/host/metrics.py keeps eight).
 _SPANS = 6
 
 

@@ -1,8 +1,17 @@
-"""Counters of one engine: what /metrics, bench and the TUI read. Plain numbers, no locks: one thread writes."""
+"""Counters of one engine, and its decode speed over starts: what /metrics, bench and the TUI read.
+
+Plain numbers, no locks: one thread writes.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 
 _SMOOTHING = 0.1
 # Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to read than to compute;
@@ -88,3 +97,73 @@ class Metrics:
 
 def _blend(old: float, new: float) -> float:
     return new if not old else old + _SMOOTHING * (new - old)
+
+
+_SPAN_S = 0.25
+# Fewer steps than this in a span: a model so slow that the span is longer.
+_FEWEST_STEPS = 8
+# A step that comes later than this behind another belongs to another answer.
+_PAUSE_S = 0.1
+# Weights that are mapped from a file are read by the first steps.
+_WARMING_SPANS = 1
+# So many spans are a start's figures; then nothing is looked at any more.
+ENOUGH_SPANS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Plain steps behind each other: the median's seconds at the mean depth in tokens."""
+
+    depth: int
+    step_s: float
+
+
+@dataclass
+class DecodeSpeedTracker:
+    """How fast plain decode steps are here (one request, one token, no draft, no grammar): what a start is compared with
+    earlier ones by. Spans of a quarter second count while other programs take little of the processors."""
+
+    others: CpuContention
+    clock: Callable[[], float] = time.perf_counter
+    spans: list[Span] = field(default_factory=list)
+    disturbed: int = 0
+    _steps: list[float] = field(default_factory=list)
+    _depth: int = 0
+    _begun_s: float = 0.0
+    _began: Mark | None = None
+    _last_s: float = -math.inf
+    _warming: int = _WARMING_SPANS
+
+    @property
+    def enough(self) -> bool:
+        """True once there are as many spans as are kept."""
+        return len(self.spans) >= ENOUGH_SPANS
+
+    def observe(self, depth: int, seconds: float) -> None:
+        """A plain step of `seconds`, which has just ended, behind `depth` tokens."""
+        now = self.clock()
+        if self.enough:
+            return
+        if now - seconds - self._last_s > _PAUSE_S or not self._steps:
+            self._begin(depth, now - seconds)
+        self._steps.append(seconds)
+        self._last_s = now
+        if now - self._begun_s >= _SPAN_S and len(self._steps) >= _FEWEST_STEPS:
+            self._end(depth, now)
+
+    def _begin(self, depth: int, now: float) -> None:
+        self._steps, self._depth, self._begun_s, self._began = [], depth, now, self.others.mark()
+
+    def _end(self, depth: int, now: float) -> None:
+        others = self.others.share(self._began) if self._began is not None else 0.0
+        steps, self._steps = self._steps, []
+        if self._warming:
+            self._warming -= 1
+        elif others > MOST_SHARE:
+            self.disturbed += 1
+        else:
+            self.spans.append(Span((self._depth + depth) // 2, statistics.median(steps)))
+
+    def snapshot(self) -> dict[str, object]:
+        """The spans as plain values: [depth, seconds of a step]; and how many were left out."""
+        return {"spans": [[s.depth, s.step_s] for s in self.spans], "disturbed": self.disturbed}

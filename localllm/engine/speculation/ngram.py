@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.speculation.rates import HitRates
+from localllm.engine.speculation.controller import HitRates
 
 _SEPARATOR = -1
 # Matches longer than this are all the same: sure.

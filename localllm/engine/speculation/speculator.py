@@ -12,12 +12,11 @@ from typing import Protocol
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.speculation.controller import Candidate, StepCost, choose_lengths
+from localllm.engine.speculation.controller import Acceptance, Candidate, Gain, HitRates, StepCost, choose_lengths
 from localllm.engine.speculation.draft_model import DraftModel
 from localllm.engine.speculation.mtp import MtpDrafter
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.speculation.probe import CostProbe
-from localllm.engine.speculation.rates import Acceptance, Gain, HitRates
 from localllm_backends.contract import Backend, BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.

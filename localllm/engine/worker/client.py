@@ -1,4 +1,4 @@
-"""The text worker as the rest of the house sees it: starts the process and hands its events to whoever asked."""
+"""The engine as the server, the bench and the CLI see it: starts a worker process and hands its events to whoever asked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from localllm.engine.host.memory import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.process_engine import ProcessEngine, worker_environment
-from localllm.engine.worker.watchdog import HANG_S, Pulse
-from localllm_backends.contract import LoadSpec, MemoryReport
+from localllm.engine.worker.watchdog import HANG_S, ProcessEngine, Pulse, worker_environment
+from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class WorkerOptions:
 
 
 class WorkerClient(ProcessEngine):
-    """One worker process with one loaded model (implements localllm.engine.worker.api.Engine)."""
+    """One worker process with one loaded model (implements localllm.engine.worker.client.Engine)."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()) -> None:
         super().__init__(process, ready)
@@ -161,3 +160,52 @@ class WorkerClient(ProcessEngine):
             f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its worker still running?"
         )
         return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")
+
+
+class EngineClient(Protocol):
+    """One loaded model in its worker process."""
+
+    info: ModelInfo
+
+    def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Send a request; yields its events and ends after exactly one Finish or Failure.
+
+        Closing the iterator early (`aclose`, a client that went away) cancels the request within one engine step.
+        A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
+        a Failure with code `worker_died` within two seconds.
+        """
+        ...
+
+    async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
+        arrives, and the last one is returned.
+
+        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
+        """
+        ...
+
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of `text` under the model's vocabulary; marks in it stand for `images` (base64), whose are below zero."""
+        ...
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Text of `tokens`."""
+        ...
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's metrics now, as plain JSON values (see localllm.engine.host.metrics)."""
+        ...
+
+
+class Host(Protocol):
+    """Something that can give a loaded Engine for a model name, loading or reloading it when needed."""
+
+    async def engine(self) -> EngineClient:
+        """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises LocalLLMError."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the worker and free its memory."""
+        ...

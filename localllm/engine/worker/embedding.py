@@ -1,5 +1,5 @@
 """Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores out. Both sides of its
-pipe: `pipe.py` and `child_pipe.py` say how they talk, the questions here are embed | rank | tokenize | detokenize.
+pipe: `pipe.py` says how they talk, the questions here are embed | rank | tokenize | detokenize.
 
 The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat these models as they
 treat all.
@@ -17,10 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 from localllm import errors
 from localllm.engine.host.memory import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Request
-from localllm.engine.worker.child_pipe import ChildPipe, Message
-from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.process_engine import ProcessEngine, worker_environment
-from localllm.engine.worker.watchdog import HANG_S
+from localllm.engine.worker.pipe import ChildPipe, JsonProcess, Message
+from localllm.engine.worker.watchdog import HANG_S, ProcessEngine, worker_environment
 from localllm_backends.contract import LoadError, ModelInfo
 
 # What the host keeps to itself.
@@ -79,7 +77,7 @@ class Ranks(Protocol):
 
 
 class EmbeddingEngine(ProcessEngine):
-    """One embedding worker (implements localllm.engine.worker.api.Engine, Embeds and Ranks)."""
+    """One embedding worker (implements localllm.engine.worker.client.Engine, Embeds and Ranks)."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         super().__init__(process, ready)

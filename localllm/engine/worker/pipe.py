@@ -1,5 +1,6 @@
-"""A child process that speaks JSON lines: it is asked and answers, and what it says unasked reaches a callback straight
-from the event loop's read. `child_pipe.py` is the other end.
+"""Both ends of the pipe to a worker process, JSON lines: `JsonProcess` in the parent, `ChildPipe` in the child.
+
+The child is asked and answers; what it says unasked reaches a callback straight from the event loop's read.
 
 A StreamReader and a task between them would cost two more turns of the loop for every token, asyncio's own way from a
 child's output to its protocol one more.
@@ -10,12 +11,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from localllm import errors
+from localllm.errors import (
+    BackendError,
+    DoesNotFitError,
+    LocalLLMError,
+    ModelFileError,
+    OtherMachineGoneError,
+    RequestError,
+)
+from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfMemoryError
 
 Hear = Callable[[dict[str, Any]], None]
 # A process that was told to close and hasn't ended after this long is killed. It may have half a gigabyte to write.
@@ -285,3 +298,117 @@ def said(code: int | None) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
+
+
+Message = dict[str, Any]
+# How long a process may take to end once nobody speaks to it any more: it may have gigabytes to write.
+_LAST_S = 120.0
+Loaded = TypeVar("Loaded")
+# What stops a model from being loaded; all else is the fault of its files.
+_AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
+    OutOfMemoryError: DoesNotFitError,
+    OtherMachineError: OtherMachineGoneError,
+}
+
+
+class ChildPipe:
+    """The worker's end. Reads `source` in one thread; any thread may write to `sink`.
+
+    in   what to load, in one line; then messages, of which those with a number "n" are questions; the end of the input
+         is the order to close
+    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} | {"re": n, "error": {…}} for
+         each question, and whatever the worker has to say unasked"""
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source, self._sink = source, sink
+        self._lock = threading.Lock()
+        self.gone = False
+
+    @classmethod
+    def of_this_process(cls) -> ChildPipe:
+        """The pipe on standard input and output, which nothing else may use from now on."""
+        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the whole process group. The parent
+        # decides when we stop: the end of our input says so, which comes too if the parent is killed.
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # Native code prints to stdout at times, and Python can't exit while a thread reads its own stdin: the protocol has
+        # descriptors of its own.
+        pipe = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+        os.dup2(2, 1)
+        return pipe
+
+    def load(self, load: Callable[[Message], Loaded]) -> Loaded:
+        """What `load` makes of the first line. Where it raises a LocalLLMError or a BackendFailure, the parent is told
+        and the process exits."""
+        line = self._source.readline()
+        if not line:
+            sys.exit(0)
+        try:
+            return load(json.loads(line))
+        except (LocalLLMError, BackendFailure) as e:
+            error = _named(e, _AT_LOADING.get(type(e), ModelFileError))
+            self.say({"fatal": _words(error)})
+            sys.exit(error.exit_code)
+
+    def hear(self, receive: Callable[[Message], None]) -> None:
+        """Call `receive` with every message until the last. A question that it fails at is answered with its error,
+        never dropped: somebody waits for it."""
+        for line in self._source:
+            message: Message = {}
+            try:
+                message = json.loads(line)
+                receive(message)
+            except Exception as e:
+                if "n" in message:
+                    self.say({"re": message["n"], "error": _words(_named(e, BackendError))})
+            if self.gone:
+                return
+
+    def leave_soon(self) -> None:
+        """The input has ended: the process has some time left to finish, then it ends whatever it is at. Without a parent
+        nobody else would end one that hangs."""
+        timer = threading.Timer(_LAST_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
+    def answer(self, question: Message, value: Any) -> None:
+        """Answer a message that has a number."""
+        self.say({"re": question["n"], "value": value})
+
+    def reply(self, question: Message, find: Callable[[], Any]) -> None:
+        """Answer a message that has a number with what `find` finds, or with the error it ends in."""
+        try:
+            self.answer(question, find())
+        except Exception as e:
+            self.say({"re": question["n"], "error": _words(_named(e, RequestError))})
+
+    def say(self, message: Message) -> None:
+        """Write `message`."""
+        self.say_line(json.dumps(message, separators=(",", ":")) + "\n")
+
+    def say_line(self, line: str) -> None:
+        """Write a message that is JSON text already, with its line end. `gone` is set when nobody hears it."""
+        data = line.encode()
+        with self._lock:
+            try:
+                self._sink.write(data)
+                self._sink.flush()
+            except (BrokenPipeError, ValueError):
+                self.gone = True
+
+
+def reason(error: Exception) -> str:
+    """What went wrong: an error made for people in its own words, any other with the name of its class."""
+    return str(error) if isinstance(error, LocalLLMError | BackendFailure) else f"{type(error).__name__}: {error}"
+
+
+def _named(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:
+    if isinstance(error, LocalLLMError):
+        return error
+    hint = error.hint if isinstance(error, BackendFailure) else ""
+    return otherwise(reason(error), hint=hint) if hint else otherwise(reason(error))
+
+
+def _words(error: LocalLLMError) -> dict[str, str]:
+    return {"code": error.code, "message": error.message, "hint": error.hint}

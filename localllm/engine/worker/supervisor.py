@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from localllm.engine.host.memory import Available
-from localllm.engine.worker.process_engine import ProcessEngine
-from localllm.engine.worker.watchdog import watch
+from localllm.engine.worker.watchdog import ProcessEngine, watch
 from localllm.errors import BusyError, WorkerDiedError
 
 # A model that crashes at once must not be reloaded in a tight loop.
@@ -44,7 +43,7 @@ class Startable(Protocol[StartedE]):
 
 
 class Supervisor(Generic[E]):
-    """One model's worker over time (implements localllm.engine.worker.api.Host).
+    """One model's worker over time (implements localllm.engine.worker.client.Host).
 
     `available` says how many bytes of the system's memory can be taken now (None: asked of the system). Every load
     must leave the options' headroom free.

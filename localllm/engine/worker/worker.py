@@ -4,7 +4,7 @@ A native crash, an abort or an out-of-memory kill ends this process and nothing 
 a reader thread takes messages (and tokenises, which needs no model state). It dies with its parent: stdin's end is
 the order to close.
 
-What is on the pipe, besides what child_pipe.py says:
+What is on the pipe, besides what pipe.py says:
 
     in   submit | cancel, and the questions tokenize | detokenize | snapshot | pulse
     out  {"ev": [...]} per step
@@ -24,8 +24,8 @@ from typing import Any
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.engine.vision.encoder import ImageReader
-from localllm.engine.worker.child_pipe import ChildPipe, Message, reason
+from localllm.engine.vision import ImageReader
+from localllm.engine.worker.pipe import ChildPipe, Message, reason
 from localllm.engine.worker.watchdog import Pulse
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement

@@ -9,7 +9,7 @@ from typing import Any
 from localllm.conversation.images import prepare_images
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.engine.messages import Generation
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
 from localllm.server.generation.job import GenerationJob

@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import Prompt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import UnsupportedError
 
 # Of the window that is left beside the answer: the text before the cursor says more than the text after it.

@@ -21,7 +21,7 @@ from localllm.engine.messages import (
     ThinkingLimit,
     TokenLogprob,
 )
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError, UnsupportedError, by_code
 from localllm.server.generation.job import (
     CUT,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
-from localllm.engine.worker.api import Host
+from localllm.engine.worker.client import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from localllm.server.models.installed import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.engine.messages import Sampling
-from localllm.engine.worker.api import EngineClient, Host
+from localllm.engine.worker.client import EngineClient, Host
 from localllm.server.models.worker import ModelMetadata, ModelWorker
 from localllm_backends.contract import ModelInfo
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.engine.messages import Sampling
-from localllm.engine.worker.api import EngineClient, Host
+from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm_backends.contract import ModelInfo
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.speculation.controller import KNOTS, Candidate, StepCost, choose_lengths
-from localllm.engine.speculation.rates import Acceptance, HitRates
+from localllm.engine.speculation.controller import KNOTS, Acceptance, Candidate, HitRates, StepCost, choose_lengths
 
 RATES = st.floats(0.0, 1.0)
 

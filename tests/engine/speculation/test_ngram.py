@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.engine.speculation.controller import HitRates
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs, TokenLine, longest_match
-from localllm.engine.speculation.rates import HitRates
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# What the worker decodes at most (engine/vision/image_files.py): more is refused there anyway.
+# What the worker decodes at most (engine/vision.py): more is refused there anyway.
 _MOST_PIXELS = 40 * 10**6
 # More than a terminal shows in so few lines, on a dense screen too.
 _SIDE_PX = 480

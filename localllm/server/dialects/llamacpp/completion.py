@@ -9,7 +9,7 @@ from pydantic import Field
 
 from localllm.conversation.images import images_in_prompt
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields

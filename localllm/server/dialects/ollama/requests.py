@@ -15,7 +15,7 @@ from localllm.conversation.messages import normalise
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import (
     Budget,

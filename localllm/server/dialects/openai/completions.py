@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from localllm.engine.messages import Timings, TokenLogprob
-from localllm.engine.worker.api import EngineClient
+from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai import chat_reply

@@ -6,20 +6,27 @@ the text before it is read, and its embeddings are kept, in memory and on disk, 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import io
 import queue
 import threading
 import time
+import warnings
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm import paths
+from localllm.engine.request import RunningRequest
+from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed, laid_out, split
-from localllm.engine.vision import image_files
 from localllm_backends.contract import Backend, BackendFailure, ImagePixels, ImageRun
 
 Embeddings = NDArray[np.float32]
@@ -41,13 +48,13 @@ class ImageReader:
         """The prompt's tokens, and where its images are. `images`: files in base64, each by its mark. Raises BackendFailure."""
         parts = split(prompt, images)
         if sum(image for _, image in parts) > MOST_IMAGES:
-            raise image_files.ImageError(f"a prompt may have {MOST_IMAGES} images at most")
+            raise ImageError(f"a prompt may have {MOST_IMAGES} images at most")
         made = [self._picture(images[part]) if image else part for part, image in parts]
         return laid_out(self._backend.tokenize_images(made, add_bos=add_bos))
 
     def _picture(self, file: str) -> ImagePixels:
         name = hashlib.sha256(file.encode(errors="surrogatepass")).hexdigest()
-        picture = self._pixels.pop(name, None) or image_files.decode(image_files.from_base64(file))
+        picture = self._pixels.pop(name, None) or decode(from_base64(file))
         self._pixels[name] = picture
         while len(self._pixels) > 1 and sum(len(p.data) for p in self._pixels.values()) > _PIXELS_BYTES:
             self._pixels.popitem(last=False)
@@ -193,3 +200,144 @@ class Encoder:
                 return
             held_bytes -= file.stat().st_size
             file.unlink(missing_ok=True)
+
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MOST_BYTES = 20 * 10**6
+# 40 megapixels are 120 MB decoded, and as much again while Pillow turns them.
+MOST_PIXELS = 40 * 10**6
+MOST_SIDE = 16_384
+# Nothing is seen in a picture of fewer pixels, and projectors divide by its sides.
+_LEAST_SIDE = 1
+
+
+class ImageError(BackendFailure):
+    """The image can't be read; the message says why, to whoever sent it."""
+
+
+def from_base64(text: str) -> bytes:
+    """The file that was sent as text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise ImageError("the image is not valid base64") from e
+
+
+def decode(data: bytes) -> ImagePixels:
+    """The first frame, turned as its camera was held, on white where it is transparent. Raises ImageError."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as e:
+        raise ImageError("images can't be decoded here: Pillow is not installed (`pip install pillow`)") from e
+    if len(data) > MOST_BYTES:
+        raise ImageError(f"the image has {len(data)} bytes, {MOST_BYTES} at most are read")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Only these decoders are asked: no other format's code sees the bytes.
+            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+                _check_size(*opened.size)
+                return _pixels(opened)
+    except ImageError:
+        raise
+    except UnidentifiedImageError as e:
+        raise ImageError(f"this is no image that can be read: {_looks_like(data)}; PNG, JPEG, WebP and GIF are") from e
+    except Image.DecompressionBombError as e:
+        raise ImageError(f"the image is too large: {MOST_PIXELS} pixels at most are read") from e
+    except MemoryError as e:
+        raise ImageError("there is not enough memory for this image") from e
+    except Exception as e:  # Pillow's decoders raise whatever a damaged file leads them to
+        raise ImageError(f"the image is damaged: {type(e).__name__}: {str(e)[:120]}") from e
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < _LEAST_SIDE or height < _LEAST_SIDE:
+        raise ImageError("the image is empty")
+    if width > MOST_SIDE or height > MOST_SIDE or width * height > MOST_PIXELS:
+        raise ImageError(
+            f"the image has {width} × {height} pixels; {MOST_PIXELS // 10**6} million and {MOST_SIDE} a side are the most"
+        )
+
+
+def _pixels(opened: Any) -> ImagePixels:
+    from PIL import Image, ImageOps
+
+    opened.seek(0)
+    opened.load()
+    picture = ImageOps.exif_transpose(opened)
+    if picture.mode.startswith("I;16") or picture.mode in ("I", "F"):
+        # 16 bits a channel: Pillow's own conversion cuts off what is above 255.
+        picture = picture.convert("I").point(lambda value: value / 257).convert("L")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        ground = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(ground, picture)
+    picture = picture.convert("RGB")
+    data = picture.tobytes()
+    key = hashlib.blake2b(data, digest_size=16, key=b"%d %d" % picture.size)
+    return ImagePixels(picture.width, picture.height, data, key.digest())
+
+
+def _looks_like(data: bytes) -> str:
+    start = data[:256].lstrip().lower()
+    if start.startswith((b"<svg", b"<?xml")) or b"<svg" in start:
+        return "it looks like SVG"
+    if start.startswith(b"%pdf"):
+        return "it looks like a PDF"
+    if data[4:12] in (b"ftypavif", b"ftypheic", b"ftypmif1"):
+        return "it looks like AVIF or HEIC"
+    return "it is empty" if not data else "its format is unknown"
+
+
+# So many images of a prompt are encoded ahead of their turn, the one that is due included.
+_AHEAD = 2
+
+
+@dataclass
+class ImageSteps:
+    """Plans the steps that read images, each in a step of its own: a batch has tokens or embeddings, not both.
+
+    `whole`: the tokens of an image can't be parted. `waiting`: somebody could go on if only an image were encoded. `failed`:
+    whose image could not be, and why. `chosen`: the embeddings of the image that was planned last."""
+
+    encoder: Encoder
+    whole: bool
+    waiting: bool = False
+    failed: list[tuple[RunningRequest, str]] = field(default_factory=list)
+    chosen: Embeddings | None = None
+    _last: bool = False
+
+    def unreadable(self, images: Seq[Placed], n_batch: int) -> str:
+        """Why these can't be read, "" if they can."""
+        largest = max((i.run.n_tokens for i in images), default=0)
+        if self.whole and largest > n_batch:
+            return f"an image comes to {largest} tokens that this model must read at once; {n_batch} are the most here"
+        return ""
+
+    def plan(self, ready: Seq[RunningRequest], most: int) -> Grant | None:
+        """The image to read in this step, at most `most` tokens of it; None where text is read."""
+        due: dict[str, tuple[RunningRequest, Embeddings]] = {}
+        self.waiting, self.failed = False, []
+        for job in ready:
+            if not job.prefilling or not job.images:
+                continue
+            for placed in [i for i in job.images if i.stop > job.n_kv][:_AHEAD]:
+                self.encoder.want(placed.run)
+            if job.image is None:
+                continue
+            try:
+                found = self.encoder.embeddings(job.image.run)
+                if found is None:
+                    self.waiting = True
+                else:
+                    due[job.id] = job, found
+            except BackendFailure as e:
+                self.failed.append((job, str(e)))
+        others = any(not (job.prefilling and job.image) for job in ready)
+        self._last = bool(due) and not (self._last and others)
+        if not self._last:
+            return None
+        job, self.chosen = min(due.values(), key=lambda found: found[0].arrived_s)
+        assert job.image is not None
+        left = job.image.stop - job.n_kv
+        return Grant(job.id, left if self.whole else min(left, most), prefill=True)

@@ -1,1 +1,0 @@
-"""Images in prompts: files decoded, laid out as tokens, encoded into embeddings."""
