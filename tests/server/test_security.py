@@ -411,7 +411,7 @@ def test_many_clients_that_leave_harm_nobody() -> None:
         return line == "" or line == "data: [DONE]"
 
     async def all_of_them(url: str) -> list[bool]:
-        limits = httpx.KeyLimits(max_connections=64)
+        limits = httpx.Limits(max_connections=64)
         async with httpx.AsyncClient(base_url=url, trust_env=False, limits=limits, timeout=30) as client:
             return await asyncio.gather(*(one(client, i) for i in range(128)))
 
