@@ -1,6 +1,6 @@
 """Models that other applications hold, found in place and never changed: LM Studio, Ollama, llama.cpp's cache.
 
-places.py says where each layout is documented.
+app_folders.py says where each layout is documented.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from localllm.library import folders, hf_cache, names, places
+from localllm.library import app_folders, folders, hf_cache, names
 from localllm.library.types import LocalModel
 
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
@@ -75,7 +75,7 @@ def ollama(store: Path) -> list[LocalModel]:
     one GGUF file (Ollama's own safetensors layout).
     """
     found: dict[str, LocalModel] = {}
-    for root in places.MANIFESTS:
+    for root in app_folders.MANIFESTS:
         for manifest in _manifests(store / root):
             name = manifest.relative_to(store / root).parts
             if _title(name) not in found and (model := _ollama_model(store, manifest, name)) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
-from localllm.library import hf_cache, hub, names, other_apps, places, store, transfer, variants
+from localllm.library import app_folders, hf_cache, hub, names, other_apps, store, transfer, variants
 from localllm.library.catalog import load_catalog, read_model
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.resolve import resolve
@@ -206,7 +206,7 @@ def _bring(
     reserve_bytes: int,
     patience: Patience,
 ) -> LocalModel:
-    cache = places.hub_cache()
+    cache = app_folders.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files, *([selection.projector] if selection.projector else [])]
     meter = DownloadMeter(selection.total_bytes, say)

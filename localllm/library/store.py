@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
-from localllm.library import folders, hf_cache, other_apps, places, starter
+from localllm.library import app_folders, folders, hf_cache, other_apps, starter
 from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
 
@@ -25,14 +25,14 @@ def scan() -> list[LocalModel]:
 
     Names and sizes only (no header is opened); files that two applications share are listed once.
     """
-    found = hf_cache.scan(places.hub_cache())
-    for store in places.lmstudio():
+    found = hf_cache.scan(app_folders.hub_cache())
+    for store in app_folders.lmstudio():
         found += other_apps.lmstudio(store)
-    for store in places.ollama():
+    for store in app_folders.ollama():
         found += other_apps.ollama(store)
-    for store in places.llamacpp():
+    for store in app_folders.llamacpp():
         found += other_apps.llamacpp(store)
-    for folder in places.folders():
+    for folder in app_folders.folders():
         found += folders.scan(folder, "folder")
     found += packaged()
     # One application may give a file several names, and each is asked for; another application's are left out.
@@ -73,7 +73,7 @@ def du(models: Iterable[LocalModel] | None = None) -> list[DiskUsage]:
                 continue
             sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
     usage = [DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
-    unfinished = hf_cache.partials(places.hub_cache())
+    unfinished = hf_cache.partials(app_folders.hub_cache())
     if unfinished:
         usage.append(DiskUsage("partial", len(unfinished), sum(_size(f) for f in unfinished)))
     return sorted(usage, key=lambda u: -u.size_bytes)
@@ -124,7 +124,7 @@ class Waste:
 
 def waste(*, now: float | None = None) -> list[Waste]:
     """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and are left out."""
-    cache = places.hub_cache()
+    cache = app_folders.hub_cache()
     limit = (time.time() if now is None else now) - _SETTLED_S
     found = [Waste(f, _size(f), "unfinished download") for f in hf_cache.partials(cache)]
     found += [Waste(f, _size(f), "no snapshot points at it") for f in hf_cache.unreferenced(cache)]
@@ -248,16 +248,16 @@ def adopt(folder: Path) -> list[LocalModel]:
         raise UsageError(
             f"{folder} holds no model within three levels", hint="models are .gguf files, or folders with config.json"
         )
-    listed = places.remembered()
+    listed = app_folders.remembered()
     if target not in listed:
-        places.remember([*listed, target])
+        app_folders.remember([*listed, target])
     return found
 
 
 def forget(folder: Path) -> None:
     """Take a folder off the list of adopted ones; its files stay. Raises UsageError if it was not on it."""
     target = folder.expanduser().resolve()
-    listed = places.remembered()
+    listed = app_folders.remembered()
     if target not in listed:
         raise UsageError(f"{folder} is not an adopted folder", hint="see `localllm models adopt`")
-    places.remember([f for f in listed if f != target])
+    app_folders.remember([f for f in listed if f != target])

@@ -24,7 +24,7 @@ from localllm.device.types import Device, TypeRates
 from localllm.planner import efficiency, families, kernels, power
 from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
-from localllm_catalog.remembered import by_identity
+from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0

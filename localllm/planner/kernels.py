@@ -16,7 +16,7 @@ from localllm.planner import families, kernels, needs
 from localllm.planner.streams import streamed
 from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
-from localllm_catalog.remembered import by_identities
+from localllm_catalog.memoize import by_identities
 from localllm_catalog.types import Model, Variant
 
 Keys = tuple[str, ...]

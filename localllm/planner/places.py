@@ -15,7 +15,7 @@ from localllm.planner.streams import facts, streamed
 from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
-from localllm_catalog.remembered import by_identities
+from localllm_catalog.memoize import by_identities
 from localllm_catalog.types import Model, Variant
 
 

@@ -18,7 +18,7 @@ from localllm.planner import efficiency, kernels
 from localllm.planner.decode_cost import PEAK_SHARE, CostTerm, Hardware, Powers, all_attention_flops, lag
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
-from localllm_catalog.remembered import by_identity
+from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 # Float32 elements of a token that the kernels of a layer read and write beside its matrices (llama.cpp's graphs): the hidden

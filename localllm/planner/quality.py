@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from localllm_catalog import quants
-from localllm_catalog.remembered import by_identity
+from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Model, Purpose, Variant
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from localllm_catalog import quants, shapes
-from localllm_catalog.remembered import by_identities, by_identity
+from localllm_catalog.memoize import by_identities, by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from localllm_catalog import quants
-from localllm_catalog.remembered import by_identity
+from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Experts, Layer, Model
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from conversation.test_lazy_calls import CONTROL, ids_of, matcher
+from conversation.test_grammar_triggers import CONTROL, ids_of, matcher
 from localllm.conversation.messages import normalise
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
 from localllm.conversation.reply_parser import ReplyParser

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from conversation.test_lazy_control_tokens import FIRST, TOOLS, write_model
+from conversation.test_trigger_control_tokens import FIRST, TOOLS, write_model
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.notations import harmony

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conversation.test_lazy_calls import TOOLS, check, matcher, read, walk
+from conversation.test_grammar_triggers import TOOLS, check, matcher, read, walk
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.tools import FORMATS, format_for, notations
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat

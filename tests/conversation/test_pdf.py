@@ -9,7 +9,6 @@ import random
 import pytest
 
 from localllm.conversation import pdf as reading
-from localllm.conversation import pdf_child
 from support.pdfs import needs_pdf, pdf
 
 pytestmark = needs_pdf()
@@ -37,10 +36,10 @@ def test_what_is_too_much_is_said() -> None:
 
 
 def test_pictures_and_characters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = pdf_child.pages_of(pdf(["", "", "x"]), 1)["pages"]
+    found = reading.pages_of(pdf(["", "", "x"]), 1)["pages"]
     assert [sorted(page) for page in found] == [["picture"], [], ["text"]]
-    monkeypatch.setattr(pdf_child, "MOST_CHARS", 15)
-    assert "15 characters" in pdf_child.pages_of(pdf(["ten letters", "ten letters"]), 0)["problem"]
+    monkeypatch.setattr(reading, "MOST_CHARS", 15)
+    assert "15 characters" in reading.pages_of(pdf(["ten letters", "ten letters"]), 0)["problem"]
 
 
 def test_one_that_takes_too_long_is_left() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from library.hub import Hub, running
-from localllm.library import places, store
+from localllm.library import app_folders, store
 from localllm.library.hub import Patience
 
 _ELSEWHERE = (
@@ -62,7 +62,7 @@ def hub(online: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def cache(home: Path) -> Path:
     """The hub's cache of this test."""
-    return places.hub_cache()
+    return app_folders.hub_cache()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import UsageError
-from localllm.library import places, store
+from localllm.library import app_folders, store
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm_backends.contract import Chunk, LoadSpec
@@ -234,7 +234,7 @@ def test_an_adopted_folder_is_listed_until_it_is_forgotten(tmp_path: Path, tiny_
     assert [m.path for m in store.adopt(folder)] == [file]
     store.adopt(folder)
     assert [m.path for m in found("folder")] == [file]
-    assert places.remembered() == [folder]
+    assert app_folders.remembered() == [folder]
     run_in_place(resolve("mine"))
     store.forget(folder)
     assert found("folder") == []
@@ -249,7 +249,7 @@ def test_a_folder_without_models_is_not_adopted(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError):
         store.adopt(tmp_path / "empty")
-    assert places.remembered() == []
+    assert app_folders.remembered() == []
 
 
 def test_a_file_two_apps_share_is_listed_once(home: Path) -> None:

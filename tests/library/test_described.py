@@ -11,7 +11,7 @@ import pytest
 from library.hub import Hub
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library.catalog import load_catalog, read_model
-from localllm.library.described import describe
+from localllm.library.describe import describe
 from localllm_catalog.catalog import Catalog
 from localllm_catalog.types import Model
 from models import tiny_gguf

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from library.hub import Hub
-from localllm.library import hf_cache, places, store
+from localllm.library import app_folders, hf_cache, store
 from localllm.library.hub import Patience
 from localllm.library.pull import pull
 from localllm.library.resolve import resolve
@@ -37,7 +37,7 @@ def test_files_lie_in_the_snapshot_are_found_verified_and_removed(hub: Hub, pati
     assert not [s for s in hub.seen if "/cdn/" in s.path], "what is here is not fetched again"
     assert store.waste() == []
     assert store.rm(resolve("tiny:Q8_0")) == 200_000
-    assert [m.quant for m in hf_cache.scan(places.hub_cache())] == ["Q4_K_M"]
+    assert [m.quant for m in hf_cache.scan(app_folders.hub_cache())] == ["Q4_K_M"]
 
 
 def test_a_file_that_lost_its_end_is_fetched_again(hub: Hub, patience: Patience) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError, UsageError
-from localllm.library import names, places, starter
+from localllm.library import app_folders, names, starter
 from localllm.library.resolve import resolve
 from localllm_catalog import catalog as catalogs
 
@@ -23,7 +23,7 @@ def cached(repo: str, file: str, content: bytes = b"GGUF", commit: str = "b" * 4
     """A file in the hub's cache, as huggingface-hub leaves it."""
     import hashlib
 
-    folder = places.hub_cache() / ("models--" + repo.replace("/", "--"))
+    folder = app_folders.hub_cache() / ("models--" + repo.replace("/", "--"))
     blob = folder / "blobs" / hashlib.sha256(content + file.encode()).hexdigest()
     blob.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(content)
@@ -220,7 +220,7 @@ def test_a_newer_snapshot_wins_and_a_dangling_link_does_not_count() -> None:
 
 def test_a_download_that_is_not_finished_is_not_offered() -> None:
     pointer = cached("maker/M-GGUF", "M-Q4_K_M-00001-of-00002.gguf")
-    (places.hub_cache() / "models--maker--M-GGUF" / "blobs" / ("d" * 64 + ".incomplete")).write_bytes(b"GGUF")
+    (app_folders.hub_cache() / "models--maker--M-GGUF" / "blobs" / ("d" * 64 + ".incomplete")).write_bytes(b"GGUF")
     assert pointer.exists()
     with pytest.raises(ModelNotFoundError):
         resolve("maker/M-GGUF")

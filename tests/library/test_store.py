@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from localllm.cli.commands import models as models_command
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
-from localllm.library import hf_cache, places, starter, store
+from localllm.library import app_folders, hf_cache, starter, store
 from localllm.library.resolve import resolve
 
 OLD = time.time() - 3600
@@ -25,7 +25,7 @@ def git_sha1(content: bytes) -> str:
 
 def cached(repo: str, files: dict[str, bytes], commit: str = "b" * 40) -> dict[str, Path]:
     """A repository in the hub's cache as huggingface-hub leaves it: blobs by hash, links, a ref."""
-    folder = hf_cache.repo_folder(places.hub_cache(), repo)
+    folder = hf_cache.repo_folder(app_folders.hub_cache(), repo)
     pointers = {}
     for name, content in files.items():
         digest = git_sha1(content) if name.endswith(".json") else hashlib.sha256(content).hexdigest()
@@ -96,7 +96,7 @@ def test_removing_one_quant_leaves_the_other_and_frees_its_bytes() -> None:
     assert pointers["Tiny-Q8_0.gguf"].read_bytes() == files["Tiny-Q8_0.gguf"]
     assert pointers["mmproj-F16.gguf"].exists(), "the other still needs it"
     assert store.rm(resolve("tiny:Q8_0")) == 500 + 5
-    assert not hf_cache.repo_folder(places.hub_cache(), "maker/Tiny-GGUF").exists()
+    assert not hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF").exists()
 
 
 def test_removing_a_model_removes_it_from_every_snapshot() -> None:
@@ -109,7 +109,7 @@ def test_removing_a_model_removes_it_from_every_snapshot() -> None:
 def test_removing_an_mlx_folder_takes_all_of_it() -> None:
     cached("mlx-community/Tiny-4bit", {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": b"w"})
     store.rm(resolve("tiny"))
-    assert not list(places.hub_cache().glob("models--*"))
+    assert not list(app_folders.hub_cache().glob("models--*"))
 
 
 def test_a_blob_that_two_names_share_stays_while_one_is_left() -> None:
@@ -141,7 +141,7 @@ def test_the_starter_and_packages_are_not_ours_to_remove(smollm2: Path) -> None:
 
 def test_prune_takes_what_nobody_needs_and_nothing_else() -> None:
     pointers = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
-    blobs = hf_cache.repo_folder(places.hub_cache(), "maker/Tiny-GGUF") / "blobs"
+    blobs = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF") / "blobs"
     needless = {
         "1" * 64 + ".incomplete": "unfinished download",
         "2" * 64 + ".0a1b2c3d.incomplete": "unfinished download",
@@ -171,7 +171,7 @@ def test_du_counts_each_file_once() -> None:
 
 
 def test_strange_caches_are_read_without_complaint(tmp_path: Path) -> None:
-    cache = places.hub_cache()
+    cache = app_folders.hub_cache()
     for name in (
         "models--",
         "models--a",
@@ -279,7 +279,7 @@ def test_info_of_what_is_here_and_of_what_is_not(tiny_model: Path) -> None:
 
 def test_prune_dry_run_removes_nothing() -> None:
     cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
-    left = hf_cache.repo_folder(places.hub_cache(), "maker/Tiny-GGUF") / "blobs" / ("1" * 64 + ".incomplete")
+    left = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF") / "blobs" / ("1" * 64 + ".incomplete")
     left.write_bytes(b"12345")
     os.utime(left, (OLD, OLD))
     assert run("prune", "--dry-run")[0] == 0

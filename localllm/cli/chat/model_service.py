@@ -63,7 +63,7 @@ class LocalModelService:
     def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
         """See Desk."""
         from localllm.cli.compose.lookup import of_quant
-        from localllm.library.described import describe
+        from localllm.library.describe import describe
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 

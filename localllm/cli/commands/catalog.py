@@ -43,7 +43,7 @@ def update(
     from localllm.errors import UsageError
     from localllm.library import catalog_update, hub
     from localllm.library.catalog import load_catalog, user_folder
-    from localllm.library.described import describe
+    from localllm.library.describe import describe
 
     if offline or hub.is_offline():
         raise UsageError("an update of the catalog asks the hub", hint="run it without --offline and HF_HUB_OFFLINE")

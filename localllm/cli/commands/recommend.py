@@ -98,7 +98,7 @@ def recommend(
     from localllm.device.named import with_memory
     from localllm.errors import UsageError
     from localllm.library.catalog import age_days, load_catalog, user_folder
-    from localllm.library.described import describe
+    from localllm.library.describe import describe
     from localllm.planner import recommend as planner
     from localllm.settings import Settings
 

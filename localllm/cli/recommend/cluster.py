@@ -38,7 +38,7 @@ def told(device: str | None, link: str, reference: str | None, workload: Workloa
     import json
 
     from localllm.library.catalog import load_catalog
-    from localllm.library.described import describe
+    from localllm.library.describe import describe
     from localllm.planner import cluster, plan, sharing
     from localllm.planner.types import RunSettings
 

@@ -12,9 +12,9 @@ from localllm.conversation.messages import unfinished
 from localllm.conversation.reply import ReplyFormat, turn_ends
 from localllm.conversation.template import DEFAULT_MARKS, ChatTemplate
 from localllm.conversation.tools.base import GrammarTrigger, Tool, ToolFormat
-from localllm.conversation.tools.constrainable import constrainable
 from localllm.conversation.tools.constraints import answer_or_call, forced, framed_answer, triggers_of
 from localllm.conversation.tools.prompt import Choice, with_instruction
+from localllm.conversation.tools.schemas import constrainable
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo

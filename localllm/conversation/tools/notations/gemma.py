@@ -4,100 +4,60 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.values import QuotedValues
 
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _BARE_TEXT = re.compile(r"[^,:{}\[\]<]+")
-_SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.-]+")
 
 
-def _calls_in(quote: str) -> Callable[[str], list[Call] | None]:
-    """A parser of one call's block in Gemma's notation: JSON without quotes around keys, and `quote` around texts."""
+class _GemmaReader(LiteralReader):
+    """Texts between `quote`s, or bare as keys are."""
 
-    def parse(block: str) -> list[Call] | None:
+    lists: ClassVar[Mapping[str, str]] = {"[": "]"}
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+
+    def scalar(self, text: str, at: int) -> tuple[object, int]:
+        said, end = self.key(text, at)
+        if text.startswith(self._quote, at):
+            return said, end
+        if said == "None":
+            return None, end
+        try:
+            return json.loads(said), end
+        except ValueError:
+            return said, end
+
+    def key(self, text: str, at: int) -> tuple[str, int]:
+        if text.startswith(self._quote, at):
+            begin = at + len(self._quote)
+            end = text.index(self._quote, begin)
+            return text[begin:end], end + len(self._quote)
+        bare = _BARE_TEXT.match(text, at)
+        if bare is None:
+            raise ValueError
+        return bare[0].strip(), bare.end()
+
+    def calls(self, block: str) -> list[Call] | None:
+        """The one call of a block, read whole."""
         match = _CALL.match(block)
         if match is None:
             return None
         try:
-            values, at = _read_value(block, match.end(), quote)
+            values, at = self.value(block, match.end())
         except (ValueError, RecursionError):
             return None
-        if block[at:].strip():
-            return None
-        return [(match[1], as_json(values))]
-
-    return parse
-
-
-def _read_value(block: str, at: int, quote: str) -> tuple[object, int]:
-    """The value at `at` and where it ends. Raises ValueError where there is none."""
-    at = _behind_space(block, at)
-    if block.startswith(quote, at):
-        end = block.index(quote, at + len(quote))
-        return block[at + len(quote) : end], end + len(quote)
-    if block.startswith("{", at):
-        members: dict[str, object] = {}
-        at = _behind_space(block, at + 1)
-        while not block.startswith("}", at):
-            key, at = _read_key(block, at, quote)
-            members[key], at = _read_value(block, at, quote)
-            at = _behind_comma(block, at, "}")
-        return members, at + 1
-    if block.startswith("[", at):
-        items: list[object] = []
-        at = _behind_space(block, at + 1)
-        while not block.startswith("]", at):
-            item, at = _read_value(block, at, quote)
-            items.append(item)
-            at = _behind_comma(block, at, "]")
-        return items, at + 1
-    bare = _BARE_TEXT.match(block, at)
-    if bare is None:
-        raise ValueError
-    text = bare[0].strip()
-    if text == "None":
-        return None, bare.end()
-    try:
-        return json.loads(text), bare.end()
-    except ValueError:
-        return text, bare.end()
-
-
-def _read_key(block: str, at: int, quote: str) -> tuple[str, int]:
-    if block.startswith(quote, at):
-        end = block.index(quote, at + len(quote))
-        key, at = block[at + len(quote) : end], end + len(quote)
-    else:
-        bare = _BARE_TEXT.match(block, at)
-        if bare is None:
-            raise ValueError
-        key, at = bare[0].strip(), bare.end()
-    at = _behind_space(block, at)
-    if not block.startswith(":", at):
-        raise ValueError
-    return key, at + 1
-
-
-def _behind_comma(block: str, at: int, close: str) -> int:
-    at = _behind_space(block, at)
-    if block.startswith(",", at):
-        return _behind_space(block, at + 1)
-    if not block.startswith(close, at):
-        raise ValueError
-    return at
-
-
-def _behind_space(block: str, at: int) -> int:
-    match = _SPACE.match(block, at)
-    return match.end() if match is not None else at
+        return None if block[at:].strip() else [(match[1], as_json(values))]
 
 
 class FunctionGemma(ToolFormat):
@@ -112,7 +72,7 @@ class FunctionGemma(ToolFormat):
     quote: ClassVar[str] = "<escape>"
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(first, marker, self.closing, _calls_in(self.quote))
+        return BlockReader(first, marker, self.closing, _GemmaReader(self.quote).calls)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         if not all(_NAME.fullmatch(name) for name, _ in tools):

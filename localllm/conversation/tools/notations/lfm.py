@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
+from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
 from localllm.conversation.tools.schemas import parameters
-from localllm.conversation.tools.tag_reader import literal_at
 from localllm.conversation.tools.values import PythonValues
 
 # What can stand for a name in a call of Python's.
@@ -47,7 +47,7 @@ def _listed(block: str) -> list[Call] | None:
         values: dict[str, object] = {}
         at = head.end()
         while (key := _KEY.match(block, at)) is not None:
-            values[key[1]], at = literal_at(block, key.end())
+            values[key[1]], at = LiteralReader().value(block, key.end())
         if not block.startswith(")", at):
             return None
         at += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conversation.test_lazy_calls import ids_of, matcher
+from conversation.test_grammar_triggers import ids_of, matcher
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.constraints import triggers_of
 

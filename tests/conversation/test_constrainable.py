@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from conversation.test_lazy_calls import TOOLS, matcher
+from conversation.test_grammar_triggers import TOOLS, matcher
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools.constrainable import constrainable
 from localllm.conversation.tools.prompt import Choice
+from localllm.conversation.tools.schemas import constrainable
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import Prompt, ResponseOptions
 

@@ -1,0 +1,125 @@
+"""Nested values in notations near JSON, read by recursive descent; a notation says how its scalars and keys look."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+_SPACE = re.compile(r"\s*")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|inf|nan)(?![\w.])")
+_PLAIN = re.compile(r"[^'\"\\]+")
+_ESCAPE = re.compile(r"u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})")
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_WORD = re.compile(r"(?:true|True|false|False|null|None)(?!\w)")
+_LETTERS = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+
+
+class LiteralReader:
+    """Values written as Python's literals or as JSON, or half in one and half in the other."""
+
+    lists: ClassVar[Mapping[str, str]] = {"[": "]", "(": ")"}
+
+    def value(self, text: str, at: int) -> tuple[object, int]:
+        """The value at `at` and where it ends. Raises ValueError where there is none, or RecursionError."""
+        at = _after_space(text, at)
+        opened = text[at : at + 1]
+        if opened == "{":
+            return self._members(text, at + 1)
+        if opened in self.lists:
+            return self._items(text, at + 1, self.lists[opened])
+        return self.scalar(text, at)
+
+    def scalar(self, text: str, at: int) -> tuple[object, int]:
+        """The text, number, truth or null at `at`."""
+        if text[at : at + 1] in ("'", '"'):
+            return _text(text, at)
+        if word := _WORD.match(text, at):
+            return _WORDS[word[0]], word.end()
+        if number := _NUMBER.match(text, at):
+            if number[0].endswith("."):
+                return float(number[0]), number.end()
+            return json.loads(number[0].replace("inf", "Infinity").replace("nan", "NaN")), number.end()
+        raise ValueError(f"no value: {text[at : at + 20]!r}")
+
+    def key(self, text: str, at: int) -> tuple[str, int]:
+        """The key at `at`: JSON's are texts, Python's may be numbers."""
+        key, at = self.value(text, at)
+        return key if isinstance(key, str) else json.dumps(key), at
+
+    def _items(self, text: str, at: int, closing: str) -> tuple[list[object], int]:
+        items: list[object] = []
+        at = _after_space(text, at)
+        while not text.startswith(closing, at):
+            item, at = self.value(text, at)
+            items.append(item)
+            at = _after_comma(text, at, closing)
+        return items, at + 1
+
+    def _members(self, text: str, at: int) -> tuple[dict[str, object], int]:
+        members: dict[str, object] = {}
+        at = _after_space(text, at)
+        while not text.startswith("}", at):
+            key, at = self.key(text, at)
+            at = _after_space(text, at)
+            if not text.startswith(":", at):
+                raise ValueError("a key without a value")
+            members[key], at = self.value(text, at + 1)
+            at = _after_comma(text, at, "}")
+        return members, at + 1
+
+
+def literal(text: str) -> object:
+    """The one value that `text` is. Raises ValueError, or RecursionError."""
+    value, at = LiteralReader().value(text, 0)
+    if _after_space(text, at) != len(text):
+        raise ValueError(f"more than one value: {text[at : at + 20]!r}")
+    return value
+
+
+def _text(text: str, at: int) -> tuple[str, int]:
+    quote, at = text[at], at + 1
+    said: list[str] = []
+    while not text.startswith(quote, at):
+        if plain := _PLAIN.match(text, at):
+            said.append(plain[0])
+            at = plain.end()
+        elif text.startswith("\\", at):
+            escaped, at = _escaped(text, at + 1)
+            said.append(escaped)
+        elif at < len(text):
+            said.append(text[at])  # the other quote
+            at += 1
+        else:
+            raise ValueError("a text without an end")
+    joined = "".join(said)
+    try:  # two halves of a letter outside the first plane are one
+        return joined.encode("utf-16", "surrogatepass").decode("utf-16"), at + 1
+    except UnicodeDecodeError:
+        return joined, at + 1
+
+
+def _escaped(text: str, at: int) -> tuple[str, int]:
+    if code := _ESCAPE.match(text, at):
+        return chr(int(code[1] or code[2] or code[3], 16)), code.end()
+    letter = text[at : at + 1]
+    if not letter:
+        raise ValueError("a text without an end")
+    return _LETTERS.get(letter, "\\" + letter), at + 1
+
+
+def _after_comma(text: str, at: int, closing: str) -> int:
+    at = _after_space(text, at)
+    if text.startswith(",", at):
+        return _after_space(text, at + 1)
+    if not text.startswith(closing, at):
+        raise ValueError("a list without an end")
+    return at
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match is not None else at
