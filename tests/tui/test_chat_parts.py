@@ -14,8 +14,7 @@ from localllm.errors import ContextLengthError, UsageError
 from localllm_tui.control import commands
 from localllm_tui.control.attachments import check_room, read_text
 from localllm_tui.control.client import AnswerUsage
-from localllm_tui.control.commands import as_text
-from localllm_tui.control.commands import commands as registry_commands
+from localllm_tui.control.commands import command_section, section_text
 from localllm_tui.control.formatting import ago, bar, elide, how_many
 from localllm_tui.control.meter import Meter, Numbers, status_text
 from localllm_tui.control.terminal import printable
@@ -142,7 +141,7 @@ def test_two_slashes_send_one() -> None:
 
 
 def test_every_command_is_explained_under_one_name() -> None:
-    shown = as_text(registry_commands())
+    shown = section_text(command_section())
     names = [name for c in commands.COMMANDS for name in (c.name, *c.aliases)]
     assert len(set(names)) == len(names)
     for command in commands.COMMANDS:

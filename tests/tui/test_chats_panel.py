@@ -6,9 +6,9 @@ from typing import Any
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.framed import TURNS_SHOWN
+from localllm_tui.screens.chat_view import TURNS_SHOWN
 from localllm_tui.screens.picker import Picker
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import Earlier
 from tui.conftest import Driver
 

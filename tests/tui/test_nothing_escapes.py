@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.approval import Approval
+from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
 from tui.scripted_desk import ScriptedDesk, offer
 from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer

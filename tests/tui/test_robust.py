@@ -16,7 +16,7 @@ from localllm.conversation import history as history_module
 from localllm.conversation.history import History, HistoryError
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import TurnView
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 

@@ -18,8 +18,7 @@ import textual
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.approval import Approval
-from localllm_tui.screens.help import HelpScreen
+from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_desk import ScriptedDesk, offer

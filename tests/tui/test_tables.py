@@ -11,10 +11,10 @@ from textual.app import App
 from textual.widget import Widget
 
 from localllm.conversation.history import History
-from localllm_tui import plain
+from localllm_tui import line_chat
 from localllm_tui.app import ChatApp
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.commands import COMMANDS, sections
+from localllm_tui.control.commands import COMMANDS, help_sections
 from localllm_tui.control.keys import (
     APP,
     APPROVAL,
@@ -33,11 +33,9 @@ from localllm_tui.control.keys import (
     hints,
 )
 from localllm_tui.control.session import Session
-from localllm_tui.screens.approval import Approval
 from localllm_tui.screens.chat import ChatScreen
+from localllm_tui.screens.dialogs import Approval, GlassScreen, HelpScreen
 from localllm_tui.screens.files import FilePicker
-from localllm_tui.screens.glass import GlassScreen
-from localllm_tui.screens.help import HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import Picker
 from localllm_tui.widgets.composer import Composer
@@ -114,9 +112,9 @@ def test_plain_mode_knows_its_commands(
         server.answer("hello")
         server.answer("again")
         monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/{command.name}\n"))
-        plain.talk(ChatClient(server.base_url), "scripted", Session(history, "scripted"))
+        line_chat.talk(ChatClient(server.base_url), "scripted", Session(history, "scripted"))
         said = capsys.readouterr().err
-        assert ("needs the screen" in said) is not command.plain
+        assert ("needs the screen" in said) is (command.run is None)
         assert "there is no command" not in said
 
 
@@ -136,7 +134,7 @@ def test_every_key_of_the_table_has_something_to_do(key: Key, drive: Any) -> Non
 
 
 def test_help_has_every_key_and_command_that_says_something(drive: Any) -> None:
-    entries = {(e.how, e.what) for section in sections() for e in section.entries}
+    entries = {(e.how, e.what) for section in help_sections() for e in section.entries}
     assert {(k.label, k.help) for k in KEYS if k.help} <= entries
     assert {(c.usage, c.help) for c in COMMANDS} <= entries
 

@@ -18,8 +18,8 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control.interfaces import ToolSpec
 from localllm_tui.control.tools import MOST_ROUNDS, NOT_ALLOWED
 from localllm_tui.mcp_host import McpHost
-from localllm_tui.screens.approval import Approval
-from localllm_tui.widgets.tool import ToolFold
+from localllm_tui.screens.dialogs import Approval
+from localllm_tui.widgets.answer import ToolFold
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Raw, Say, ScriptedServer
 

@@ -9,7 +9,7 @@ import pytest
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import TurnView
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer, UntilGone
 

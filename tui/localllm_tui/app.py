@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual.app import App, SystemCommand
@@ -13,19 +15,18 @@ from textual.filter import LineFilter
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
 
-from localllm_tui import palette
 from localllm_tui.bindings import bindings_of
+from localllm_tui.control import commands
 from localllm_tui.control.chat import Opening
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import copy_with_tool, on_signals
-from localllm_tui.no_color import CSS as NO_COLOR_CSS
-from localllm_tui.no_color import NoColors
 from localllm_tui.screens.chat import ChatScreen
 from localllm_tui.widgets.composer import Composer
-from localllm_tui.widgets.foreign import NoControls
+from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
+from localllm_tui.widgets.line_filters import NoColors, NoControls
 from localllm_tui.widgets.transcript import Transcript
 
 QUIT_WITHIN_S = 2.0
@@ -120,7 +121,25 @@ class ChatApp(App[None]):
         await self.chat.leave()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        def run(name: str) -> None:
-            self.call_later(self.chat.run_command, name, "")
+        """The command palette: the chat's own commands, and of Textual's those that work here."""
+        for command in commands.COMMANDS:
+            if command.palette:
+                run = partial(self.call_later, self.chat.run_command, command.name, "")
+                yield SystemCommand(command.palette, command.help, run)
+        yield SystemCommand("Theme", "change the colours; remembered for next time", self.action_change_theme)
+        # The picture is taken once the palette is gone.
+        yield SystemCommand("Screenshot", "save this screen as an SVG picture", self._soon_save_picture)
 
-        return palette.entries(self, run, self.chat.history.path.parent)
+    def _soon_save_picture(self) -> None:
+        self.set_timer(0.1, self._save_picture)
+
+    def _save_picture(self) -> None:
+        name = time.strftime("localllm-%Y-%m-%d-%H%M%S.svg")
+        for folder in (Path.home() / "Downloads", Path.cwd(), self.chat.history.path.parent):
+            try:
+                if folder.is_dir():
+                    self.notify(f"saved {self.save_screenshot(name, str(folder))}", timeout=6, markup=False)
+                    return
+            except OSError:
+                continue
+        self.notify("neither Downloads nor this folder takes the picture", severity="error", markup=False)

@@ -1,17 +1,21 @@
-"""What the slash commands need of a chat (control.chat.Chat), line by line: the same commands as on a screen."""
+"""The chat without a screen: one answer streamed to stdout, or line by line with the same slash commands."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TextIO
 
 from localllm.conversation.history import History, StoredMessage
+from localllm.errors import ContextLengthError, LocalLLMError
+from localllm_tui.control import commands
+from localllm_tui.control.answering import Answering
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.client import ChatClient, ListedModel
-from localllm_tui.control.commands import as_text, commands
+from localllm_tui.control.client import ChatClient, ListedModel, ToolRan
 from localllm_tui.control.session import Answer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
-from localllm_tui.control.tools import ToolBox
 
 FOUND_SHOWN = 20
 
@@ -32,7 +36,6 @@ class LineChat:
         self.answering = False
         self.answer_text = ""
         self.wanted: Answer | None = None
-        self.tools = ToolBox()
         self.left = False
         self._copy = copy
         self._editing: StoredMessage | None = None
@@ -90,21 +93,6 @@ class LineChat:
             turn = self.session.turns[-1]
             print(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
 
-    async def show_glass(self) -> None:
-        """There is no panel without a screen."""
-
-    def refresh_head(self) -> None:
-        """There is no head."""
-
-    async def show_models(self) -> None:
-        """There is no such screen without a screen."""
-
-    async def use_own_engine(self) -> None:
-        """Only the screen can wait for one."""
-
-    async def show_help(self) -> None:
-        await self.say(as_text(commands(plain=True)))
-
     def edit(self, turn: StoredMessage) -> None:
         """The next line stands beside `turn`."""
         self._editing = turn
@@ -128,3 +116,141 @@ class LineChat:
 
     async def leave(self) -> None:
         self.left = True
+
+
+async def answer_to(
+    out: TextIO,
+    err: TextIO,
+    client: ChatClient,
+    model: str,
+    messages: list[dict[str, str]],
+    keep: Answer | None = None,
+    *,
+    compact: bool = False,
+) -> None:
+    """Stream the answer to `messages` to `out`, ending with a newline; progress goes to `err` if it is a terminal.
+
+    `keep` stores it as it comes. However it ends, what was printed is kept. Raises LocalLLMError.
+    """
+    answering = Answering(keep)
+    page = _Page(out, err)
+    goes_on = keep is not None and keep.goes_on
+    try:
+        await answering.run(client.stream(model, messages, compact=compact, goes_on=goes_on), page)
+    finally:
+        page.end()
+    if answering.reason == "length":
+        print("note: the answer was cut at the token limit", file=err)
+    if answering.meter.left_out:
+        print(f"note: the {answering.meter.left_out} oldest messages were left out to fit the context", file=err)
+
+
+def ask_once(
+    client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None, *, compact: bool = False
+) -> None:
+    """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and not a traceback
+
+    async def run() -> None:
+        async with client:
+            await answer_to(sys.stdout, sys.stderr, client, model, messages, keep, compact=compact)
+
+    asyncio.run(run())
+
+
+def talk(client: ChatClient, model: str, session: Session) -> None:
+    """Ask and answer line by line until end of input. Ctrl-C stops an answer, and leaves when there is none."""
+    print(f"{model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    chat = LineChat(client, model, session)
+    while not chat.left:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        command = commands.parse(line)
+        if command is not None:
+            _do(client, _obey(chat, *command))
+        elif line:
+            _do(client, chat.ask(commands.question(line)))
+        while chat.wanted is not None and not chat.left:
+            keep, chat.wanted = chat.wanted, None
+            _answer(chat, keep)
+
+
+async def _obey(chat: LineChat, name: str, argument: str) -> None:
+    if commands.needs_screen(name):
+        await chat.say(f"/{name} needs the screen: start the chat without --plain")
+        return
+    await commands.run(chat, name, argument)
+
+
+def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
+    """Run a command; what goes wrong is printed."""
+
+    async def run() -> None:
+        async with client:
+            await what
+
+    try:
+        asyncio.run(run())
+    except LocalLLMError as e:
+        _say_error(e)
+
+
+def _answer(chat: LineChat, keep: Answer) -> None:
+    """Print an answer; what goes wrong is printed."""
+    compacts = chat.client.compacts or chat.session.compacts
+    try:
+        ask_once(chat.client, chat.model, keep.messages, keep, compact=compacts)
+    except KeyboardInterrupt:
+        print("(stopped; /more goes on)", file=sys.stderr)
+    except LocalLLMError as e:
+        _say_error(e)
+        if chat.session.unanswered:
+            chat.session.fail_question()
+        if isinstance(e, ContextLengthError) and not compacts:
+            print("/compact leaves out the oldest messages and asks again", file=sys.stderr)
+
+
+def _say_error(e: LocalLLMError) -> None:
+    print(f"error: {e.message}" + (f"\nhint: {e.hint}" if e.hint else ""), file=sys.stderr)
+
+
+class _Page:
+    """An answer on a stream of text. Progress is one line on a terminal that the next one, or the answer, replaces."""
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._out = out
+        self._err = err if err.isatty() else None
+        # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
+        self._shown = printable if out.isatty() else str
+        self._said = ""
+        self._ends_line = True
+
+    def feed(self, text: str = "", reasoning: str = "") -> None:
+        if reasoning:
+            self.progress("thinking…")
+        if text:
+            self.progress("")
+            self._out.write(self._shown(text))
+            self._out.flush()
+            self._ends_line = text.endswith("\n")
+
+    def progress(self, what: str) -> None:
+        if self._err is not None and what != self._said:
+            self._err.write(f"\r\x1b[K{what}")
+            self._err.flush()
+            self._said = what
+
+    def tool(self, ran: ToolRan) -> None:
+        """Tools are the screen's alone."""
+
+    def end(self) -> None:
+        """The answer is over: end its last line."""
+        self.progress("")
+        if not self._ends_line:
+            self._out.write("\n")
+            self._out.flush()

@@ -10,10 +10,9 @@ from textual.filter import LineFilter
 from localllm_tui.control.interfaces import Desk, Wish
 from localllm_tui.control.keys import remapped
 from localllm_tui.control.model_list import Pulls
-from localllm_tui.no_color import CSS as NO_COLOR_CSS
-from localllm_tui.no_color import NoColors
 from localllm_tui.screens.models import ModelsScreen
-from localllm_tui.widgets.foreign import NoControls
+from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
+from localllm_tui.widgets.line_filters import NoColors, NoControls
 
 
 class ModelsApp(App[str | None]):

@@ -125,7 +125,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     client, name = ChatClient.of(engine, sampling), engine.model
     resume = last.id if last else None
     if question is not None:
-        from localllm_tui.plain import ask_once
+        from localllm_tui.line_chat import ask_once
 
         if history is None:
             messages = [{"role": "system", "content": system}] if system else []
@@ -137,7 +137,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         return
     assert history is not None
     if asked.plain:
-        from localllm_tui.plain import talk
+        from localllm_tui.line_chat import talk
 
         talk(client, name, Session(history, name, conv_id=resume, system=system))
         return

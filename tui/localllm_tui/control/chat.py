@@ -9,7 +9,6 @@ from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.interfaces import Desk, MakesEngine, ToolHost
 from localllm_tui.control.session import Session
-from localllm_tui.control.tools import ToolBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +108,6 @@ class Chat(Protocol):
 
     async def redraw(self) -> None:
         """Show the branch that the session shows now."""
-        ...
-
-    async def show_glass(self) -> None:
-        """Show or hide the panel of bytes, bandwidth and time."""
-        ...
-
-    async def show_help(self) -> None:
-        """Show all commands and keys."""
-        ...
-
-    @property
-    def tools(self) -> ToolBox:
-        """The tools that a model may be offered."""
-        ...
-
-    def refresh_head(self) -> None:
-        """Show what holds for all of the conversation anew."""
-        ...
-
-    async def show_models(self) -> None:
-        """Show what would fit and what is installed, and use what is chosen there."""
-        ...
-
-    async def use_own_engine(self) -> None:
-        """Load the model in this chat, in place of the server that answered so far. Raises LocalLLMError."""
         ...
 
     def edit(self, turn: StoredMessage) -> None:

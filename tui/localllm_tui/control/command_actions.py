@@ -49,16 +49,6 @@ async def resume_last(chat: Chat, _: str) -> None:
     await resume(chat, found[0].id)
 
 
-async def show_help(chat: Chat, _: str) -> None:
-    """All commands and keys."""
-    await chat.show_help()
-
-
-async def glass(chat: Chat, _: str) -> None:
-    """The panel of bytes, bandwidth and time."""
-    await chat.show_glass()
-
-
 async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
     """An earlier conversation, by its id, at a turn of it."""
     session = chat.session if chat.session.id == conv_id else Session(chat.history, chat.model, conv_id=conv_id)
@@ -243,34 +233,9 @@ async def sample(chat: Chat, text: str) -> None:
     """How answers are drawn, shown or changed."""
     if text:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
-    chat.refresh_head()
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
     now = sampling.words(own, chat.client.sampling) or "the model's own"
     await chat.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
-
-
-async def tools(chat: Chat, what: str) -> None:
-    """Tools on, off, or which there are."""
-    word, _, name = what.partition(" ")
-    if word not in ("", "on", "off"):
-        raise UsageError(f"/tools {what} is not known", hint="use /tools, /tools on, /tools on NAME or /tools off")
-    if word == "off":
-        await chat.tools.switch_off()
-    elif word == "on":
-        await chat.tools.switch_on(name.strip())
-    chat.refresh_head()
-    asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
-    await chat.say(chat.tools.said() + (asks if chat.tools.names else ""))
-
-
-async def models(chat: Chat, _: str) -> None:
-    """The screen of models."""
-    await chat.show_models()
-
-
-async def own(chat: Chat, _: str) -> None:
-    """An engine of the chat's own, in place of a server that went away."""
-    await chat.use_own_engine()
 
 
 async def leave(chat: Chat, _: str) -> None:

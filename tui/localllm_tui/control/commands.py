@@ -20,18 +20,19 @@ Runs: TypeAlias = Callable[[Chat, str], Awaitable[None]]
 class Command:
     """`name` without its slash and what it runs; `argument` as F1 shows it ("" for none).
 
-    `palette`: its title there, "" to stay out of it. `insist` is run for the name with a "!". `plain`: the chat without
-    a screen knows it too. `keys` run it without an argument, named as the toolkit does; `label` as people do.
+    `palette`: its title there, "" to stay out of it. `insist` is run for the name with a "!". `screen`: the function of
+    localllm_tui.screens that a chat with a screen calls instead ("module:function"; alone, it needs one). `keys` run it without an
+    argument, named as the toolkit does; `label` as people do.
     """
 
     name: str
-    run: Runs
+    run: Runs | None
     help: str
     argument: str = ""
     palette: str = ""
     aliases: tuple[str, ...] = ()
     insist: Runs | None = None
-    plain: bool = True
+    screen: str = ""
     keys: str = ""
     label: str = ""
 
@@ -44,6 +45,10 @@ class Command:
     def usage(self) -> str:
         """How it is typed."""
         return f"/{self.name} {self.argument}".rstrip()
+
+
+async def _list_commands(chat: Chat, _: str) -> None:
+    await chat.say(section_text(command_section(plain=True)))
 
 
 COMMANDS = (
@@ -92,25 +97,25 @@ COMMANDS = (
     ),
     Command("model", actions.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
     Command(
-        "tools", actions.tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
-        "[on [NAME]|off]", "Tools", plain=False,
+        "tools", None, "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "[on [NAME]|off]", "Tools", screen="chat_streaming:switch_tools",
     ),
     Command("sampling", actions.sample, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
     Command(
-        "models", actions.models, "what would fit this machine, what is on its disk; pull, use and remove", "",
-        "Models", plain=False, keys="f4", label="F4",
+        "models", None, "what would fit this machine, what is on its disk; pull, use and remove", "",
+        "Models", screen="models:open_models", keys="f4", label="F4",
     ),
     Command(
-        "own", actions.own, "load the model in this chat, when the server it is attached to went away", "",
-        "Load the model in this chat", plain=False,
+        "own", None, "load the model in this chat, when the server it is attached to went away", "",
+        "Load the model in this chat", screen="chat_catalog:use_own_engine",
     ),
     Command(
-        "glass", actions.glass, "show or hide what a token costs and where the time went", "", "What a token costs",
-        plain=False, keys="f3", label="F3",
+        "glass", None, "show or hide what a token costs and where the time went", "", "What a token costs",
+        screen="dialogs:open_glass", keys="f3", label="F3",
     ),
     Command(
-        "help", actions.show_help, "show all commands and keys", "", "Keys and commands", ("?",), keys="f1",
-        label="F1",
+        "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",), screen="dialogs:open_help",
+        keys="f1", label="F1",
     ),
     Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
@@ -146,7 +151,12 @@ async def run(chat: Chat, name: str, argument: str) -> None:
 def needs_screen(name: str) -> bool:
     """Whether a command that there is can't be done line by line."""
     command = _NAMES.get(name.removesuffix("!"))
-    return command is not None and not command.plain
+    return command is not None and command.run is None
+
+
+def opener(name: str) -> str:
+    """The function of localllm_tui.screens that does a command there; "" where its action does."""
+    return _NAMES[name].screen if name in _NAMES else ""
 
 
 def question(text: str) -> str:
@@ -183,30 +193,30 @@ class Section:
     entries: tuple[Entry, ...]
 
 
-def sections() -> tuple[Section, ...]:
+def help_sections() -> tuple[Section, ...]:
     """All keys and commands."""
     return (
-        _keys("In the input", COMPOSER),
-        _keys("Anywhere in the chat", CHAT, APP),
-        _keys("With a turn selected", TURN),
-        _keys("Among the models", MODELS, SLIDER),
-        commands(),
+        _key_section("In the input", COMPOSER),
+        _key_section("Anywhere in the chat", CHAT, APP),
+        _key_section("With a turn selected", TURN),
+        _key_section("Among the models", MODELS, SLIDER),
+        command_section(),
     )
 
 
-def commands(*, plain: bool = False) -> Section:
+def command_section(*, plain: bool = False) -> Section:
     """The slash commands; `plain`: those that work without a screen."""
-    return Section("Commands", tuple(Entry(c.usage, c.help) for c in COMMANDS if c.plain or not plain))
+    return Section("Commands", tuple(Entry(c.usage, c.help) for c in COMMANDS if c.run is not None or not plain))
 
 
-def _keys(title: str, *owners: str) -> Section:
+def _key_section(title: str, *owners: str) -> Section:
     keys = [Entry(k.label_now, k.help) for owner in owners for k in KEYS if k.owner == owner and k.help]
     if CHAT in owners:
         keys += [Entry(c.label_now, c.help) for c in COMMANDS if c.label_now]
     return Section(title, tuple(keys))
 
 
-def as_text(section: Section) -> str:
+def section_text(section: Section) -> str:
     """A section as lines, aligned."""
     width = max(len(e.how) for e in section.entries)
     return "\n".join([section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)])

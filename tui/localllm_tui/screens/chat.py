@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,11 +24,10 @@ from localllm_tui.control.keys import CHAT
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import KeyboardTerminal, Tidying
 from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
-from localllm_tui.screens.shopping import ShoppingScreen
-from localllm_tui.screens.working import start
+from localllm_tui.screens.background import start
+from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import Earlier
 
 # A screen over this one is read when it is asked for: together they are a twentieth of the way to the first paint.
@@ -39,7 +39,7 @@ STATUS_EVERY_S = 0.2
 TITLE_AFTER_S = 20.0
 
 
-class ChatScreen(ShoppingScreen):
+class ChatScreen(ChatCatalogScreen):
     """What the commands need of a chat (control.chat.Chat), on a screen. `copy` is the system's clipboard."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
@@ -229,10 +229,16 @@ class ChatScreen(ShoppingScreen):
     # -- what the commands do here (control.chat.Chat) ------------------------------------------------------------
 
     async def run_command(self, name: str, argument: str) -> None:
+        """Do what a slash command says, or say why not."""
+        module, _, function = commands.opener(name).partition(":")
         try:
-            await commands.run(self, name, argument)
+            if module:  # read when it is asked for: the chat is there sooner
+                await getattr(import_module(f"localllm_tui.screens.{module}"), function)(self, argument)
+            else:
+                await commands.run(self, name, argument)
         except LocalLLMError as e:
             await self.trouble(e)
+        self._show_head()
 
     async def open(self, session: Session, at: int = 0) -> None:
         """Show another conversation, at the turn of this id (0: its end); the draft of this one is kept."""
@@ -253,16 +259,6 @@ class ChatScreen(ShoppingScreen):
 
         await self.app.push_screen(Picker(self.history, words, within=self._session.id if within else None), chosen)
 
-    async def show_glass(self) -> None:
-        """Show or hide the panel of bytes, bandwidth and time; on a screen of its own where there is no room beside."""
-        if self.size.width < LEAST_COLUMNS:
-            from localllm_tui.screens.glass import GlassScreen
-
-            await self.app.push_screen(GlassScreen(lambda: (self.physics, self.seen)))
-        else:
-            self.query_one(GlassPanel).toggle()
-            self._show_counts()
-
     async def _after_choice(self, place: Place | None) -> None:
         try:
             if place is not None:
@@ -271,12 +267,6 @@ class ChatScreen(ShoppingScreen):
                 await command_actions.new(self, "")  # it was removed in the list
         except LocalLLMError as e:
             await self.trouble(e)
-
-    async def show_help(self) -> None:
-        """Show all commands and keys."""
-        from localllm_tui.screens.help import HelpScreen
-
-        await self.app.push_screen(HelpScreen())
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
         """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.

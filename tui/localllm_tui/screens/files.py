@@ -25,8 +25,8 @@ from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import FILES, Moment, hints
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import printable
-from localllm_tui.screens.working import start
-from localllm_tui.widgets.foreign import title
+from localllm_tui.screens.background import start
+from localllm_tui.widgets.line_filters import title
 
 SHOWN = 50
 # Scoring is slow; the shorter name is most often meant.

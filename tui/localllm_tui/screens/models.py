@@ -17,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import interfaces
 from localllm_tui.control.formatting import amount, elide
@@ -34,8 +34,9 @@ from localllm_tui.control.model_list import (
     offer_details,
     offer_line,
 )
-from localllm_tui.screens.reading import Reading
-from localllm_tui.screens.working import start
+from localllm_tui.screens.background import start
+from localllm_tui.screens.chat_catalog import ChatCatalogScreen
+from localllm_tui.screens.dialogs import Reading
 from localllm_tui.widgets.slider import Slider
 
 _LOOK_S = 0.2
@@ -380,3 +381,15 @@ def _summary(planned: Planned | None) -> str:
     slow = f", {planned.n_too_slow} answer too late" if planned.n_too_slow else ""
     others = "".join(f", {n} {why}" for why, n in planned.left_out.items())
     return f"{len(planned.offers)} fit{others}{slow} · {planned.machine}"
+
+
+async def open_models(chat: ChatCatalogScreen, _: str) -> None:
+    """/models: show what would fit and what is installed, and use what is chosen there. Raises UsageError."""
+    if chat.model_service is None or chat.pulls is None:
+        raise UsageError("this chat was started without a list of models")
+
+    def chosen(name: str | None) -> None:
+        if name and name != chat.model:
+            chat.call_later(chat.run_command, "model", name)
+
+    await chat.app.push_screen(ModelsScreen(chat.model_service, chat.pulls, current=chat.model), chosen)

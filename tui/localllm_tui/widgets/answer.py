@@ -1,8 +1,10 @@
-"""An answer on screen: streams as Markdown, and never draws the whole of it again."""
+"""An answer on screen: streams as Markdown, and never draws the whole of it again; its tool calls are folded in it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from textual.app import ComposeResult
 from textual.timer import Timer
@@ -10,13 +12,13 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.conversation.history import StoredMessage
-from localllm_tui.control.client import ToolRan
+from localllm_tui.control.client import ToolCall, ToolRan
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.wording import note_under
+from localllm_tui.widgets.line_filters import label
 from localllm_tui.widgets.text import GrowingText
-from localllm_tui.widgets.tool import ToolFold, tool_ran
-from localllm_tui.widgets.transcript import Transcript
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import Transcript, TurnView
 
 # Fifteen times a second reads as continuous. But what a frame costs is time that the model wants too: it waits until all the
 # work of this thread since the last one is at most this share of the time passed, or a second is over.
@@ -157,3 +159,30 @@ class AnswerView(TurnView):
         title = f"{'Thought' if done else 'Thinking…'} ({self._words:,} words, Ctrl+T)"
         if title != self._thinking.title:
             self._thinking.title = title
+
+
+class ToolFold(Collapsible):
+    """A call and what came of it."""
+
+    DEFAULT_CSS = """
+    ToolFold { border: none; padding: 0; margin: 0; background: transparent; height: auto; }
+    ToolFold Contents { padding: 0 0 0 2; height: auto; }
+    """
+
+    def __init__(self, ran: ToolRan) -> None:
+        said = f"{len(ran.result):,} characters" if ran.allowed else "did not run"
+        call = " ".join(printable(f"{ran.call.name} {ran.call.arguments}").split())
+        inside = Static(printable(f"{ran.call.arguments}\n→ {ran.result}"), markup=False)
+        # Collapsible asks for a string, and takes what needs no parsing: there is no escape that Textual always undoes.
+        title = label(f"tool: {elide(call, 60)} · {said}")
+        super().__init__(inside, title=title, collapsed=True)  # type: ignore[arg-type]
+
+    def on_mount(self) -> None:
+        for part in self.walk_children(Widget):
+            part.can_focus = False  # a click folds; the keys stay with the input
+
+
+def tool_ran(told: Mapping[str, Any]) -> ToolRan:
+    """From what is kept with an answer."""
+    call = ToolCall("", str(told.get("name", "")), str(told.get("arguments", "")))
+    return ToolRan(call, str(told.get("result", "")), bool(told.get("allowed")))

@@ -1,12 +1,15 @@
-"""The status line: an answer's numbers in as many words as its own width has room for, whatever takes or gives it room."""
+"""The status line below the conversation and the head line above it."""
 
 from __future__ import annotations
 
 from rich.text import Text
 from textual import events
 from textual.widget import Widget
+from textual.widgets import Static
 
+from localllm_tui.control.formatting import elide
 from localllm_tui.control.meter import Numbers, status_text
+from localllm_tui.control.terminal import printable
 
 _LEAST_COLUMNS = 10
 
@@ -32,3 +35,33 @@ class StatusLine(Widget):
     def render(self) -> Text:
         width = max(_LEAST_COLUMNS, self.content_size.width)
         return Text(status_text(self._numbers, width) if self._numbers is not None else "", no_wrap=True)
+
+
+_HEAD_GAP = " · "
+# Whatever else is said, this much of a system prompt is shown.
+_LEAST_SYSTEM_CELLS = 24
+
+
+class HeadLine(Static):
+    """Who answers and how, and the system prompt in force; not there where there is nothing to say."""
+
+    DEFAULT_CSS = """
+    HeadLine { height: 1; padding: 0 2; text-style: dim; text-wrap: nowrap; text-overflow: ellipsis; display: none; }
+    HeadLine.-busy { text-style: none; color: $accent; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", id="head", markup=False)
+        self._shown = ("", False)
+
+    def show(self, parts: list[str], system: str, *, busy: bool, width: int) -> None:
+        """Show these, and the system prompt in what room is left of `width` cells; `busy`: something is waited for."""
+        said = _HEAD_GAP.join(printable(part) for part in parts if part)
+        prompt = "system: " + " ".join(printable(system).split()) if system else ""
+        room = width - 4 - (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP) if prompt else 0)
+        line = _HEAD_GAP.join(part for part in (elide(said, max(8, room)) if said else "", prompt) if part)
+        if (line, busy) != self._shown:
+            self._shown = line, busy
+            self.set_class(busy, "-busy")
+            self.display = bool(line)
+            self.update(line)

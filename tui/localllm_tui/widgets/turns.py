@@ -1,6 +1,8 @@
-"""What stands between the answers: questions, notes of the chat itself, errors."""
+"""What stands between the answers: questions, notes of the chat itself, errors, the page of the first run."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -14,7 +16,7 @@ from localllm_tui.messages import EarlierWanted, LaterWanted
 from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.text import GrowingText
-from localllm_tui.widgets.turn import TurnView
+from localllm_tui.widgets.transcript import TurnView
 
 
 class Question(TurnView):
@@ -131,3 +133,14 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> Question |
 
 
 UNANSWERED = "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
+
+
+class FirstRun(Static):
+    """Shows these lines."""
+
+    DEFAULT_CSS = """
+    FirstRun { margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
+    """
+
+    def __init__(self, said: Sequence[str]) -> None:
+        super().__init__(printable("\n".join(said)), id="first-run", markup=False)

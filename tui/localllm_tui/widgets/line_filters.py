@@ -1,4 +1,4 @@
-"""Text of others (a model's, a tool's, a file's name) on its way to the terminal: it is shown, and never obeyed."""
+"""Text from models, tools and files is shown, never obeyed: frames without markup, lines without control characters; NO_COLOR."""
 
 from __future__ import annotations
 
@@ -28,3 +28,20 @@ def title(text: str) -> Text:
 def label(text: str) -> Content:
     """The same for a fold's title."""
     return Content(printable(text))
+
+
+class NoColors(LineFilter):
+    """Leaves of each style what is no colour: bold, dim, underline, reverse."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [Segment(text, style and style.without_color, control) for text, style, control in segments]
+
+
+# Where a colour alone says something, reverse says it then.
+CSS = """
+TextArea:nocolor .text-area--cursor { text-style: reverse; }
+TextArea:nocolor .text-area--selection { text-style: reverse; }
+Input:nocolor > .input--cursor { text-style: reverse; }
+OptionList:nocolor > .option-list--option-highlighted { text-style: reverse; }
+Screen:nocolor .screen--selection { text-style: reverse; }
+"""

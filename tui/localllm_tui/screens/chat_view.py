@@ -1,4 +1,4 @@
-"""The lowest layer of the chat's screen: its parts, the conversation in them, and what the frames say of it."""
+"""The lowest layer of the chat's screen: its widgets, the conversation in them, and what their frames say."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from localllm_tui.control.meter import Cost, Numbers, Typed
 from localllm_tui.control.physics import Physics, Seen, headline
 from localllm_tui.control.session import Session
 from localllm_tui.control.tools import ToolBox
-from localllm_tui.screens.counting import Counting
+from localllm_tui.screens.background import Counting
 from localllm_tui.widgets.composer import Composer
-from localllm_tui.widgets.foreign import title
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
-from localllm_tui.widgets.head import HeadLine
-from localllm_tui.widgets.status import StatusLine
+from localllm_tui.widgets.line_filters import title
+from localllm_tui.widgets.status import HeadLine, StatusLine
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import UNANSWERED, Earlier, Later, Note, Trouble, view_of
 
@@ -42,11 +41,11 @@ LEAST_HEADLINE_COLUMNS = 100
 TURNS_ABOVE = 5  # of one that was looked for
 
 
-class FramedScreen(Screen[None]):
+class ChatViewScreen(Screen[None]):
     """Shows a conversation and its numbers; what is done with it is the business of the layers above."""
 
     DEFAULT_CSS = """
-    FramedScreen { layout: vertical; }
+    ChatViewScreen { layout: vertical; }
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -63,7 +62,7 @@ class FramedScreen(Screen[None]):
         self.attached: list[tuple[str, str]] = list(opening.attached)
         self._session = Session(opening.history, opening.model, conv_id=opening.resume, system=opening.system)
         self._drafts = Drafts(opening.history.path.parent / "drafts")
-        self._counting = Counting(self, self._count, self._show_counts)
+        self._counting = Counting(self, self._count, self.show_counts)
         self._columns = 0
         self._answering: Answering | None = None
         self._editing: StoredMessage | None = None
@@ -103,7 +102,7 @@ class FramedScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         self._columns = event.size.width
         self.query_one(GlassPanel).fold(narrow=event.size.width < LEAST_COLUMNS)
-        self._show_counts()
+        self.show_counts()
 
     # -- the conversation on screen ------------------------------------------------------------------------------
 
@@ -156,7 +155,7 @@ class FramedScreen(Screen[None]):
         await self._mount_earlier()
         self.composer.recall = [typed_in(t) for t in turns if t.role == "user"]
         self._counting.soon()
-        self._show_counts()
+        self.show_counts()
 
     def _earlier(self) -> Sequence[ConversationSummary]:
         """The conversations that an empty one offers: none where they can't be read, which /list says."""
@@ -235,10 +234,6 @@ class FramedScreen(Screen[None]):
         """Whether the model may ask for tools."""
         return self.tools.on
 
-    def refresh_head(self) -> None:
-        """Show what holds for all of the conversation anew."""
-        self._show_head()
-
     def _show_head(self) -> None:
         engine = self.client.engine
         loading = engine.progress().words(self.model) if engine is not None else ""
@@ -281,7 +276,7 @@ class FramedScreen(Screen[None]):
         answering = self._answering
         return answering.seen(self.session.used_tokens) if answering is not None else None
 
-    def _show_counts(self) -> None:
+    def show_counts(self) -> None:
         with suppress(NoMatches):  # a resize may come before the first compose
             self._show_numbers()
             self._show_state()
@@ -310,4 +305,4 @@ class FramedScreen(Screen[None]):
         self.physics = Physics.of(named.physics) if named is not None else None
         self.listed = named
         self._counting.afresh()
-        self._show_counts()
+        self.show_counts()

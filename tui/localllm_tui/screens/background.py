@@ -1,15 +1,28 @@
-"""Keeps what the conversation costs up to date: counted again a moment after anything changed."""
+"""Work beside the screen that an exit in between leaves no trace of; and the token count that follows what is typed."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
 
+from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.timer import Timer
+from textual.worker import Worker
 
 from localllm_tui.control.meter import Cost
-from localllm_tui.screens.working import start
+
+
+def start(
+    node: DOMNode, what: Callable[[], Coroutine[Any, Any, None]], group: str, *, exclusive: bool = True
+) -> Worker[None]:
+    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What it raises ends it alone.
+
+    Takes the function and not its coroutine: one that an exit keeps from being started would be warned of.
+    """
+    work = cast("Callable[[], Coroutine[None, None, None]]", what)
+    return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=False)
+
 
 # Long enough that typing does not ask with every key, short enough to be there when one looks.
 PAUSE_S = 0.25

@@ -1,4 +1,4 @@
-"""The middle layer of the chat's screen: a question goes out, its answer streams in, and the screen says how it ended."""
+"""The layer of the chat's screen that sends questions and streams answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from textual.worker import Worker, WorkerCancelled
 
 from localllm.conversation.history import StoredMessage
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import Answering, Owing
 from localllm_tui.control.chat import Opening
@@ -21,9 +21,8 @@ from localllm_tui.control.terminal import printable
 from localllm_tui.control.tools import stream_with_tools
 from localllm_tui.control.wording import CONTINUED_BESIDE, CONTINUED_ELSEWHERE, full_context, note_under, way_on
 from localllm_tui.messages import QuestionSubmitted
-from localllm_tui.screens.approval import Approval
-from localllm_tui.screens.framed import FramedScreen
-from localllm_tui.screens.working import start
+from localllm_tui.screens.background import start
+from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.turns import Note, Question
 
@@ -32,7 +31,7 @@ CONTEXT_WARNING = 0.9
 NOTICE_ASKS = 8
 
 
-class AskingScreen(FramedScreen):
+class ChatStreamingScreen(ChatViewScreen):
     """Asks, one answer at a time."""
 
     def __init__(self, opening: Opening) -> None:
@@ -166,12 +165,14 @@ class AskingScreen(FramedScreen):
         finally:
             self._worker = None
         self._counting.afresh()
-        self._show_counts()
+        self.show_counts()
         if self._queued and trouble is None and not self._leaving:
             self.call_later(self._send_queued)
 
     async def _approves(self, call: ToolCall, spec: ToolSpec) -> bool:
         """Ask the person. An answer that is stopped meanwhile takes its question away."""
+        from localllm_tui.screens.dialogs import Approval
+
         asked = Approval(call, spec)
         try:
             said: bool = await self.app.push_screen(asked, wait_for_dismiss=True)
@@ -259,3 +260,16 @@ class AskingScreen(FramedScreen):
         if not self._save_failed:
             self._save_failed = True
             self.notify(f"{e.message}. {e.hint}", title="not saved", severity="error", timeout=15, markup=False)
+
+
+async def switch_tools(chat: ChatStreamingScreen, what: str) -> None:
+    """/tools: on, off, or which there are."""
+    word, _, name = what.partition(" ")
+    if word not in ("", "on", "off"):
+        raise UsageError(f"/tools {what} is not known", hint="use /tools, /tools on, /tools on NAME or /tools off")
+    if word == "off":
+        await chat.tools.switch_off()
+    elif word == "on":
+        await chat.tools.switch_on(name.strip())
+    asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
+    await chat.say(chat.tools.said() + (asks if chat.tools.names else ""))

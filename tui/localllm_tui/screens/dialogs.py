@@ -1,0 +1,197 @@
+"""What opens on top of the chat and is closed by a key: help, text and tables, the glass panel, a tool's approval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from localllm_tui.bindings import bindings_of
+from localllm_tui.control.client import ToolCall
+from localllm_tui.control.commands import Section, help_sections
+from localllm_tui.control.interfaces import ToolSpec
+from localllm_tui.control.keys import APPROVAL, GLASS, HELP, Moment, hints
+from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, panel_lines
+from localllm_tui.control.terminal import printable
+from localllm_tui.screens.chat_view import ChatViewScreen
+from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
+from localllm_tui.widgets.line_filters import title as frame_title
+
+
+class Reading(ModalScreen[None]):
+    """Scrolls; any of its keys closes it."""
+
+    DEFAULT_CSS = """
+    Reading { align: center middle; }
+    Reading > VerticalScroll {
+        width: 96%; max-width: 116; height: auto; max-height: 90%;
+        border: round $accent; padding: 0 1; background: $surface;
+    }
+    Reading Static { height: auto; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
+
+    def __init__(self, title: str, lines: Sequence[str] = (), rows: Sequence[Sequence[str]] = ()) -> None:
+        super().__init__()
+        self._title, self._lines, self._rows = title, lines, rows
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = frame_title(self._title)
+            box.border_subtitle = hints(Moment.HELP)
+            if self._rows:
+                yield Static(_table(self._rows), markup=False)
+            yield Static(printable("\n".join(self._lines)), markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for row in rows:
+        table.add_row(*(Text(printable(cell), style="bold" if row is rows[0] else "") for cell in row))
+    return table
+
+
+class HelpScreen(ModalScreen[None]):
+    """Scrolls with the arrow keys; any of its keys closes it."""
+
+    DEFAULT_CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen > VerticalScroll {
+        width: 96%; max-width: 110; height: 90%;
+        border: round $accent; padding: 0 1; background: $surface;
+    }
+    HelpScreen Static { height: auto; margin-bottom: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "keys and commands"
+            box.border_subtitle = hints(Moment.HELP)
+            for section in help_sections():
+                yield Static(_key_table(section), markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+def _key_table(section: Section) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=section.title)
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column(ratio=1, overflow="fold")
+    table.add_column(ratio=2, overflow="fold")
+    for entry in section.entries:
+        table.add_row(entry.how, entry.what)
+    return table
+
+
+_LOOK_S = 0.25
+
+
+class GlassScreen(ModalScreen[None]):
+    """Asks `read` for the figures again and again while it is open."""
+
+    DEFAULT_CSS = f"""
+    GlassScreen {{ align: center middle; }}
+    GlassScreen > VerticalScroll {{
+        width: {PANEL_WIDTH + 8}; max-width: 100%; height: auto; max-height: 100%;
+        border: round $accent; padding: 0 2; background: $surface;
+    }}
+    GlassScreen Static {{ text-wrap: nowrap; }}
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
+
+    def __init__(self, read: Callable[[], tuple[Physics | None, Seen | None]]) -> None:
+        super().__init__()
+        self._read = read
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_subtitle = hints(Moment.HELP)
+            yield Static("", markup=False)
+
+    def on_mount(self) -> None:
+        self._draw()
+        self.set_interval(_LOOK_S, self._draw)
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+    def _draw(self) -> None:
+        self.query_one(Static).update("\n".join(panel_lines(*self._read())))
+
+
+class Approval(ModalScreen[bool]):
+    """Dismisses with True for a yes alone."""
+
+    DEFAULT_CSS = """
+    Approval { align: center bottom; }
+    Approval > VerticalScroll {
+        width: 96%; max-width: 110; height: auto; max-height: 70%;
+        border: heavy $warning; padding: 0 1; background: $surface;
+    }
+    Approval Static { height: auto; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
+
+    def __init__(self, call: ToolCall, spec: ToolSpec) -> None:
+        super().__init__()
+        self._call, self._spec = call, spec
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "the model asks for a tool"
+            box.border_subtitle = hints(Moment.APPROVING)
+            about = " ".join(self._spec.description.split())
+            said = f"{self._spec.host}: {self._spec.name}" + (f" – {about}" if about else "")
+            yield Static(printable(said), markup=False)
+            yield Static(printable(arguments_text(self._call.arguments)), markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+    def action_yes(self) -> None:
+        self.dismiss(True)
+
+    def action_no(self) -> None:
+        self.dismiss(False)
+
+
+def arguments_text(arguments: str) -> str:
+    """A call's arguments, one to a line where they are an object; shown whole, so that a yes is to all of it."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return json.dumps(found, indent=2, ensure_ascii=False)
+
+
+async def open_help(chat: ChatViewScreen, _: str) -> None:
+    """/help: all commands and keys."""
+    await chat.app.push_screen(HelpScreen())
+
+
+async def open_glass(chat: ChatViewScreen, _: str) -> None:
+    """/glass: show or hide the panel; on a screen of its own where there is no room beside the conversation."""
+    if chat.size.width < LEAST_COLUMNS:
+        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.seen)))
+    else:
+        chat.query_one(GlassPanel).toggle()
+        chat.show_counts()
