@@ -82,7 +82,7 @@ def test_a_used_child_keeps_its_parent(tmp_path: Path) -> None:
     tier.close()
     assert len(list(tmp_path.glob("*/*.kv"))) >= one_file // size - 1
     _, restarted, _ = open_tier(tmp_path, one_file)
-    assert restarted.covered(conversation) == len(conversation)
+    assert restarted.peek(conversation).length == len(conversation)
 
 
 def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class FiledBlock(Block):
 
 
 def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int = 10) -> bool:
-    start = 0 if cache.whole else cache.covered(line)
+    start = 0 if cache.whole else cache.peek(line).length
     return start < len(line) and cache.insert(line, (FiledBlock if filed else Block)(bytes(size), start, len(line)))
 
 
@@ -48,9 +48,9 @@ def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
         put(cache, line)
     cache.match([1, 2, 3])
     assert cache.budget.shrink(15) == 20
-    assert [cache.covered(line) for line in ([1, 2, 3], [5, 6], [7, 8])] == [3, 0, 0]
+    assert [cache.peek(line).length for line in ([1, 2, 3], [5, 6], [7, 8])] == [3, 0, 0]
     assert cache.budget.shrink(10) == 10
-    assert cache.covered([1, 2, 3]) == 2  # from the end: a beginning is of use alone, an end is not
+    assert cache.peek([1, 2, 3]).length == 2  # from the end: a beginning is of use alone, an end is not
     cache.check_integrity()
 
 
@@ -60,7 +60,7 @@ def test_what_is_on_disk_loses_only_its_memory_all_the_way_up() -> None:
         put(cache, list(range(n)), filed=True)
     assert cache.budget.shrink(30) == 30
     assert cache.held_bytes == 0
-    assert cache.covered(list(range(6))) == 6
+    assert cache.peek(list(range(6))).length == 6
     cache.check_integrity()
 
 
@@ -69,7 +69,7 @@ def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
     put(cache, [1, 2])
     put(cache, [1, 2, 3], filed=True)
     assert cache.budget.shrink(20) == 20
-    assert cache.covered([1, 2, 3]) == 0
+    assert cache.peek([1, 2, 3]).length == 0
     assert cache.peek([1, 2, 3]).saved == 1
     cache.check_integrity()
 

@@ -32,7 +32,7 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
 def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]], prompt: list[int]) -> None:
     cache = PrefixCache(whole=False, capacity_bytes=10**9)
     for line in stored:
-        start = cache.covered(line)
+        start = cache.peek(line).length
         if start < len(line):
             assert put(cache, line, start)
         cache.check_integrity()
@@ -110,7 +110,7 @@ def test_a_segment_without_its_parent_is_kept_behind_a_gap() -> None:
     assert cache.gap([1, 2, 3, 4, 5]) == (0, 2)
     cache.check_integrity()
     assert put(cache, [1, 2])
-    assert cache.covered([1, 2, 3, 4]) == 4
+    assert cache.peek([1, 2, 3, 4]).length == 4
     assert cache.gap([1, 2, 3, 4, 5]) == (4, 5)
     cache.check_integrity()
 
@@ -140,7 +140,7 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
     for n in range(1, 11):
         assert cache.insert(line[:n], Filed(bytes(10), n - 1, n)), "a cache that is full takes in what is new"
         cache.check_integrity()
-    assert cache.covered(line) == 10, "demoted, not evicted"
+    assert cache.peek(line).length == 10, "demoted, not evicted"
     assert cache.held_bytes == 30
 
 
@@ -155,7 +155,7 @@ def test_what_is_being_written_is_waited_for() -> None:
     blocks[0].filed, blocks[0].pending = True, False
     assert cache.budget.make_room(10) == "free"
     assert put(cache, [7])
-    assert cache.covered([0]) == 1
+    assert cache.peek([0]).length == 1
     assert cache.budget.make_room(20, force=True) == "free", "who must have room does not wait"
     cache.check_integrity()
 
@@ -181,7 +181,7 @@ class History(RuleBasedStateMachine):
 
     @rule(line=lines, size=st.integers(1, 25))
     def insert(self, line: list[int], size: int) -> None:
-        start = self.cache.covered(line)
+        start = self.cache.peek(line).length
         if start < len(line):
             put(self.cache, line, start, size)
 
@@ -211,7 +211,7 @@ class History(RuleBasedStateMachine):
     def laws(self) -> None:
         self.cache.check_integrity()
         for _, line in self.held:
-            assert self.cache.covered(line) == len(line), "a held prefix was evicted"
+            assert self.cache.peek(line).length == len(line), "a held prefix was evicted"
         assert self.cache.held_bytes <= 60
 
 

@@ -123,7 +123,7 @@ def test_files_of_others_are_not_removed_for_what_is_not_written(tmp_path: Path)
     tier.capacity_bytes = 3000
     store(tier, cache, line_of(2, LONG))
     assert heard(tier, cache) == 1
-    assert cache.covered(line_of(1, LONG)) == LONG
+    assert cache.peek(line_of(1, LONG)).length == LONG
     tier.close()
 
 
@@ -147,7 +147,7 @@ def test_past_half_a_day_a_short_prompt_is_written_once_it_is_used_again(tmp_pat
     assert tier.snapshot()["disk_held_back_blocks"] == 1
     tier.close()
     _, cache = opened(tmp_path, daily_bytes=10**6)
-    assert (cache.covered(line_of(1, SHORT)), cache.covered(line_of(2, SHORT))) == (SHORT, 0)
+    assert (cache.peek(line_of(1, SHORT)).length, cache.peek(line_of(2, SHORT)).length) == (SHORT, 0)
 
 
 def test_what_is_held_back_can_be_evicted_and_is_then_forgotten(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ pauses between requests if there are any, and another reads (kv_file.py); the en
 writer did becomes true for the engine when the engine reads its `news`, so that a block changes on one thread only.
 
 The directory is bounded, and smaller where the disk is nearly full: least recently used files go first. Recency is that of
-the engine's cache while it runs, and is kept in the files' time stamps (the ends of a line a little older than its
+the engine's cache while it runs, and is kept in the files' time stamps (the ends of a sequence a little older than its
 beginning, so that they go before it).
 
 What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that is
@@ -61,17 +61,21 @@ def _opened(path: Path) -> Readable:
 @dataclass(slots=True, eq=False, kw_only=True)
 class DiskBlock(Block):
     """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file; `again`: it was used since it was made. The engine's thread alone changes it."""
+    file; `again`: it was used since it was made. `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is
+    the writer's alone; all else is the engine's thread's."""
 
     path: Path
     tier: DiskTier
     kind: Kind = "kv"
     written: bool = False
     again: bool = False
+    used_ns: int = 0
+    stamp_ns: int = 0
 
     @property
-    def depth(self) -> int:
-        return depth(self.start, self.stop, self.kind)
+    def file_time_ns(self) -> int:
+        """What its file is to say of when it was used."""
+        return file_time_ns(self.used_ns, depth(self.start, self.stop, self.kind))
 
     def read(self) -> bytes | memoryview | None:
         if self.data is not None:
@@ -92,7 +96,7 @@ class DiskBlock(Block):
         self.tier.touch(self, at)
 
     def discard(self) -> None:
-        """No line has it any more: if it waits to be written, it does so no longer."""
+        """No sequence has it any more: if it waits to be written, it does so no longer."""
         self.data = None
         self.tier.forget_held_back(self)
 
@@ -129,9 +133,6 @@ class DiskTier:
     _pending_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    # When files were last used, by path; those whose time stamps do not say so yet are also in `_stale`.
-    _used_ns: dict[Path, int] = field(default_factory=dict)
-    _stale: set[Path] = field(default_factory=set)
     _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
     _held_back: dict[DiskBlock, Tokens] = field(default_factory=dict)
 
@@ -145,7 +146,7 @@ class DiskTier:
         returns their number."""
         put_label(self.directory, self.model)
         cache.budget.clock = time.time_ns  # what was used in memory and what is on disk are compared
-        found: list[tuple[int, Tokens, DiskBlock, PrefixCache]] = []
+        found: list[tuple[DiskBlock, Tokens, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
             indexed = read_entry(path, self.identity)
             tree = cache if indexed is None or not indexed[0].state else states
@@ -154,18 +155,18 @@ class DiskTier:
                 path.unlink(missing_ok=True)
                 continue
             entry, n_data, stamp_ns = indexed
-            block = self._block(entry, path, tree.kind, n_data)
-            block.written = True
-            used_ns = stamp_ns - file_time_ns(0, block.depth)
-            found.append((used_ns, entry.tokens, block, tree))
-            self._blocks[path], self._used_ns[path] = block, used_ns
+            block = self._blocks[path] = self._block(entry, path, tree.kind, n_data)
+            block.written, block.stamp_ns = True, stamp_ns
+            block.used_ns = stamp_ns - block.file_time_ns
+            found.append((block, entry.tokens, tree))
         for leftover in self.directory.glob("*.part"):
             leftover.unlink(missing_ok=True)
-        # The oldest first, so that the cache knows their order; of a line, what begins first.
-        found.sort(key=lambda e: (e[0], e[2].start, e[2].stop))
-        used = dict(self._used_ns)
-        entered = sum(tree.insert(tokens, block) for _, tokens, block, tree in found)
-        self._used_ns, self._stale = used, set()
+        # The oldest first, so that the cache knows their order; of a sequence, what begins first.
+        found.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
+        used_ns = [block.used_ns for block, _, _ in found]
+        entered = sum(tree.insert(tokens, block) for block, tokens, tree in found)
+        for (block, _, _), at_ns in zip(found, used_ns, strict=True):
+            block.used_ns = at_ns
         self.budget.written_bytes()
         self._start()
         return entered
@@ -182,7 +183,7 @@ class DiskTier:
                 shutil.rmtree(path, ignore_errors=True)
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> DiskBlock:
-        """A block for `cache.insert`, which ends where the line does; `write` has it written."""
+        """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
         entry = KvEntry(self.identity, tokens, start, kind == "state")
         block = self._block(entry, self.directory / entry.file_name, kind, len(data))
         block.data, block.pending = data, True
@@ -190,6 +191,7 @@ class DiskTier:
 
     def write(self, block: DiskBlock, tokens: Tokens) -> None:
         self._blocks[block.path] = block
+        block.again = False
         with self._lock:
             self._pending_bytes += block.held_bytes
         self._jobs.put((block, tokens.copy(), time.monotonic()))
@@ -211,9 +213,6 @@ class DiskTier:
                     tree.forget(block)
             if not block.written and not block.pending and self._blocks.get(block.path) is block:
                 del self._blocks[block.path]
-                with self._lock:
-                    self._used_ns.pop(block.path, None)
-                    self._stale.discard(block.path)
 
     def wait(self, seconds: float) -> bool:
         """Wait until something was written, at most so long; False if nothing was."""
@@ -222,16 +221,14 @@ class DiskTier:
     def touch(self, block: DiskBlock, at_ns: int) -> None:
         """A block was used, at that time. One that was held back is worth writing after all, on a day that has bytes left."""
         tokens = self._held_back.get(block)
-        block.again = block.again or tokens is not None or self._blocks.get(block.path) is block
         _, used_up = self.budget.known()
         # While it is pending, what the writer decided is not known here yet.
         if tokens is not None and not block.pending and not used_up:
             del self._held_back[block]
             block.pending = True
             self.write(block, tokens)
-        with self._lock:
-            self._used_ns[block.path] = max(at_ns, self._used_ns.get(block.path, 0))
-            self._stale.add(block.path)
+        block.again = True
+        block.used_ns = max(at_ns, block.used_ns)
 
     def forget_held_back(self, block: DiskBlock) -> None:
         """A block is no longer held in memory: if it was held back, nothing is left of it."""
@@ -399,38 +396,27 @@ class DiskTier:
 
     def _stamp(self) -> None:
         """Let the files' time stamps say when they were last used."""
-        with self._lock:
-            stale, self._stale = self._stale, set()
-            stamps = {path: self._file_time_ns(path, self._used_ns[path]) for path in stale}
-        for path, stamp_ns in stamps.items():
-            with contextlib.suppress(OSError):
-                os.utime(path, ns=(stamp_ns, stamp_ns))
-
-    def _file_time_ns(self, path: Path, used_ns: int) -> int:
-        block = self._blocks.get(path)
-        return file_time_ns(used_ns, block.depth if block is not None else 0)
+        for block in list(self._blocks.values()):
+            stamp_ns = block.file_time_ns
+            if stamp_ns != block.stamp_ns:
+                with contextlib.suppress(OSError):
+                    os.utime(block.path, ns=(stamp_ns, stamp_ns))
+                    block.stamp_ns = stamp_ns
 
     def _make_room(self, block: DiskBlock, need_bytes: int) -> None:
         """Remove files (of every model) until the `need_bytes` of `block` fit; OSError where they don't."""
-        with self._lock:
-            used_ns = dict(self._used_ns)
         files = []
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
-                stat = path.stat()
-                own_ns = self._file_time_ns(path, used_ns[path]) if path in used_ns else stat.st_mtime_ns
-                files.append(StoredFile(own_ns, stat.st_size, path))
+                stat, own = path.stat(), self._blocks.get(path)
+                files.append(StoredFile(own.file_time_ns if own is not None else stat.st_mtime_ns, stat.st_size, path))
         total = sum(file.size_bytes for file in files)
         capacity_bytes = min(self.capacity_bytes, total + shutil.disk_usage(self.directory).free - self.free_bytes)
         if need_bytes > capacity_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
-        mine_ns = self._file_time_ns(block.path, used_ns.get(block.path, time.time_ns()))
-        removed, enough = files_to_remove(files, total + need_bytes - capacity_bytes, mine_ns)
+        removed, enough = files_to_remove(files, total + need_bytes - capacity_bytes, block.file_time_ns)
         for file in removed:
             file.path.unlink(missing_ok=True)
-            with self._lock:
-                self._used_ns.pop(file.path, None)
-                self._stale.discard(file.path)
             gone = self._blocks.get(file.path)
             if gone is not None:
                 self._tell(gone, "removed")

@@ -6,7 +6,7 @@ memory    The blocks unused the longest, whichever tree has them. One with a cop
 context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read.
 disk      The files unused the longest, of all models, but none for what was used longer ago.
 
-Of what was used together, ends of lines leave before their beginnings (`depth`).
+Of what was used together, ends of sequences leave before their beginnings (`depth`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from localllm_backends.contract import Capabilities, ModelInfo
 
 # Room for a block: there now, there once what is being written is written, or not to be had.
 Space = Literal["free", "pending", "full"]
-# KV of a range of tokens, the state behind a line (its KV lies apart), or a snapshot of everything up to a token.
+# KV of a range of tokens, the state behind a sequence (its KV lies apart), or a snapshot of everything up to a token.
 Kind = Literal["kv", "state", "snapshot"]
 
 
 def depth(start: int, stop: int, kind: Kind) -> int:
-    """Of blocks that were used together the deeper one leaves first: the end of a line before its beginning, but the shorter
+    """Of blocks that were used together the deeper one leaves first: the end of a sequence before its beginning, but the shorter
     snapshot before the longer."""
     return {"kv": start, "state": stop, "snapshot": -stop}[kind]
 
@@ -38,7 +38,7 @@ def depth(start: int, stop: int, kind: Kind) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Exported KV of tokens [start, stop) of a line, or the state behind them, of `size_bytes`. This one is in memory only;
+    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`. This one is in memory only;
     `pending` is True while a copy is being made elsewhere, after which a block can be demoted."""
 
     data: bytes | memoryview | None
@@ -92,8 +92,8 @@ class EvictablePool(ABC):
         """Every block that holds memory and is not locked."""
 
     @abstractmethod
-    def on_path(self, line: Tokens) -> set[Block]:
-        """The blocks that `line` goes through: they are not evicted for it."""
+    def on_path(self, prefix: Tokens) -> set[Block]:
+        """The blocks that `prefix` goes through: they are not evicted for it."""
 
     @abstractmethod
     def demote(self, block: Block) -> int:
@@ -126,16 +126,16 @@ class CacheBudget:
         return sum(pool.held_bytes for pool in self.pools)
 
     def make_room(
-        self, need_bytes: int, *, line: Tokens | None = None, used: int | None = None, force: bool = False
+        self, need_bytes: int, *, prefix: Tokens | None = None, used: int | None = None, force: bool = False
     ) -> Space:
-        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `line`, or more
+        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `prefix`, or more
         recent than `used` (None: now). `force`: what is being written is not waited for."""
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
             return "free"
         if need_bytes > self.capacity_bytes:
             return "full"
-        keep = set().union(*(pool.on_path(line) for pool in self.pools)) if line is not None else set()
+        keep = set().union(*(pool.on_path(prefix) for pool in self.pools)) if prefix is not None else set()
         until = self.uses if used is None else used
         missing -= self._evict(missing, keep, until, pending=False)
         if missing > 0 and any(c.block.pending for c in self._candidates()):
@@ -163,7 +163,7 @@ class CacheBudget:
 
     def _evict(self, n_bytes: int, keep: set[Block], until: int, *, pending: bool, all_or_nothing: bool = True) -> int:
         """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that was
-        used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two lines could
+        used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two sequences could
         else take turns at losing what the other can't use. Returns the bytes freed."""
         freed, lost = 0, 0
         doomed: list[Candidate] = []
@@ -184,6 +184,28 @@ class CacheBudget:
             candidate.pool.evict(candidate.block)
             self.changes += 1
         return freed + lost
+
+
+def state_interval(n_tokens: int, token_bytes: float, state_bytes: int, capacity_bytes: int) -> int:
+    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a state and all of the cache
+    take: a power of two, so that the points of sequences that begin alike fall together."""
+    interval = float(tunables.STATE_INTERVAL_TOKENS)
+    if token_bytes:
+        interval = max(interval, state_bytes / token_bytes / tunables.STATE_COST)
+    interval = max(interval, n_tokens * state_bytes / max(tunables.STATE_SHARE * capacity_bytes, 1.0))
+    return 1 << (max(int(interval), 1) - 1).bit_length()
+
+
+def spare_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
+    """Of one sequence's `points` (tokens, and whether others part there) those that leave before anything else: nearer than
+    `interval` to one before them, not among the newest, and not where others part."""
+    spare, before = set(), 0
+    for i, (stop, forks) in enumerate(points):
+        if forks or stop - before >= interval or i >= len(points) - tunables.NEWEST_STATES:
+            before = stop
+        else:
+            spare.add(stop)
+    return spare
 
 
 # --- the context -----------------------------------------------------------------------------------------------------
@@ -257,7 +279,7 @@ def file_time_ns(last_used_ns: int, depth: int) -> int:
 
 
 def files_to_remove(files: Iterable[StoredFile], excess_bytes: int, used_ns: int) -> tuple[list[StoredFile], bool]:
-    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two lines would else be
+    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two sequences would else be
     written by turns, for ever. And whether they are enough."""
     found = []
     for file in sorted(files):

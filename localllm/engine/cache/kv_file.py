@@ -1,9 +1,9 @@
 """One file of the disk tier: what it says of its block, the block's bytes, and a checksum over all of it; and reading files
 before they are needed.
 
-    magic | lengths | header (JSON) | the line's tokens, int32 | the exported KV | CRC-32 of everything before
+    magic | lengths | header (JSON) | the sequence's tokens, int32 | the exported KV | CRC-32 of everything before
 
-The whole line's tokens are in each file, not only the block's own: a block is of use only behind exactly those tokens,
+The whole sequence's tokens are in each file, not only the block's own: a block is of use only behind exactly those tokens,
 and a restarted engine enters it into its tree although the files before it may be gone.
 
 The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right one of any kind. A file is
@@ -45,7 +45,7 @@ _FIXED_BYTES = len(_MAGIC) + _LENGTHS.size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvEntry:
-    """What a file holds: KV of the last tokens of the line `tokens`, from `start` on, or the `state` behind the line. `identity`
+    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the `state` behind the sequence. `identity`
     names all that gives the bytes their meaning."""
 
     identity: str
@@ -64,8 +64,8 @@ class KvEntry:
     def head(self, n_data: int) -> bytes:
         """The file's bytes before its `n_data` of KV."""
         about = {"identity": self.identity, "start": self.start, "stop": len(self.tokens), "state": self.state}
-        header, line = json.dumps(about).encode(), self.tokens.tobytes()
-        return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(line), n_data), header, line])
+        header, prefix = json.dumps(about).encode(), self.tokens.tobytes()
+        return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(prefix), n_data), header, prefix])
 
     def size_bytes(self, n_data: int) -> int:
         return len(self.head(n_data)) + n_data + _CHECKSUM.size
@@ -132,7 +132,7 @@ def read_data(f: Readable, identity: str, rest: Callable[[float], object]) -> me
 
 
 def _lengths(fixed: bytes, body_bytes: int) -> tuple[int, int, int] | None:
-    """(bytes of header, line, data) by the file's first bytes, which must add up to all before its checksum."""
+    """(bytes of header, prefix, data) by the file's first bytes, which must add up to all before its checksum."""
     if len(fixed) < _FIXED_BYTES or not fixed.startswith(_MAGIC):
         return None
     n_header, n_line, n_data = _LENGTHS.unpack_from(fixed, len(_MAGIC))

@@ -29,7 +29,7 @@ class TokenSequence(Protocol):
 
 class RunningSequence(Protocol):
     """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its prompt, are in `sequence`;
-    `known` tokens of the prompt followed some known line, and `cached` were not computed."""
+    `known` tokens of the prompt followed some known sequence, and `cached` were not computed."""
 
     tokens: list[int]
     sequence: int | None
@@ -79,7 +79,7 @@ ShouldLoad = Callable[[Block, int], bool]
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
     """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`: what
-    must follow the last part (None: nothing). `known`: how far the prompt followed any line."""
+    must follow the last part (None: nothing). `known`: how far the prompt followed any sequence."""
 
     match: Match
     parts: tuple[CachedPart, ...]
@@ -107,15 +107,15 @@ def plan_restore(
     return RestorePlan(match, parts, match.saved - sum(part.n_tokens for part in parts), known=match.known)
 
 
-def longest_state(states: PrefixCache, line: Tokens, should_load: ShouldLoad) -> tuple[int, Block] | None:
-    """The longest beginning of `line` that `states` holds the state of, and is worth reading, with that state."""
-    match = _longest(states, states.peek(line), line, should_load)
+def longest_state(states: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> tuple[int, Block] | None:
+    """The longest beginning of `prefix` that `states` holds the state of, and is worth reading, with that state."""
+    match = _longest(states, states.peek(prefix), prefix, should_load)
     return (match.saved, match.parts[0].block) if match.parts else None
 
 
-def _longest(tree: PrefixCache, match: Match, line: Tokens, should_load: ShouldLoad) -> Match:
+def _longest(tree: PrefixCache, match: Match, prefix: Tokens, should_load: ShouldLoad) -> Match:
     while match.parts and not should_load(match.parts[0].block, match.saved):
-        match = tree.peek(line[: match.saved - 1])
+        match = tree.peek(prefix[: match.saved - 1])
     return match
 
 

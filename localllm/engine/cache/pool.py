@@ -33,8 +33,8 @@ _STATES: dict[Space, ExportState] = {"free": "exporting", "pending": "awaiting",
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known line. `state`: the
-    state behind them, where the line that has them can't go back there by itself."""
+    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known sequence. `state`: the
+    state behind them, where the sequence that has them can't go back there by itself."""
 
     kind: Literal["none", "running", "idle", "cached"]
     length: int
@@ -118,7 +118,7 @@ class SequencePool:
         return idle in self._idle
 
     def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
-        """How much of the `shared` tokens of a sequence that holds more a line could take over, and the state it needs for
+        """How much of the `shared` tokens of a sequence that holds more a sequence could take over, and the state it needs for
         that."""
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
@@ -146,10 +146,10 @@ class SequencePool:
     def take(self, source: PrefixSource, prompt: Tokens) -> Acquired:
         """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
         what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
-        # However it comes back, the line is in use again: its copies in the cache are the last to go.
+        # However it comes back, the sequence is in use again: its copies in the cache are the last to go.
         if source.kind != "none":
             self.kv.touch(prompt[:-1])
-        # A new line's cells come behind those in use, and what attention reads ends with the last of them: beside 3,000 idle
+        # A new sequence's cells come behind those in use, and what attention reads ends with the last of them: beside 3,000 idle
         # ones a stream was 15 % slower to its end, also after they had gone.
         self._evict_exported(busy=True, keep=source.idle)
         sequence = None
@@ -165,7 +165,7 @@ class SequencePool:
         return Acquired(sequence, 0, Restoration(self.kv, self._backend, sequence, prompt, plan))
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
-        """Where a line left another in the middle of a turn the next one will: keep the state there while it can be had."""
+        """Where a sequence left another in the middle of a turn the next one will: keep the state there while it can be had."""
         if self.kv.states is None or source.state is not None:
             return
         point = self.kv.longest_state(prompt[: source.length])

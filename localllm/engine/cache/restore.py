@@ -131,7 +131,7 @@ class Restoration:
         self._look_ahead()
 
     def _import_state(self, block: Block) -> None:
-        """What makes the imported KV a line that can go on."""
+        """What makes the imported KV a sequence that can go on."""
         states = self.kv.states
         assert states is not None
         data = self._read(states, block)

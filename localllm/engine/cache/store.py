@@ -1,7 +1,7 @@
-"""What is kept of lines outside the context, and how it gets there: KV in pieces, states at points, in memory and on disk.
+"""What is kept of sequences outside the context, and how it gets there: KV in pieces, states at points, in memory and on disk.
 
-plain     pieces of KV: a line is taken up again anywhere
-states    pieces of KV, and states at points of the line: it is taken up where a state is
+plain     pieces of KV: a sequence is taken up again anywhere
+states    pieces of KV, and states at points of the sequence: it is taken up where a state is
 whole     one snapshot of everything at a point (models whose state can't be had apart)
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import DiskBlock, DiskTier
-from localllm.engine.cache.eviction import Block, CacheBudget, Space
+from localllm.engine.cache.eviction import Block, CacheBudget, Space, state_interval
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
@@ -41,7 +41,7 @@ class KvStore:
 
     @property
     def has_points(self) -> bool:
-        """True where a line can be taken up only at points that something was kept for."""
+        """True where a sequence can be taken up only at points that something was kept for."""
         return self.cache.whole or self.states is not None
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ class KvStore:
         speed = None if self.disk is None else self.disk.read_speed
         return self.budget.changes, self.budget.held_bytes, self.prefill_tok_s(), speed
 
-    def longest_state(self, line: Tokens) -> tuple[int, Block] | None:
-        """The longest beginning of `line` whose state is held and worth reading, and that state."""
-        return longest_state(self.states, line, self.should_load) if self.states is not None else None
+    def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
+        """The longest beginning of `prefix` whose state is held and worth reading, and that state."""
+        return longest_state(self.states, prefix, self.should_load) if self.states is not None else None
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is having this block quicker than computing so many tokens, as far as is known now?"""
@@ -89,97 +89,91 @@ class KvStore:
 
     # --- what is held --------------------------------------------------------------------------------------------
 
-    def missing(self, line: Tokens) -> tuple[int, int] | None:
-        """The first [start, stop) of `line` that is not held; None where all of it is, and it can be taken up at its end."""
-        gap = self.cache.gap(line)
-        if gap is None and self.states is not None and self.states.gap(line) is not None:
-            return len(line), len(line)
+    def missing(self, prefix: Tokens) -> tuple[int, int] | None:
+        """The first [start, stop) of `prefix` that is not held; None where all of it is, and it can be taken up at its end."""
+        gap = self.cache.gap(prefix)
+        if gap is None and self.states is not None and self.states.gap(prefix) is not None:
+            return len(prefix), len(prefix)
         return gap
 
-    def touch(self, line: Tokens) -> None:
-        """A line was used just now: what is held of it is the last to go. Of its states those that others are near to are
+    def touch(self, prefix: Tokens) -> None:
+        """A sequence was used just now: what is held of it is the last to go. Of its states those that others are near to are
         the first to go."""
-        self.cache.match(line)
+        self.cache.match(prefix)
         if self.states is not None:
-            self.states.prune_snapshots(line, self.state_interval(len(line)), tunables.NEWEST_STATES)
+            self.states.prune_snapshots(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
-        """Tokens between the states that are kept of a line of `n_tokens`: a power of two, so that the points of lines that
-        begin alike fall together."""
-        interval = float(tunables.STATE_INTERVAL_TOKENS)
-        if self._token_bytes:
-            interval = max(interval, self._state_bytes / self._token_bytes / tunables.STATE_COST)
-        room = max(tunables.STATE_SHARE * self.budget.capacity_bytes, 1.0)
-        interval = max(interval, n_tokens * self._state_bytes / room)
-        return 1 << (max(int(interval), 1) - 1).bit_length()
+        """Tokens between the states that are kept of a sequence of `n_tokens`."""
+        return state_interval(n_tokens, self._token_bytes, self._state_bytes, self.budget.capacity_bytes)
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def export_next(self, sequence: int, line: Tokens, used: int | None, *, force: bool) -> Space | None:
-        """Export the next piece of `line`, which is what `sequence` holds: "free" if it found room, or None where nothing is
+    def export_next(self, sequence: int, prefix: Tokens, used: int | None, *, force: bool) -> Space | None:
+        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found room, or None where nothing is
         missing. `force`: its cells are needed, so what is being written is not waited for."""
         space: Space | None = None
-        if self.states is not None and self.states.gap(line) is not None:
-            space = self.store_state(sequence, line, used, force=force)
+        if self.states is not None and self.states.gap(prefix) is not None:
+            space = self.store_state(sequence, prefix, used, force=force)
             if space != "full":
                 return space
         # Beyond its last state KV is of no use.
-        point = self.states.peek(line).saved if self.states is not None else len(line)
-        gap = self.cache.gap(line[:point])
+        point = self.states.peek(prefix).saved if self.states is not None else len(prefix)
+        gap = self.cache.gap(prefix[:point])
         if gap is None:
             return space
         start, stop = gap
         if not self.cache.whole:
-            stop = self._piece(sequence, line, start, stop)
-        return self.store(sequence, line[:stop], start, used, force=force)
+            stop = self._piece(sequence, prefix, start, stop)
+        return self.store(sequence, prefix[:stop], start, used, force=force)
 
-    def _piece(self, sequence: int, line: Tokens, start: int, stop: int) -> int:
-        """Where the piece of `line` ends that begins at `start`."""
+    def _piece(self, sequence: int, prefix: Tokens, start: int, stop: int) -> int:
+        """Where the piece of `prefix` ends that begins at `start`."""
         stop = min(stop, start + tunables.PIECE_TOKENS)
         if self._backend.capabilities.kv_on_device:
             while self._backend.export_runs(sequence, start, stop) > tunables.MOST_RUNS:
                 stop = start + (stop - start + 1) // 2
-        whole = image_boundary(line, stop)
-        return whole if whole > start else next_image_boundary(line, stop)
+        whole = image_boundary(prefix, stop)
+        return whole if whole > start else next_image_boundary(prefix, stop)
 
     def store(
         self,
         sequence: int,
-        line: Tokens,
+        prefix: Tokens,
         start: int,
         used: int | None = None,
         *,
         force: bool = False,
         newer: bool = False,
     ) -> Space:
-        """Put what `sequence` holds of `line` from `start` on into the cache: "free" if there was room. `newer`: a snapshot
-        rather than an older one of the same line."""
-        n_tokens = len(line) - start
-        along = None if newer else line
-        space = self.budget.make_room(self._least_bytes(n_tokens), line=along, used=used, force=force)
+        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was room. `newer`: a snapshot
+        rather than an older one of the same sequence."""
+        n_tokens = len(prefix) - start
+        along = None if newer else prefix
+        space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=used, force=force)
         if space != "free":
             return space
         try:
-            data = self._backend.export_range(sequence, start, len(line))
+            data = self._backend.export_range(sequence, start, len(prefix))
         except BackendFailure:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
         self._snapshot = (n_tokens, len(data))
-        space = self.budget.make_room(len(data), line=along, used=used, force=force)
-        return space if space != "free" else self._insert(self.cache, line, data, start, used)
+        space = self.budget.make_room(len(data), prefix=along, used=used, force=force)
+        return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
 
     def store_state(
-        self, sequence: int, line: Tokens, used: int | None = None, *, force: bool = False, newer: bool = False
+        self, sequence: int, prefix: Tokens, used: int | None = None, *, force: bool = False, newer: bool = False
     ) -> Space:
-        """Put the state behind `line`, which is all that `sequence` holds, into the cache. `newer`: rather than an older one
-        of the same line."""
+        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache. `newer`: rather than an older one
+        of the same sequence."""
         if self.states is None:
             return "full"
         n_bytes = self._backend.state_bytes(sequence)
-        if self.disk is None and n_bytes + int(self._token_bytes * len(line)) > self.budget.capacity_bytes:
+        if self.disk is None and n_bytes + int(self._token_bytes * len(prefix)) > self.budget.capacity_bytes:
             # The KV before it would not fit beside it.
             return "full"
-        space = self.budget.make_room(n_bytes, line=None if newer else line, used=used, force=force)
+        space = self.budget.make_room(n_bytes, prefix=None if newer else prefix, used=used, force=force)
         if space != "free":
             return space
         try:
@@ -187,7 +181,7 @@ class KvStore:
         except BackendFailure:
             return "full"
         self._state_bytes = max(self._state_bytes, len(data))
-        return self._insert(self.states, line, data, 0, used)
+        return self._insert(self.states, prefix, data, 0, used)
 
     def _least_bytes(self, n_tokens: int) -> int:
         """The least that the export of so many tokens can have."""
@@ -196,13 +190,13 @@ class KvStore:
         tokens, n_bytes = self._snapshot
         return int(n_bytes * min(1.0, n_tokens / tokens))
 
-    def _insert(self, tree: PrefixCache, line: Tokens, data: bytes, start: int, used: int | None) -> Space:
+    def _insert(self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None) -> Space:
         if self.disk is None:
-            return "free" if tree.insert(line, Block(data, start, len(line)), used) else "full"
-        block = self.disk.make_block(line, data, start, tree.kind)
-        if not tree.insert(line, block, used):
+            return "free" if tree.insert(prefix, Block(data, start, len(prefix)), used) else "full"
+        block = self.disk.make_block(prefix, data, start, tree.kind)
+        if not tree.insert(prefix, block, used):
             return "full"
-        self.disk.write(block, line)
+        self.disk.write(block, prefix)
         return "free"
 
     def lost(self, block: Block) -> None:

@@ -11,7 +11,7 @@ state; `whole=True`), a block covers everything from token 0 to the node's end a
 Laws, checked by `check_integrity` and by random histories in the tests:
 
 * `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
-* A line is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
+* A sequence is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
   and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
 * What is locked is neither demoted nor evicted. What is evicted for what: cache/eviction.py.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, EvictablePool, Kind, depth
+from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, EvictablePool, Kind, depth, spare_snapshots
 from localllm.engine.tokens import Tokens
 
 
@@ -103,7 +103,7 @@ class PrefixCache(EvictablePool):
     def __init__(self, *, whole: bool, capacity_bytes: int = 0, budget: CacheBudget | None = None) -> None:
         self.whole = whole
         self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
-        # States are of use with the KV of their line only, which another tree has.
+        # States are of use with the KV of their prefix only, which another tree has.
         self.kind: Kind = "kv" if not whole else "state" if self.budget.pools else "snapshot"
         self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
@@ -114,11 +114,11 @@ class PrefixCache(EvictablePool):
 
     def peek(self, tokens: Seq[int] | Tokens) -> Match:
         """What can be restored of `tokens`. Changes nothing."""
-        line = as_tokens(tokens)
+        prefix = as_tokens(tokens)
         parts: list[CachedPart] = []
         deepest: Node | None = None
         known = 0
-        for node, shared in self._along(line):
+        for node, shared in self._along(prefix):
             known = node.start + shared
             if node.block is None or (self.whole and shared < len(node.tokens)):
                 continue
@@ -141,17 +141,16 @@ class PrefixCache(EvictablePool):
         self._use(node, now)
         return found
 
-    def prune_snapshots(self, line: Tokens, interval: int, newest: int) -> None:
-        """Of whole blocks: all that `line` goes through count as used now, but for those that are nearer than `interval` to
-        one before them, not among the `newest`, and not where lines part. Those go before anything else."""
-        nodes = [n for n, shared in self._along(line) if n.block is not None and shared == len(n.tokens)]
-        before = 0
-        for i, node in enumerate(nodes):
-            if i >= len(nodes) - newest or node.stop - before >= interval or len(node.children) > 1:
-                self._use_node(node, self.budget.uses)
-                before = node.stop
-            else:
+    def prune_snapshots(self, prefix: Tokens, interval: int) -> None:
+        """Of whole blocks: all that `prefix` goes through count as used now, but for those that can be spared (see
+        `eviction.spare_snapshots`), which leave before anything else."""
+        nodes = [n for n, shared in self._along(prefix) if n.block is not None and shared == len(n.tokens)]
+        spare = spare_snapshots([(n.stop, len(n.children) > 1) for n in nodes], interval)
+        for node in nodes:
+            if node.stop in spare:
                 node.last_used = 0
+            else:
+                self._use_node(node, self.budget.uses)
 
     def lock(self, match: Match) -> None:
         """Keep the nodes of `match` until `unlock`."""
@@ -168,10 +167,6 @@ class PrefixCache(EvictablePool):
             self._prune(match.node)
         self.budget.changes += 1
 
-    def covered(self, tokens: Seq[int] | Tokens) -> int:
-        """How many leading tokens could be restored without a gap."""
-        return self.peek(tokens).length
-
     def gap(self, tokens: Seq[int] | Tokens) -> tuple[int, int] | None:
         """The first [start, stop) of `tokens` that has no KV here; None where all of it has."""
         reached = 0
@@ -184,19 +179,22 @@ class PrefixCache(EvictablePool):
     # --- writing -------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
-        """Store `block` for the end of the line `tokens` (its stop must be the line's length), which was last used at
+        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's length), which was last used at
         `used`, in `uses` (None: now).
 
         Returns False, storing nothing, when its tokens have their KV already, or there is no room for it now. A block
         that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
-        line = as_tokens(tokens)
-        assert block.stop == len(line), "a block must end where its line ends"
-        if not self._wanted(line, block) or self.budget.make_room(block.held_bytes, line=line, used=used) != "free":
+        prefix = as_tokens(tokens)
+        assert block.stop == len(prefix), "a block must end where its prefix ends"
+        if (
+            not self._wanted(prefix, block)
+            or self.budget.make_room(block.held_bytes, prefix=prefix, used=used) != "free"
+        ):
             return False
         at = self.budget.use() if used is None else used
         if not self.whole:
-            self._walk(line[: block.start])
-        end = self._walk(line)
+            self._walk(prefix[: block.start])
+        end = self._walk(prefix)
         for node in [end] if self.whole else self._path(end):
             if node.start >= (0 if self.whole else block.start) and _better(node.block, block):
                 self._set_block(node, block)
@@ -251,9 +249,9 @@ class PrefixCache(EvictablePool):
             if block.held_bytes and not any(n.locks for n in nodes):
                 yield Candidate(_middle(block, nodes).last_used, depth(block.start, block.stop, self.kind), block, self)
 
-    def on_path(self, line: Tokens) -> set[Block]:
-        """The blocks that `line` goes through; of snapshots the longest."""
-        along = [(n, n.block, shared) for n, shared in self._along(line) if n.block is not None]
+    def on_path(self, prefix: Tokens) -> set[Block]:
+        """The blocks that `prefix` goes through; of snapshots the longest."""
+        along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.whole:
             return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
         return {block for n, block, shared in along if _uses(n, n.start + shared)}
@@ -273,21 +271,21 @@ class PrefixCache(EvictablePool):
 
     # --- the tree ------------------------------------------------------------------------------------------------
 
-    def _along(self, line: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes that `line` goes through, each with how many of its tokens it shares."""
+    def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
+        """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
         node, depth = self._root, 0
-        while depth < len(line):
-            child = node.children.get(int(line[depth]))
+        while depth < len(prefix):
+            child = node.children.get(int(prefix[depth]))
             if child is None:
                 return
-            shared = common_prefix(child.tokens, line[depth:])
+            shared = common_prefix(child.tokens, prefix[depth:])
             yield child, shared
             if shared < len(child.tokens):
                 return
             node, depth = child, depth + shared
 
     def _use(self, node: Node | None, used: int) -> None:
-        """A line up to `node` was used: all of it, or of whole blocks just that one."""
+        """A sequence up to `node` was used: all of it, or of whole blocks just that one."""
         for step in self._path(node)[-1:] if self.whole else self._path(node):
             self._use_node(step, used)
 
@@ -296,30 +294,30 @@ class PrefixCache(EvictablePool):
         if node.block is not None and _uses(node, node.stop):
             node.block.touch(used)
 
-    def _wanted(self, line: Tokens, block: Block) -> bool:
+    def _wanted(self, prefix: Tokens, block: Block) -> bool:
         """Are there tokens that this block serves better than what they have?"""
         at = 0
-        for node, shared in self._along(line):
+        for node, shared in self._along(prefix):
             at = node.start + shared
             if self.whole:
                 continue
             if at > block.start and _better(node.block, block):
                 return True
-        if not self.whole or at < len(line):
-            return at < len(line)
-        found = [node for node, shared in self._along(line) if node.start + shared == len(line)]
-        return not found or found[0].stop > len(line) or found[0].block is None
+        if not self.whole or at < len(prefix):
+            return at < len(prefix)
+        found = [node for node, shared in self._along(prefix) if node.start + shared == len(prefix)]
+        return not found or found[0].stop > len(prefix) or found[0].block is None
 
-    def _walk(self, line: Tokens) -> Node:
-        """The node that ends exactly at len(line), splitting and growing edges on the way."""
+    def _walk(self, prefix: Tokens) -> Node:
+        """The node that ends exactly at len(prefix), splitting and growing edges on the way."""
         node, depth = self._root, 0
-        while depth < len(line):
-            child = node.children.get(int(line[depth]))
+        while depth < len(prefix):
+            child = node.children.get(int(prefix[depth]))
             if child is None:
-                child = Node(line[depth:].copy(), depth, node, last_used=0)
-                node.children[int(line[depth])] = child
+                child = Node(prefix[depth:].copy(), depth, node, last_used=0)
+                node.children[int(prefix[depth])] = child
                 return child
-            shared = common_prefix(child.tokens, line[depth:])
+            shared = common_prefix(child.tokens, prefix[depth:])
             if shared < len(child.tokens):
                 child = self._split(child, shared)
             depth += shared
@@ -376,7 +374,7 @@ class PrefixCache(EvictablePool):
 
 
 def _uses(node: Node, depth: int) -> bool:
-    """Is a line that follows `node` down to `depth` a use of its block, or just of its beginning?"""
+    """Is a sequence that follows `node` down to `depth` a use of its block, or just of its beginning?"""
     return node.block is None or depth > (node.block.start + node.block.stop) // 2
 
 
