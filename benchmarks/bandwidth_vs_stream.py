@@ -17,7 +17,7 @@ from pathlib import Path
 
 from localllm.device import bandwidth
 from localllm.device.parsers.linux import last_level_cache_bytes
-from localllm.device.probes import read
+from localllm.device.probes.systems import read
 
 _SECONDS = 1.0
 

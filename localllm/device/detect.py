@@ -9,9 +9,9 @@ from localllm import paths
 from localllm.device import bandwidth, ggml, in_use
 from localllm.device.machines import identify
 from localllm.device.parsers.linux import last_level_cache_bytes
-from localllm.device.probes import matrix_rate, read
-from localllm.device.readings import Readings
-from localllm.device.types import Device, Figure
+from localllm.device.probes import matrix_rate
+from localllm.device.probes.systems import read
+from localllm.device.types import Device, Figure, Readings
 
 
 def detect(*, measure: bool = False, remeasure: bool = False, say: Callable[[str], None] = lambda _: None) -> Device:

@@ -11,7 +11,11 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,7 @@ from typing import Any
 from localllm import paths
 from localllm.device import ggml
 from localllm.device.accelerators import KINDS, compiled_in
-from localllm.device.probes import ggml as probe
-from localllm.device.readings import Readings
-from localllm.device.types import Device, Finding, Memory
+from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
 # What changes the devices a build sees.
@@ -47,7 +49,7 @@ def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
         known = _known(kept, key)
         if known is not None:
             return known
-    build = probe.ask()
+    build = ask_build()
     if not build.failure:
         _keep(kept, key, build)
     return build
@@ -155,3 +157,51 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
         n_gpus=len(gpus),
         findings=(*machine.findings, Finding("info", told)),
     )
+
+
+_PROGRAM = "localllm_backends.llamacpp.devices"
+# The first start of a CUDA or Metal library compiles or unpacks; a driver that takes longer is not coming back.
+_PATIENCE_S = 60.0
+
+
+def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float = _PATIENCE_S) -> ggml.GgmlBuild:
+    """The build that a worker with this environment (default: this process's) would run, and its devices. Never raises:
+    what went wrong is the GgmlBuild's `failure`."""
+    command = [sys.executable, "-m", _PROGRAM]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ if environment is None else environment),
+        )
+    except subprocess.TimeoutExpired:
+        return ggml.GgmlBuild(
+            failure=f"it hung while it looked for devices ({timeout_s:.0f} s): a driver may be broken"
+        )
+    except OSError as e:
+        return ggml.GgmlBuild(failure=f"its process could not be started: {e}")
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode:
+        last = said[-1][:300] if said else "it said nothing"
+        return ggml.GgmlBuild(failure=f"its process ended with {_ending(done.returncode)}: {last}")
+    try:
+        # Drivers print to standard output at times: the answer is the last line of it. What backends that are loaded with
+        # the bindings say of their devices is on standard error.
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        return ggml.read({**answer, "said": [*answer["said"], *said]})
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"

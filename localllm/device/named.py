@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from localllm.device import table, usable
-from localllm.device.errors import DeviceNotFoundError
 from localllm.device.machines.common import Card, one_machine
 from localllm.device.table import DeviceRow
-from localllm.device.types import Device, Figure, Finding, Memory
+from localllm.device.types import Device, DeviceNotFoundError, Figure, Finding, Memory
 from localllm.errors import UsageError
 
 GIB = 1 << 30

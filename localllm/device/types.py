@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from localllm.device.accelerators import Accelerator as Accelerator
+from localllm.errors import LocalLLMError, NotFoundError
 
 Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "given"]
 DeviceKind = Literal["unified", "discrete", "system"]
@@ -102,3 +105,101 @@ class Device:
     n_gpus: int = 1
     cards_bytes: tuple[int, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+
+class DeviceUnreadableError(LocalLLMError):
+    """The system did not say what every Device needs: how much memory there is."""
+
+    code = "device_unreadable"
+    default_hint = "describe the machine yourself: --device NAME --memory GB --bandwidth GBPS"
+
+
+class DeviceNotFoundError(NotFoundError):
+    """No device of that name in the table. The hint names the nearest ones."""
+
+    code = "device_not_found"
+    default_hint = "give --memory GB and --bandwidth GBPS to describe a machine that is not in the table"
+
+
+System = Literal["linux", "macos", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What one machine said. `files` maps a path to its text, `outputs` a probe or command to what it printed.
+
+    Anything that could not be read is simply absent: no reading is ever invented.
+    """
+
+    system: System
+    architecture: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+    def file(self, path: str) -> str:
+        """The file's text without surrounding blanks and NULs, "" if it was not there."""
+        return self.files.get(path, "").strip("\x00 \t\r\n")
+
+    def output(self, name: str) -> str:
+        """What the command printed, "" if it was not there."""
+        return self.outputs.get(name, "")
+
+    def matching(self, pattern: str) -> list[str]:
+        """Paths that match a shell pattern, sorted."""
+        return sorted(fnmatch.filter(self.files, pattern))
+
+
+def device_to_json(device: Device) -> dict[str, Any]:
+    """The published shape of a Device: bytes as integers, GB/s and TFLOP/s as {value, basis, source} or null."""
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "accelerator": device.accelerator,
+        "family": device.family,
+        "simulated": device.simulated,
+        "memory": _memory(device.memory),
+        "bandwidth_gbps": _figure(device.bandwidth_gbps),
+        "host_memory": _memory(device.host),
+        "host_bandwidth_gbps": _figure(device.host_bandwidth_gbps),
+        "fp16_tflops": _figure(device.fp16_tflops),
+        "fp8_tflops": _figure(device.fp8_tflops),
+        "fp4_tflops": _figure(device.fp4_tflops),
+        "matrix_rates": [
+            {"type": rates.type, "stored": _rates(rates.stored), "laid_out": _rates(rates.laid_out)}
+            for rates in device.matrix_rates
+        ],
+        "compute_units": device.compute_units or None,
+        "compute_capability": device.compute_capability or None,
+        "n_gpus": device.n_gpus,
+        "os": device.os or None,
+        "cpu": device.cpu or None,
+        "n_cpu_cores": device.n_cpu_cores or None,
+        "match": device.match or None,
+        "findings": [{"level": f.level, "message": f.message, "fix": f.fix} for f in device.findings],
+    }
+
+
+def _memory(memory: Memory | None) -> dict[str, Any] | None:
+    if memory is None:
+        return None
+    return {
+        "total_bytes": memory.total_bytes,
+        "limit_bytes": memory.limit_bytes,
+        "available_bytes": memory.available_bytes,
+        "basis": memory.basis,
+        "source": memory.source,
+    }
+
+
+def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
+    if rates is None:
+        return None
+    return {
+        "prompt_tflops": _figure(rates.prompt_tflops),
+        "experts_tflops": _figure(rates.experts_tflops),
+        "token_tflops": _figure(rates.token_tflops),
+    }
+
+
+def _figure(figure: Figure | None) -> dict[str, Any] | None:
+    return None if figure is None else {"value": figure.value, "basis": figure.basis, "source": figure.source}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.device.parsers.amd import AmdGpu
+from localllm.device.parsers.gpus import AmdGpu
 from localllm.device.parsers.linux import CgroupLimit
 from localllm.device.types import Memory
 

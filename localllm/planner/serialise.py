@@ -109,7 +109,7 @@ def workload_to_json(workload: Workload) -> dict[str, Any]:
 
 
 def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> dict[str, Any]:
-    """The whole answer; `device` is localllm.device.describe.device_to_json's."""
+    """The whole answer; `device` is localllm.device.types.device_to_json's."""
     return {
         "schema": SCHEMA_VERSION,
         "device": device,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.device import ggml
-from localllm.device.probes import ggml as probe
+from localllm.device.in_use import ask_build
 
 _PROGRAM = "localllm_backends.trial"
 # Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes wrongly is off by ten.
@@ -57,7 +57,7 @@ def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
     """Try the build that `environment` runs. `backend`: what must be among its devices and do the work."""
-    build = probe.ask(environment)
+    build = ask_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
     devices = tuple(_said(device) for device in build.devices)

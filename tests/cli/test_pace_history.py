@@ -24,7 +24,7 @@ from localllm.cli.serve.decode_speed import (
     notice,
     steps_of,
 )
-from localllm.device.conditions import Conditions, changed, moment
+from localllm.device.probes.conditions import Conditions, changed, moment
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.model_list import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from localllm.device.readings import Readings
+from localllm.device.types import Readings
 
 FOLDER = Path(__file__).parent / "recorded"
 

@@ -19,9 +19,10 @@ from localllm.device import bandwidth, in_use
 from localllm.device.detect import detect, from_readings, measures_ram, with_matrix_rates
 from localllm.device.machines import identify
 from localllm.device.named import resolve
-from localllm.device.parsers import nvidia as parsers
-from localllm.device.probes import matrix_rate, read
+from localllm.device.parsers import gpus as parsers
+from localllm.device.probes import matrix_rate
 from localllm.device.probes import nvidia as probes
+from localllm.device.probes.systems import read
 
 MIB = 1 << 20
 

@@ -10,22 +10,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from device import recordings
-from localllm.device import table
-from localllm.device.errors import DeviceNotFoundError
+from localllm.device import parsers, table
 from localllm.device.machines import identify
 from localllm.device.named import resolve
-from localllm.device.parsers import amd, linux, macos, numbers, nvidia, vulkan, windows
-from localllm.device.readings import Readings
-from localllm.device.types import Device
+from localllm.device.parsers import linux, macos, windows
+from localllm.device.parsers.gpus import amd_gpus, kfd_nodes, marketing_name, nvml, smi, vulkaninfo
+from localllm.device.types import Device, DeviceNotFoundError, Readings
 from localllm.errors import LocalLLMError, UsageError
 
 TEXT_PARSERS: list[Any] = [
     linux.meminfo, linux.cpuinfo, linux.udev_memory, linux.cgroup_paths,
-    nvidia.nvml, nvidia.smi,
+    nvml, smi,
     macos.sysctl, macos.gpu_cores, macos.displays, macos.metal_working_set, macos.vm_stat,
     windows.adapters, windows.processor, windows.memory_status, windows.physical_memory,
-    vulkan.summary,
-    numbers.integer, numbers.decimal, numbers.hexadecimal, numbers.key_values,
+    vulkaninfo,
+    parsers.integer, parsers.decimal, parsers.hexadecimal, parsers.key_values,
     table.plain, table.by_gpu_name, table.by_cpu,
 ]  # fmt: skip
 
@@ -127,8 +126,8 @@ def test_any_typed_name_gives_a_device_or_an_error_with_a_hint(name: str) -> Non
 @settings(max_examples=100, deadline=None)
 def test_structured_parsers_take_any_files(files: dict[str, str]) -> None:
     readings = Readings("linux", "x86_64", files)
-    amd.gpus(readings)
-    amd.kfd_nodes(readings)
+    amd_gpus(readings)
+    kfd_nodes(readings)
     linux.cgroup(readings)
     linux.last_level_cache_bytes(readings)
-    amd.marketing_name(files.get("/usr/share/libdrm/amdgpu.ids", ""), 0x744C, 0xC8)
+    marketing_name(files.get("/usr/share/libdrm/amdgpu.ids", ""), 0x744C, 0xC8)

@@ -12,11 +12,11 @@ import pytest
 from device import recordings
 from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
-from localllm.device.describe import device_to_json
 from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, WorkerProcess, judge
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.probes import health
+from localllm.device.types import device_to_json
 from localllm.errors import UsageError
 
 CPU_BUILD = BuildFacts("0.3.36", ("libggml-base.so", "libggml-cpu.so", "libllama.so"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from localllm.device import table
-from localllm.device.errors import DeviceNotFoundError
 from localllm.device.named import nearest, overridden, resolve
+from localllm.device.types import DeviceNotFoundError
 from localllm.errors import NotFoundError, UsageError
 
 GIB = 1 << 30

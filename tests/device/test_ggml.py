@@ -12,8 +12,8 @@ import pytest
 from device import recordings
 from localllm.device import ggml, in_use
 from localllm.device.health import HealthFacts, judge
+from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
-from localllm.device.probes import ggml as probe
 
 VULKAN_LINE = (
     "ggml_vulkan: 0 = Radeon 8060S Graphics (RADV GFX1151) (radv) | uma: 1 | fp16: 1 | bf16: 0 | fp4: 0 | warp size: 64 "
@@ -57,7 +57,7 @@ def cpu_build() -> ggml.GgmlBuild:
 
 
 def test_the_installed_build_names_its_processor() -> None:
-    build = probe.ask()
+    build = ask_build()
     assert build.failure == ""
     (cpu,) = [device for device in build.devices if device.type == "cpu"]
     assert cpu.memory_total_bytes > 1 << 28
@@ -79,7 +79,7 @@ def test_the_installed_build_names_its_processor() -> None:
 def test_a_build_that_breaks_its_process_costs_a_sentence(tmp_path: Path, program: str, told: str) -> None:
     (tmp_path / "llama_cpp.py").write_text(program)
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    build = probe.ask({**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0)
+    build = ask_build({**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0)
     assert told in build.failure
     (found,) = ggml.differences(identify(recordings.load("cpu_only_vm")), build)
     assert found.level == "error"
@@ -95,7 +95,7 @@ def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> No
     (tmp_path / "localllm_backends" / "llamacpp" / "devices.py").write_text(
         f"import sys\nprint({VULKAN_LINE!r}, file=sys.stderr)\nprint('a driver greets')\nprint({json.dumps(answered)!r})\n"
     )
-    build = probe.ask({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+    build = ask_build({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
     assert build.failure == ""
     assert "int dot: 1" in build.devices[0].details
 

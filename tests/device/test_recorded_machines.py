@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from device import recordings
-from localllm.device.errors import DeviceUnreadableError
 from localllm.device.machines import identify
-from localllm.device.readings import Readings
-from localllm.device.types import Figure
+from localllm.device.types import DeviceUnreadableError, Figure, Readings
 
 GIB = 1 << 30
 KIB = 1 << 10

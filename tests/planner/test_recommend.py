@@ -353,7 +353,7 @@ def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:
 
 @pytest.mark.parametrize("machine", ["M4 Max 128GB", "RTX 5090", "Jetson Orin Nano 8GB"])
 def test_json_conforms_to_the_published_schema(machine: str) -> None:
-    from localllm.device.describe import device_to_json
+    from localllm.device.types import device_to_json
 
     device = resolve(machine)
     answer = recommend.recommend(device, MODELS, Workload())

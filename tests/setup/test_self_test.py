@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from device import recordings
 from localllm.cli.all_commands import app
+from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
-from localllm.device.probes import ggml as probe
 from localllm.library import starter
 from localllm.setup import self_test, trial
 from localllm.setup.errors import SetupError
@@ -22,7 +22,7 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
-    test = self_test.examine(MACHINE, probe.ask(), tiny_model, trial.environment_now())
+    test = self_test.examine(MACHINE, ask_build(), tiny_model, trial.environment_now())
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
@@ -47,7 +47,7 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(tiny_model:
     )
     environment = trial.environment_now()
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
-    test = self_test.examine(MACHINE, probe.ask(), tiny_model, environment)
+    test = self_test.examine(MACHINE, ask_build(), tiny_model, environment)
     (failure,) = test.failures
     assert "a fork at the end continues independently" in failure
     assert "SIGABRT" in failure
@@ -56,7 +56,7 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(tiny_model:
 
 
 def test_a_build_that_does_not_start_is_a_report_too() -> None:
-    build = replace(probe.ask(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so")
+    build = replace(ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so")
     test = self_test.examine(MACHINE, build, Path("none"), {})
     text = "\n".join(self_test.report(test))
     assert "SIGSEGV" in text

@@ -33,9 +33,9 @@ def device(
     import sys
 
     from localllm.device import ggml, in_use
-    from localllm.device.describe import device_to_json
     from localllm.device.detect import hardware
     from localllm.device.named import overridden, resolve, with_memory
+    from localllm.device.types import device_to_json
     from localllm.errors import UsageError
 
     build = None

@@ -45,10 +45,10 @@ def doctor(
     from localllm import paths
     from localllm.cli.doctor_checks import speed_checks, token_checks
     from localllm.device import in_use
-    from localllm.device.describe import device_to_json
     from localllm.device.detect import hardware
     from localllm.device.health import judge
     from localllm.device.probes import health
+    from localllm.device.types import device_to_json
 
     found = hardware()
     facts = replace(health.read(paths.cache_dir(), paths.data_dir()), llama_cpp=in_use.build_here(fresh=True))

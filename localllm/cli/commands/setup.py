@@ -99,8 +99,8 @@ def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
 def _machine(name: str) -> tuple[Device, BuildHost]:
     """This machine, or the one named, and what it has to build with."""
     from localllm.device.detect import hardware
+    from localllm.device.in_use import ask_build
     from localllm.device.named import resolve
-    from localllm.device.probes import ggml
     from localllm.setup import builds, host, trial
 
     if name:
@@ -108,7 +108,7 @@ def _machine(name: str) -> tuple[Device, BuildHost]:
         return simulated, host.assumed(simulated)
     plain = trial.environment_now()
     builds.apply(builds.OWN, plain)
-    return hardware(), host.read(ggml.ask(plain).accelerators or ("cpu",))
+    return hardware(), host.read(ask_build(plain).accelerators or ("cpu",))
 
 
 def _listed() -> list[str]:

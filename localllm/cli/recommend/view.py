@@ -255,7 +255,7 @@ def _slopes(model: Model) -> list[tuple[str, int]]:
 
 def json_text(answer: Recommendation, device: Device) -> str:
     """The published JSON of an answer: keys sorted as in the schema, identical for identical inputs."""
-    from localllm.device.describe import device_to_json
+    from localllm.device.types import device_to_json
     from localllm.planner.serialise import recommendation_to_json
 
     return json.dumps(recommendation_to_json(answer, device_to_json(device)), indent=2, ensure_ascii=False)
@@ -271,7 +271,7 @@ def comparison(
     """Machines side by side: each one's best plans, and what is picked on any of them on all of them. `elsewhere`: the plan of a
     model on the machine of that number, where it is not among its picks."""
     if as_json:
-        from localllm.device.describe import device_to_json
+        from localllm.device.types import device_to_json
         from localllm.planner.serialise import recommendation_to_json
 
         both = [recommendation_to_json(a, device_to_json(d)) for d, a in zip(devices, answers, strict=True)]

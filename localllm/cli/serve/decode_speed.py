@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.device.conditions import Conditions, changed
+from localllm.device.probes.conditions import Conditions, changed
 
 if TYPE_CHECKING:
     from localllm.server.models.router import ModelRouter

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.device.readings import Readings
-from localllm.device.types import Device, Figure
+from localllm.device.types import Device, Figure, Readings
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:

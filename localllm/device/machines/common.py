@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device import table, usable
-from localllm.device.parsers.nvidia import NvidiaGpu
+from localllm.device.parsers.gpus import NvidiaGpu
 from localllm.device.table import DeviceRow
 from localllm.device.types import Accelerator, Device, Figure, Finding, Memory
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from localllm.device import table, usable
-from localllm.device.errors import DeviceUnreadableError
 from localllm.device.machines.common import Card, nvidia_card, one_machine
-from localllm.device.parsers import amd, linux, nvidia, vulkan
-from localllm.device.parsers.numbers import hexadecimal, integer
-from localllm.device.readings import Readings
+from localllm.device.parsers import hexadecimal, integer, linux
+from localllm.device.parsers.gpus import AmdGpu, NvidiaGpu, amd_gpus, marketing_name, nvml, smi, vulkaninfo
 from localllm.device.table import DeviceRow
-from localllm.device.types import Device, Figure, Finding, Memory
+from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
 GIB = 1 << 30
 _ONE_POOL_FAMILIES = {"GB10", "N1X", "Jetson"}
@@ -33,7 +31,7 @@ class _System:
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     """The Device of these readings; raises DeviceUnreadableError without a MemTotal."""
     system = _system(readings, ram_bandwidth)
-    gpus = nvidia.nvml(readings.output("nvml")) or nvidia.smi(readings.output("nvidia-smi"))
+    gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
     cards: list[Card] = []
     for gpu in gpus:
         row = _one_pool_row(readings, gpu, system)
@@ -45,7 +43,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
             cards.append(card)
     board = readings.file("/proc/device-tree/model")
     if not gpus and "NVIDIA" in board:
-        return _one_pool(readings, system, nvidia.NvidiaGpu(name=board), _jetson_row(readings, board, system))
+        return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
     if cards:
         return one_machine(cards, "cuda", _host(system), system.base.bandwidth_gbps, system.base)
     if not gpus and _pci_vendor_present(readings, 0x10DE):
@@ -113,7 +111,7 @@ def _with_findings(system: _System, findings: list[Finding]) -> _System:
 # -- NVIDIA with one pool: GB10, N1X, Jetson ------------------------------------------------------------------------
 
 
-def _one_pool_row(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> DeviceRow | None:
+def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: _System) -> DeviceRow | None:
     """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides among siblings."""
     if "10de:2e12" in gpu.name.lower():  # a container without the driver's name table says "Device [10de:2e12]"
         return table.by_gpu_name("NVIDIA GB10")
@@ -127,7 +125,7 @@ def _one_pool_row(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) ->
     return row
 
 
-def _looks_integrated(readings: Readings, gpu: nvidia.NvidiaGpu, system: _System) -> bool:
+def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: _System) -> bool:
     """True for a part the table does not know that has no memory of its own.
 
     The table goes first and x86 never qualifies: a 32 GB card beside 32 GB of RAM is not unified memory.
@@ -170,7 +168,7 @@ def _jetson_row(readings: Readings, board: str, system: _System) -> DeviceRow | 
     return fitting[0] if fitting else None
 
 
-def _one_pool(readings: Readings, system: _System, gpu: nvidia.NvidiaGpu, row: DeviceRow | None) -> Device:
+def _one_pool(readings: Readings, system: _System, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
     fp16, fp8, fp4 = table.tflops(row) if row else (None, None, None)
     findings = list(system.base.findings)
@@ -217,7 +215,7 @@ def _no_nvidia_driver(readings: Readings) -> Finding:
 
 
 def _amd(readings: Readings, system: _System) -> Device | None:
-    gpus = amd.gpus(readings)
+    gpus = amd_gpus(readings)
     discrete = [gpu for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
     findings = _permission_findings(readings) if gpus else []
     if discrete:
@@ -260,18 +258,18 @@ def _apu_bandwidth(system: _System, row: DeviceRow | None) -> Figure | None:
     return system.told_bandwidth or known or system.base.bandwidth_gbps
 
 
-def _apu_row(cpu: str, gpu: amd.AmdGpu) -> DeviceRow | None:
+def _apu_row(cpu: str, gpu: AmdGpu) -> DeviceRow | None:
     """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of that gfx."""
     row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
     return row or next((r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None)
 
 
-def _amd_name(readings: Readings, gpu: amd.AmdGpu, row: DeviceRow | None) -> str:
-    listed = amd.marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
+def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
+    listed = marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
     return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
 
 
-def _amd_card(readings: Readings, gpu: amd.AmdGpu) -> Card:
+def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
     name = _amd_name(readings, gpu, None)
     row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
         "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
@@ -281,7 +279,7 @@ def _amd_card(readings: Readings, gpu: amd.AmdGpu) -> Card:
     return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
 
 
-def _gtt_findings(gpu: amd.AmdGpu, system: _System, row: DeviceRow | None) -> list[Finding]:
+def _gtt_findings(gpu: AmdGpu, system: _System, row: DeviceRow | None) -> list[Finding]:
     """Advice where the kernel lets the GPU map much less RAM than there is."""
     installed = system.memory.total_bytes + gpu.vram_total_bytes
     reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
@@ -328,7 +326,7 @@ def _pci_vendor_present(readings: Readings, vendor: int) -> bool:
 
 def _intel(readings: Readings, system: _System) -> Device | None:
     """Intel's Arc: discrete cards by PCI id with lmem_total_bytes, and the integrated ones the table knows."""
-    vulkan_gpus = vulkan.summary(readings.output("vulkaninfo"))
+    vulkan_gpus = vulkaninfo(readings.output("vulkaninfo"))
     for path in readings.matching("/sys/class/drm/card*/device/vendor"):
         if hexadecimal(readings.file(path)) != 0x8086:
             continue

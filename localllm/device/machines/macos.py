@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from localllm.device import table, usable
-from localllm.device.errors import DeviceUnreadableError
 from localllm.device.parsers import macos
-from localllm.device.readings import Readings
-from localllm.device.types import Device, Figure, Finding
+from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
 
 GIB = 1 << 30
 

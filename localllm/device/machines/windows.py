@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.errors import DeviceUnreadableError
 from localllm.device.machines.common import Card, nvidia_card, one_machine
-from localllm.device.parsers import nvidia, windows
-from localllm.device.parsers.numbers import integer
-from localllm.device.readings import Readings
-from localllm.device.types import Device, Figure, Finding, Memory
+from localllm.device.parsers import integer, windows
+from localllm.device.parsers.gpus import nvml, smi
+from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
 
 GIB = 1 << 30
 
@@ -39,7 +37,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         findings=_emulation(readings),
     )
     cards: list[Card] = []
-    gpus = nvidia.nvml(readings.output("nvml")) or nvidia.smi(readings.output("nvidia-smi"))
+    gpus = nvml(readings.output("nvml")) or smi(readings.output("nvidia-smi"))
     for gpu in gpus:
         card, findings = nvidia_card(gpu)
         base = replace(base, findings=(*base.findings, *findings))

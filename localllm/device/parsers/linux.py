@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from localllm.device.parsers.numbers import integer, key_values
-from localllm.device.readings import Readings
+from localllm.device.parsers import integer, key_values
+from localllm.device.types import Readings
 
 # cgroup v1 prints the largest page-aligned int64 when there is no limit.
 _CGROUP_V1_UNLIMITED = 1 << 62

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.device.parsers.numbers import integer, key_values
+from localllm.device.parsers import integer, key_values
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.device.parsers import integer, key_values
 from localllm.device.parsers.linux import Ram
-from localllm.device.parsers.numbers import integer, key_values
 
 
 @dataclass(frozen=True, slots=True)

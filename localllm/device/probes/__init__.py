@@ -1,31 +1,24 @@
-"""The only module that asks this machine anything: a few lines of I/O per system, no judgement."""
+"""All that asks this machine anything: I/O and no judgement. Here, a command's output or a file: an absent tool is an absent reading."""
 
 from __future__ import annotations
 
-import platform
-import sys
-
-from localllm.device.errors import DeviceUnreadableError
-from localllm.device.readings import Readings
+import subprocess
+from pathlib import Path
 
 
-def read(*, slow: bool = False) -> Readings:
-    """Read this machine once: no root, no torch, no CUDA context; well under 300 ms.
+def run(*command: str, timeout_s: float = 5.0) -> str:
+    """What `command` printed on stdout, "" if it is missing, hangs or cannot start (its exit status is ignored)."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
 
-    `slow` adds what takes longer: on Windows the memory sticks, through CIM.
-    """
-    architecture = platform.machine()
-    if sys.platform == "darwin":
-        from localllm.device.probes import macos
 
-        return Readings("macos", architecture, {}, macos.outputs())
-    if sys.platform == "win32":
-        from localllm.device.probes import windows
-
-        outputs = windows.outputs()
-        return Readings("windows", architecture, {}, outputs | (windows.physical_memory() if slow else {}))
-    if sys.platform.startswith("linux"):
-        from localllm.device.probes import linux
-
-        return linux.read(architecture)
-    raise DeviceUnreadableError(f"this system ({sys.platform}) is not one localllm can read: Linux, macOS or Windows")
+def read_text(path: str, limit_bytes: int = 1 << 20) -> str | None:
+    """The first `limit_bytes` of a file as text, None if it can't be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(limit_bytes).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None

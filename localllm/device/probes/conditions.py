@@ -6,11 +6,58 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.device.conditions import Conditions, moment
-from localllm.device.probes.commands import read_text, run
+from localllm.device.probes import read_text, run
+
+# Processors throttle themselves near here; graphics cards somewhat below.
+_HOT_C = 90.0
+_STALLED_PERCENT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """`lasting`: what stays until somebody changes it, by name ("" or absent: it can't be read here). `now`: sentences on
+    what goes on in this moment and slows a model down, none where nothing is known to."""
+
+    lasting: Mapping[str, str] = field(default_factory=dict)
+    now: Sequence[str] = ()
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What is otherwise than before, as "name: then → now"; what could not be read at one of the times is not said."""
+    return [
+        f"{name}: {before[name]} → {value}"
+        for name, value in after.items()
+        if value and before.get(name) and before[name] != value
+    ]
+
+
+def moment(
+    *,
+    hottest_c: float | None = None,
+    stalled_percent: float | None = None,
+    on_battery: bool | None = None,
+    throttled: Sequence[str] = (),
+    beside: Sequence[str] = (),
+) -> list[str]:
+    """Sentences on what slows a model down now. `throttled`: the graphics card's reasons; `beside`: other programs that
+    compute on it."""
+    said = []
+    if hottest_c is not None and hottest_c >= _HOT_C:
+        said.append(f"the machine is {hottest_c:.0f} °C hot, and slows itself down")
+    if throttled:
+        said.append(f"the graphics card holds itself back: {', '.join(throttled)}")
+    if stalled_percent is not None and stalled_percent > _STALLED_PERCENT:
+        said.append(f"programs wait for memory ({stalled_percent:.0f} % of the last 10 s)")
+    if on_battery:
+        said.append("the machine runs on battery")
+    if beside:
+        said.append(f"{', '.join(beside)} computes on the graphics card too")
+    return said
+
 
 # NVML's bits for clocks that are lowered by heat or by power, of which the card's idling is none.
 _THROTTLES = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "a power brake"}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
-from localllm.device.probes.commands import read_text, run
+from localllm.device.probes import read_text, run
 
 _WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 

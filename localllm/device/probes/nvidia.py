@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from localllm.device.parsers.nvidia import SMI_FIELDS
-from localllm.device.probes.commands import run
+from localllm.device.parsers.gpus import SMI_FIELDS
+from localllm.device.probes import run
 
 _WSL = "/usr/lib/wsl/lib"
 

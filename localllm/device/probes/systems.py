@@ -1,0 +1,221 @@
+"""Reads a machine once, by its system: no root, no torch, no CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+
+from localllm.device.parsers.linux import cgroup_paths
+from localllm.device.probes import nvidia, read_text, run
+from localllm.device.types import DeviceUnreadableError, Readings
+
+# --- Linux
+
+_FILES = (
+    "/proc/meminfo",
+    "/proc/cpuinfo",
+    "/proc/version",
+    "/proc/device-tree/model",
+    "/proc/self/cgroup",
+    "/.dockerenv",
+    "/etc/nv_tegra_release",
+    "/run/udev/data/+dmi:id",
+    "/sys/class/dmi/id/product_name",
+    "/sys/class/dmi/id/sys_vendor",
+    "/sys/module/ttm/parameters/pages_limit",
+    "/sys/module/amdgpu/parameters/gttsize",
+    "/sys/firmware/acpi/platform_profile",
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "/var/lib/nvpmodel/status",
+)
+_PATTERNS = (
+    "/sys/class/kfd/kfd/topology/nodes/*/properties",
+    "/sys/devices/system/cpu/cpu0/cache/index*/size",
+    "/sys/class/power_supply/*/online",
+)
+_CARD_FILES = (
+    "vendor",
+    "device",
+    "revision",
+    "class",
+    "product_name",
+    "board_info",
+    "mem_info_vram_total",
+    "mem_info_vram_used",
+    "mem_info_vram_vendor",
+    "mem_info_gtt_total",
+    "mem_info_gtt_used",
+    "lmem_total_bytes",
+)
+
+
+def linux_readings(architecture: str) -> Readings:
+    """Everything a Linux Device is identified from."""
+    files = {path: text for path in _paths() if (text := read_text(path)) is not None}
+    for path in cgroup_paths(files.get("/proc/self/cgroup", "")):
+        text = read_text(path)
+        if text is not None:
+            files[path] = text
+    vendors = {text.strip() for path, text in files.items() if path.endswith("/device/vendor") or _is_pci(path)}
+    outputs: dict[str, str] = {}
+    if text := nvidia.nvml():
+        outputs["nvml"] = text
+    elif text := nvidia.smi():
+        outputs["nvidia-smi"] = text
+    if "0x1002" in vendors:
+        ids = read_text("/usr/share/libdrm/amdgpu.ids")
+        if ids is not None:
+            files["/usr/share/libdrm/amdgpu.ids"] = ids
+        outputs["render-access"] = _render_access()
+    # vulkaninfo loads every driver (100 ms and more): only where it can name a card that nothing else names.
+    if "0x8086" in vendors and "nvml" not in outputs and shutil.which("vulkaninfo"):
+        outputs["vulkaninfo"] = run("vulkaninfo", "--summary", timeout_s=2.0)
+    return Readings("linux", architecture, files, outputs)
+
+
+def _paths() -> Iterator[str]:
+    yield from _FILES
+    for pattern in _PATTERNS:
+        yield from glob.glob(pattern)
+    for card in glob.glob("/sys/class/drm/card[0-9]*/device"):
+        if "-" not in card.split("/")[4]:  # card0-DP-1 is a connector
+            yield from (f"{card}/{name}" for name in _CARD_FILES)
+    for device in glob.glob("/sys/bus/pci/devices/*"):
+        yield from (f"{device}/vendor", f"{device}/class")
+
+
+def _is_pci(path: str) -> bool:
+    return path.startswith("/sys/bus/pci/devices/") and path.endswith("/vendor")
+
+
+def _render_access() -> str:
+    """ "denied" when no render node may be opened by this user, "" when one may or there is none."""
+    nodes = glob.glob("/dev/dri/renderD*")
+    return "denied" if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes) else ""
+
+
+# --- macOS
+
+_SYSCTL_KEYS = (
+    "machdep.cpu.brand_string",
+    "hw.model",
+    "hw.memsize",
+    "hw.physicalcpu",
+    "hw.ncpu",
+    "iogpu.wired_limit_mb",
+    "kern.memorystatus_vm_pressure_level",
+    "sysctl.proc_translated",
+)
+
+
+def macos_outputs() -> dict[str, str]:
+    """Everything a Mac is identified from. system_profiler (about 260 ms) only where ioreg gives no core count."""
+    found = {
+        "sysctl": run("/usr/sbin/sysctl", *_SYSCTL_KEYS),
+        "ioreg": run("/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d1"),
+        "vm_stat": run("/usr/bin/vm_stat"),
+        "metal": metal(),
+    }
+    if "gpu-core-count" not in found["ioreg"]:
+        found["system_profiler"] = run("/usr/sbin/system_profiler", "SPDisplaysDataType", "-json", timeout_s=10.0)
+    return {name: text for name, text in found.items() if text}
+
+
+def metal() -> str:
+    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device (ssh, a VM).
+
+    Only Metal knows the default budget: no sysctl and no system_profiler key has it. On arm64 objc_msgSend must be
+    called through an exact prototype.
+    """
+    try:
+        objc = ctypes.CDLL("/usr/lib/libobjc.A.dylib")
+        framework = ctypes.CDLL("/System/Library/Frameworks/Metal.framework/Metal")
+        framework.MTLCreateSystemDefaultDevice.restype = ctypes.c_void_p
+        objc.sel_registerName.restype = ctypes.c_void_p
+        objc.sel_registerName.argtypes = [ctypes.c_char_p]
+        send = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)(("objc_msgSend", objc))
+        device = framework.MTLCreateSystemDefaultDevice()
+        if not device:
+            return ""
+        size = send(device, objc.sel_registerName(b"recommendedMaxWorkingSetSize"))
+    except (OSError, AttributeError):
+        return ""
+    return f"recommendedMaxWorkingSetSize = {size} bytes"
+
+
+# --- Windows
+
+_DISPLAY_CLASS = r"HKLM\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+_PROCESSOR = r"HKLM\HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+_STICKS = (
+    "Get-CimInstance Win32_PhysicalMemory | "
+    "Select-Object Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,BankLabel,DeviceLocator | ConvertTo-Json"
+)
+
+
+class _MemoryStatusEx(ctypes.Structure):
+    _fields_ = (
+        ("dwLength", ctypes.c_uint32),
+        ("dwMemoryLoad", ctypes.c_uint32),
+        ("ullTotalPhys", ctypes.c_uint64),
+        ("ullAvailPhys", ctypes.c_uint64),
+        ("ullTotalPageFile", ctypes.c_uint64),
+        ("ullAvailPageFile", ctypes.c_uint64),
+        ("ullTotalVirtual", ctypes.c_uint64),
+        ("ullAvailVirtual", ctypes.c_uint64),
+        ("ullAvailExtendedVirtual", ctypes.c_uint64),
+    )
+
+
+def windows_outputs() -> dict[str, str]:
+    """Everything a Windows machine is identified from, no administrator needed."""
+    found = {
+        "memory-status": _memory_status(),
+        "display-class": run("reg", "query", _DISPLAY_CLASS, "/s"),
+        "processor": run("reg", "query", _PROCESSOR, "/v", "ProcessorNameString"),
+        "nvml": nvidia.nvml(),
+        "cores": str(os.cpu_count() or ""),
+        # Set only in an emulated process: what the machine really is.
+        "native-architecture": os.environ.get("PROCESSOR_ARCHITEW6432", ""),
+    }
+    if not found["nvml"]:
+        found["nvidia-smi"] = nvidia.smi()
+    return {name: text for name, text in found.items() if text}
+
+
+def physical_memory() -> dict[str, str]:
+    """The memory sticks through CIM, as JSON (half a second: not part of `outputs`)."""
+    text = run("powershell", "-NoProfile", "-NonInteractive", "-Command", _STICKS, timeout_s=20.0)
+    return {"physical-memory": text} if text else {}
+
+
+def _memory_status() -> str:
+    windll = getattr(ctypes, "windll", None)
+    if windll is None:
+        return ""
+    status = _MemoryStatusEx()
+    status.dwLength = ctypes.sizeof(status)
+    if not windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return ""
+    return f"ullTotalPhys: {status.ullTotalPhys}\nullAvailPhys: {status.ullAvailPhys}\n"
+
+
+def read(*, slow: bool = False) -> Readings:
+    """Read this machine once: no root, no torch, no CUDA context; well under 300 ms.
+
+    `slow` adds what takes longer: on Windows the memory sticks, through CIM.
+    """
+    architecture = platform.machine()
+    if sys.platform == "darwin":
+        return Readings("macos", architecture, {}, macos_outputs())
+    if sys.platform == "win32":
+        outputs = windows_outputs()
+        return Readings("windows", architecture, {}, outputs | (physical_memory() if slow else {}))
+    if sys.platform.startswith("linux"):
+        return linux_readings(architecture)
+    raise DeviceUnreadableError(f"this system ({sys.platform}) is not one localllm can read: Linux, macOS or Windows")
