@@ -1,4 +1,4 @@
-"""The conversations' file: its tables, and how a file of an earlier release becomes one of this, in one transaction."""
+"""The conversation file's tables, and the migration of a file of an earlier release, in one transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words found in the conversations: by the index of three letters where it can answer, else by reading the turns."""
+"""Full-text search of the conversations: by the trigram index where it can answer, else by scanning the turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in messages: taken out of whatever form a client sends them in, a mark left in the text for each.
+"""Images in messages: taken out of whatever form a client sends them in, with a placeholder (a mark) left in the text for each.
 
 A message's content stays a text, so that templates, compaction and recall know nothing of images. A mark is named by what
 its file holds: the same image has the same mark in every turn.

@@ -1,7 +1,7 @@
-"""One conversation in the forms that chat templates accept: as sent first, then what stricter templates insist on.
+"""One conversation in the variants that chat templates accept: as sent first, then what stricter templates insist on.
 
 Templates disagree about what a conversation may hold: nine-character call ids, one call a turn, arguments as text,
-one system message or none. Each form here says the same in other words; a template gets the first that it takes.
+one system message or none. Each variant says the same in other words; a template gets the first that it takes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def forms(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
-    """The conversation as sent with its `tools` (None where there are none), then its other forms, each once."""
+def variants(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
+    """The conversation as sent with its `tools` (None where there are none), then its other variants, each once."""
     tried: list[tuple[Messages, Variables]] = []
     one_system = _merge_equal_roles(_late_systems_to_user(_lead_with_one_system(messages)))
     no_system = _merge_equal_roles(_fold_system_into_user(one_system))

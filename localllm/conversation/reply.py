@@ -1,4 +1,4 @@
-"""What is read in a model's reply: the deltas it is told in, and the format that says how to read it (reply_parser.py does)."""
+"""The deltas that a model's reply is told in, and the format that says how to read it (reply_parser.py reads it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's reply taken apart as it comes: answer, reasoning and tool calls, never showing half a marker."""
+"""Parses a model's reply as it streams: answer, reasoning and tool calls, never showing half a marker."""
 
 from __future__ import annotations
 

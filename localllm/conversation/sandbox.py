@@ -1,4 +1,4 @@
-"""A Jinja environment for templates nobody vetted: no attribute tricks, bounded steps, time and text.
+"""A Jinja sandbox for untrusted chat templates: no attribute tricks, bounded steps, time and text.
 
 A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox stops it from reaching
 Python's internals (the class of CVE-2024-34359); this module adds what the sandbox leaves open: endless loops and

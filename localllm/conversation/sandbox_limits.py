@@ -1,4 +1,4 @@
-"""What an operation of a chat template would make, told before it is made: refuses what no prompt could need.
+"""Size checks of a chat template's operations, made before they run: refuses what no prompt could need.
 
 Sizes are bytes as Python stores them, so that text of wide characters counts as what it takes. Integers are checked
 only where they multiply something (a repetition, a width, an indentation); elsewhere a number is just a number.

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from localllm.conversation import sandbox
-from localllm.conversation.message_variants import forms
+from localllm.conversation.message_variants import variants
 from localllm.conversation.sandbox_limits import TemplateLimitError
 from localllm.errors import RequestError
 
@@ -70,10 +70,10 @@ class ChatTemplate:
                 {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages
             ]
         first_error: TemplateError | None = None
-        sandbox.start_budget()  # one for all forms
-        for form, variables in forms(messages, tools):
+        sandbox.start_budget()  # one for all variants
+        for variant, variables in variants(messages, tools):
             try:
-                return self._render(form, {**variables, **kwargs, "add_generation_prompt": add_generation_prompt})
+                return self._render(variant, {**variables, **kwargs, "add_generation_prompt": add_generation_prompt})
             except TemplateLimitError as e:
                 raise TemplateError(str(e), param="messages") from e
             except TemplateError as e:

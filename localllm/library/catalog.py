@@ -1,4 +1,4 @@
-"""The one door to the catalog: loads it, reads what model files say, and turns the catalog's own errors into ours."""
+"""Loads the catalog and reads the headers of model files; the catalog package's errors become ours."""
 
 from __future__ import annotations
 

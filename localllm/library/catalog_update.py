@@ -1,4 +1,4 @@
-"""Reads anew what the hub holds of the catalog's models: file names and exact bytes, into a file of the user's catalog.
+"""Updates the catalog from the hub: file names and exact bytes of its models, and new models, into a file of the user's catalog.
 
 The file is laid over the shipped catalog like any other of that folder, and comes first, so what the user wrote himself
 goes over it. Deleting it undoes the update.

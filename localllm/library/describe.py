@@ -1,5 +1,5 @@
-"""From whatever a person calls a model to its description: a catalog id, a path, a repository or its address, a name on this
-disk. Only a repository that neither the catalog nor this disk knows is asked of the hub: its listing and one header."""
+"""From whatever a person calls a model (a catalog id, a path, a repository or its address, a name on this disk) to its description.
+Only a repository that neither the catalog nor this disk knows is asked of the hub: its listing and one header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and keeps the hub's cache folder: what is whole, what is partial, what nobody points at.
+"""The Hugging Face cache folder: whole models, partial downloads, unreferenced blobs, and removing them.
 
 Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. `blobs/` holds files under their hash (sha256,
 or git's sha1 for small ones), `snapshots/COMMIT/NAME` are links to them, `refs/BRANCH` names a commit. Without links

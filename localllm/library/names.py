@@ -1,4 +1,4 @@
-"""What names say: quants, splits and projectors in file names, and the MODEL references people type."""
+"""Names of files and repositories parsed: quants, splits and projectors, and the MODEL references people type."""
 
 from __future__ import annotations
 

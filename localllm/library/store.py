@@ -1,4 +1,4 @@
-"""Everything on this disk that can be run: found wherever it lies, measured, checked, removed."""
+"""All models on this disk: scanned, measured, verified, removed, adopted."""
 
 from __future__ import annotations
 

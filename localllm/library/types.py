@@ -1,4 +1,4 @@
-"""The library's nouns: LocalModel, the files of one Variant on this disk, and where they came from."""
+"""LocalModel: the files of one Variant on this disk, and where they came from."""
 
 from __future__ import annotations
 

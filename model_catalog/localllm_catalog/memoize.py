@@ -1,4 +1,4 @@
-"""Answers about one object kept by its identity: models and devices hold dicts, so they have no hash to keep them by."""
+"""Memoised by object identity: models and devices hold dicts, so they have no hash."""
 
 from __future__ import annotations
 

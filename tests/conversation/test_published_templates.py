@@ -2,7 +2,7 @@
 
 The templates are other people's and are not in this repository: name a llama.cpp source tree in
 LOCALLLM_LLAMA_CPP_SOURCE (the one inside llama-cpp-python's source distribution is vendor/llama.cpp). The shapes that
-they are made of are in test_template_forms.py, which needs nothing.
+they are made of are in test_message_variants.py, which needs nothing.
 """
 
 from __future__ import annotations

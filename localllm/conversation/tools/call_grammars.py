@@ -1,4 +1,4 @@
-"""Grammars of calls whose parameters are written one by one: between tags, or in a list.
+"""Lark grammars of calls whose parameters are written one by one: between tags, or in a list.
 
 A tool whose schema leaves names open (any names, or names that depend on one another) may be called with any parameters
 in the same notation; the others are held to theirs.

@@ -1,7 +1,7 @@
-"""Calls a model begins by itself: once the opening marker is there, a grammar holds the call to its tool's schema.
+"""The grammars that constrain tool calls: of a call that the model begins by itself, of a forced one, of an answer or a call.
 
-Nothing is constrained before: the model is stopped at the marker, the marker and what always follows it are put behind
-its words, and the rest of the call is generated under the grammar. So an answer without a call costs nothing.
+Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and what always follows it are
+put behind its words, and the rest of the call is generated under the grammar. So an answer without a call costs nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lark pieces that the grammars of calls are put together from, one function per shape a call's arguments have."""
+"""Building blocks of Lark grammars (llguidance's dialect), one function per shape a call's arguments have."""
 
 from __future__ import annotations
 

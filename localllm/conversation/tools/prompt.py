@@ -1,4 +1,4 @@
-"""Tools on the prompt's side: checking what clients send, the default format, and forced calls."""
+"""Tools in the request and the prompt: checking what clients send, and the default format's instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers of calls are made of: a JSON value's end found as it streams, and two kinds of readers.
+"""Building blocks of call readers: a JSON value's end found as it streams, and two kinds of readers.
 
 A reader gets the text after an opening marker. It reports a call as soon as its name and the beginning of its
 arguments are certain, streams the arguments, and gives back as plain text what turns out not to be a call: a malformed

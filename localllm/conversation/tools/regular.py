@@ -1,4 +1,4 @@
-"""A client's Lark grammar as one regular expression, where none of its rules needs itself.
+"""A client's Lark grammar as one regular expression, where no rule is recursive.
 
 The text of a free-form call stands inside a call's JSON or tags, where the grammar of a whole answer has no place; a
 regular expression has one, as the pattern of a string.

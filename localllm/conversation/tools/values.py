@@ -1,4 +1,4 @@
-"""Values within values as Lark rules, in notations that are not JSON: one class per way to spell a value."""
+"""Lark rules for nested values in notations that are not JSON: one class for each spelling."""
 
 from __future__ import annotations
 
