@@ -18,12 +18,12 @@ from localllm.errors import ContextLengthError
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.prompt import Prompt
 
-# Room kept for the answer where the request names no smaller `max_tokens`: agents ask for 32,000 whatever the window.
+# Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for 32,000 whatever the context.
 _ANSWER_SHARE = 4
-# Counts of single messages may be a little off the real prompt. While they are, the budget for the counts shrinks.
+# Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt fits.
 _TIGHTER, _TRIES = 0.75, 8
 _MAX_COUNTS = 65_536
-# A message's frame (role, markers) in tokens, where a template does not let it be measured.
+# Tokens of a message's frame (role, markers), if it can't be measured from the template.
 _FRAME_TOKENS = 8
 _PROBE = "zqx"
 
@@ -33,7 +33,7 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """What compaction did: messages left out, and by how many tokens that made the prompt shorter."""
+    """What compaction removed: messages, and tokens of the prompt."""
 
     messages: int
     tokens: int
@@ -43,7 +43,7 @@ class Compaction:
 
 
 class TokenCounts:
-    """Token counts of texts, in memory only, the oldest forgotten first: a conversation comes back with every turn."""
+    """A cache of token counts, since a conversation comes back with every turn; oldest evicted first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, int] = OrderedDict()
@@ -70,8 +70,8 @@ async def fit_to_context(
     max_tokens: int | None,
     counts: TokenCounts,
 ) -> tuple[Prompt, Compaction | None]:
-    """The prompt for `messages`, with the oldest left out where they do not fit beside an answer of `max_tokens`
-    tokens (at most a quarter of the window is kept for it). Raises ContextLengthError with the counts."""
+    """The prompt for `messages`, without the oldest if they do not fit beside an answer of `max_tokens` (at most a
+    quarter of the context is reserved for it). Raises ContextLengthError with the counts."""
     n_ctx = engine.info.n_ctx
     most = n_ctx // _ANSWER_SHARE
     budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
@@ -129,14 +129,14 @@ async def _costs(
 
 
 async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: TokenCounts) -> int:
-    """What the template puts around a message, in tokens: the difference that a question with its answer makes."""
+    """Tokens that the template adds to each message: measured from one more question and answer."""
     asked, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:
         one, two = [await asyncio.to_thread(template.render, m) for m in ([asked], [asked, said, asked])]
     except TemplateError:
         return _FRAME_TOKENS
     more = await counts.of(engine, two) - await counts.of(engine, one)
-    # Rounded up: a count that is a little high only cuts a little early.
+    # Rounded up: too high a count only compacts a little early.
     return max(1, (more - 2 * await counts.of(engine, _PROBE) + 1) // 2)
 
 

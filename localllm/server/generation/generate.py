@@ -35,13 +35,13 @@ from localllm.server.generation.job import (
 )
 from localllm.server.generation.visible_tokens import VisibleTokens
 
-# What models write between their reasoning and their answer.
-_BEHIND_THOUGHT = "\n\n"
+# What models write between reasoning and answer.
+_AFTER_REASONING = "\n\n"
 
 
 async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress) -> ReplyUsage:
-    """Generate every choice of `job`; returns what they took together. Raises the LocalLLMError of the first choice
-    that fails, after cancelling the others; cancelling this coroutine cancels the requests in the engine."""
+    """Generate every choice of `job`; returns their usage together. The first choice that fails cancels the others, and
+    its LocalLLMError is raised; cancelling this coroutine cancels the engine's requests."""
     jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
     if job.choices == 1:
         outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]
@@ -70,9 +70,9 @@ async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, pro
 
 
 async def _within_window(engine: EngineClient, request: Request) -> Request:
-    """`max_tokens` is a limit, not a wish: agents send 32,000 whatever the window, so it is lowered to what is left.
+    """Lowers `max_tokens` to the room that is left: agents send 32,000 whatever the context.
 
-    A token has at least one byte, so a short prompt needs no counting."""
+    A token has at least one byte, so a short prompt is not tokenized."""
     most, prompt = request.generation.max_tokens, request.prompt
     if most is None:
         return request
@@ -83,10 +83,10 @@ async def _within_window(engine: EngineClient, request: Request) -> Request:
     if isinstance(prompt, str):
         prompt = await engine.tokenize(prompt, add_bos=request.add_bos, images=request.images)
     room = n_ctx - len(prompt)
-    # Without any room the engine says so; how much was asked for is nothing that the client could mend.
+    # Without any room the engine refuses, with the counts.
     limit = None if room <= 0 else min(most, room)
-    # Images stand in a prompt of text.
-    return replace(_generating(request, max_tokens=limit), prompt=request.prompt if request.images else prompt)
+    # A prompt with images stays text.
+    return replace(_with_generation(request, max_tokens=limit), prompt=request.prompt if request.images else prompt)
 
 
 async def _choice(
@@ -110,109 +110,111 @@ async def _choice(
         images=job.images,
     )
     parser = None if answer.reply.plain else ReplyParser(answer.reply)
-    voice = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
+    stream = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
     before: Finish | None = None
     if answer.reasons_first:
-        request, before = await _reason(engine, answer, request, voice)
+        request, before = await _generate_reasoning(engine, answer, request, stream)
         if request.generation.max_tokens == 0:
-            return voice.finish(before if before.reason in CUT else replace(before, reason="length"))
+            return stream.finish(before if before.reason in CUT else replace(before, reason="length"))
     if answer.prefix:
-        voice.hear(answer.prefix)
-        behind = await _behind(engine, request, answer.prefix)
-        request = replace(request, prompt=behind, add_bos=request.add_bos and isinstance(behind, str))
+        stream.feed(answer.prefix)
+        prompt = await _append_to_prompt(engine, request, answer.prefix)
+        request = replace(request, prompt=prompt, add_bos=request.add_bos and isinstance(prompt, str))
     if not answer.calls:
-        return voice.finish(await voice.speak(engine, request, so_far=before))
-    return voice.finish(_joined(before, await _with_calls(engine, answer, request, voice)))
+        return stream.finish(await stream.generate(engine, request, so_far=before))
+    return stream.finish(_merge_ends(before, await _generate_with_calls(engine, answer, request, stream)))
 
 
-async def _with_calls(engine: EngineClient, answer: AnswerPlan, request: Request, voice: _ChoiceStream) -> Finish:
-    """Let the model write freely up to the opening of a call, then hold the call to its tool's schema."""
+async def _generate_with_calls(
+    engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
+) -> Finish:
+    """Generate freely up to the opening of a tool call, then constrain the call to its tool's schema, and so on."""
     stops = (*request.generation.stop, *answer.calls)
-    free = _generating(request, stop=stops)
-    said: list[str] = []
+    free = _with_generation(request, stop=stops)
+    text: list[str] = []
     end: Finish | None = None
     while True:
-        end = await voice.speak(engine, free, said, end)
+        end = await stream.generate(engine, free, text, end)
         start = answer.calls.get(end.stop or "")
         if start is None or end.reason in CUT:
             return end
-        said.append(voice.hear(end.stop or ""))
-        if voice.in_call:
-            said.append(voice.hear(start.lead))
-            rest = await _going_on(engine, request, said, end)
+        text.append(stream.feed(end.stop or ""))
+        if stream.in_call:
+            text.append(stream.feed(start.lead))
+            rest = await _continued(engine, request, text, end)
             try:
-                strict = replace(_generating(rest, stop=(), ignore_eos=False), grammar=start.grammar)
-                end = await voice.speak(engine, strict, said, end)
+                strict = replace(_with_generation(rest, stop=(), ignore_eos=False), grammar=start.grammar)
+                end = await stream.generate(engine, strict, text, end)
             except UnsupportedError:
-                # A schema that no grammar can hold: the call comes as the model writes it.
-                return await voice.speak(engine, rest, so_far=end)
+                # No grammar for this schema: the call comes as the model writes it.
+                return await stream.generate(engine, rest, so_far=end)
             if end.reason in CUT:
                 return end
-            said.append(voice.hear(start.closing))
-            # Small models repeat a call until the window is full: the same once more is the end, as is no call at all.
-            if not (start.again and answer.reply.parallel) or not voice.new_call():
+            text.append(stream.feed(start.closing))
+            # Small models repeat a call until the context is full: a repeated call ends the answer, as does none.
+            if not (start.again and answer.reply.parallel) or not stream.new_call():
                 return end
-        rest = await _going_on(engine, request, said, end)
+        rest = await _continued(engine, request, text, end)
         if rest.generation.max_tokens == 0:
             return replace(end, reason="length")
-        free = _generating(rest, stop=stops)
+        free = _with_generation(rest, stop=stops)
 
 
-async def _going_on(engine: EngineClient, request: Request, said: list[str], so_far: Finish) -> Request:
-    """`request` for what comes behind the words said so far."""
-    prompt = await _behind(engine, request, "".join(said))
+async def _continued(engine: EngineClient, request: Request, text: list[str], so_far: Finish) -> Request:
+    """`request` continued after the text generated so far."""
+    prompt = await _append_to_prompt(engine, request, "".join(text))
     return _rest(request, prompt, so_far)
 
 
 def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
-    """`request` for what comes behind a part of its answer, which has ended its reasoning."""
+    """`request` for the rest of an answer whose reasoning has ended."""
     least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
-    rest = _generating(request, max_tokens=_left(request, so_far), min_tokens=least)
+    rest = _with_generation(request, max_tokens=_tokens_left(request, so_far), min_tokens=least)
     add_bos = request.add_bos and isinstance(prompt, str)
     return replace(rest, prompt=prompt, add_bos=add_bos, goes_on=True, thinking=None)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
-    """A limit on the reasoning in this model's words; None where nobody set one, or the model has no reasoning."""
+    """The limit on the reasoning with this model's markers; None without a limit or without reasoning."""
     if tokens is None or answer.reply.think is None:
         return None
     opening, closing = answer.reply.think
-    # A format that marks everything says itself what follows.
-    behind = "" if answer.reply.drops else _BEHIND_THOUGHT
-    return ThinkingLimit(tokens, opening, closing, behind, opened=answer.reply.thinking)
+    # Formats that mark every part need nothing in between.
+    between = "" if answer.reply.drops else _AFTER_REASONING
+    return ThinkingLimit(tokens, opening, closing, between, opened=answer.reply.thinking)
 
 
-async def _reason(
-    engine: EngineClient, answer: AnswerPlan, request: Request, voice: _ChoiceStream
+async def _generate_reasoning(
+    engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
 ) -> tuple[Request, Finish]:
-    """Let the model reason freely; returns the request for the constrained answer behind it, and how this ended."""
+    """Generate the reasoning unconstrained; returns the request for the constrained answer, and how the reasoning ended."""
     assert answer.reply.think is not None
     closing = answer.reply.think[1]
-    thought: list[str] = []
+    reasoning: list[str] = []
     stops = (*request.generation.stop, closing)
-    free = replace(_generating(request, stop=stops, ignore_eos=False), grammar=None)
-    end = await voice.speak(engine, free, thought)
+    free = replace(_with_generation(request, stop=stops, ignore_eos=False), grammar=None)
+    end = await stream.generate(engine, free, reasoning)
     if end.reason in CUT:
-        return _generating(request, max_tokens=0), end
-    bridge = closing + _BEHIND_THOUGHT
-    voice.hear(bridge)
-    prompt = await _behind(engine, request, "".join(thought) + bridge)
+        return _with_generation(request, max_tokens=0), end
+    bridge = closing + _AFTER_REASONING
+    stream.feed(bridge)
+    prompt = await _append_to_prompt(engine, request, "".join(reasoning) + bridge)
     return _rest(request, prompt, end), end
 
 
-def _generating(request: Request, **changes: Any) -> Request:
+def _with_generation(request: Request, **changes: Any) -> Request:
     """`request` with some fields of its Generation changed."""
     return replace(request, generation=replace(request.generation, **changes))
 
 
-def _left(request: Request, so_far: Finish) -> int | None:
-    """Tokens that may follow those generated so far; None = the remaining window."""
+def _tokens_left(request: Request, so_far: Finish) -> int | None:
+    """Tokens left of `max_tokens`; None = the remaining context."""
     most = request.generation.max_tokens
     return None if most is None else max(0, most - so_far.usage.completion_tokens)
 
 
-async def _behind(engine: EngineClient, request: Request, text: str) -> str | list[int]:
-    """The request's prompt with `text` behind it. BOS is decided by the original prompt, so ids carry it on."""
+async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -> str | list[int]:
+    """The request's prompt with `text` appended. BOS was decided for the original prompt, so token ids carry it."""
     if isinstance(request.prompt, str) and (request.images or not (request.add_bos and engine.info.adds_bos)):
         return request.prompt + text
     head = request.prompt
@@ -221,8 +223,8 @@ async def _behind(engine: EngineClient, request: Request, text: str) -> str | li
     return head + await engine.tokenize(text)
 
 
-def _joined(first: Finish | None, second: Finish) -> Finish:
-    """The end of an answer made in two parts: the second part's prompt contains the first part."""
+def _merge_ends(first: Finish | None, second: Finish) -> Finish:
+    """Merges the ends of an answer generated in two parts; the second part's prompt contains the first."""
     if first is None:
         return second
     usage, more, early, late = first.usage, second.usage, first.timings, second.timings
@@ -251,7 +253,7 @@ def _is_json(text: str) -> bool:
 
 
 class _ChoiceStream:
-    """Reads one choice's events and tells the writer."""
+    """Parses the events of one choice and reports them to the writer."""
 
     def __init__(
         self,
@@ -263,59 +265,59 @@ class _ChoiceStream:
     ) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
         self._marks = marks
-        self._heard: list[str] | None = None
+        self._raw: list[str] | None = None
         self._reasoned = 0
         self._calls: list[str] = []
         self._tokens = VisibleTokens()
         self._arguments: list[str] = []  # of the last call
-        self._known: set[str] = set()
+        self._seen_calls: set[str] = set()
 
     def new_call(self) -> bool:
-        """True if the last call heard differs from all before it."""
+        """Whether the last tool call differs from all before it."""
         call = self._calls[-1] if self._calls else ""
-        new = bool(call) and call not in self._known
-        self._known.add(call)
+        new = bool(call) and call not in self._seen_calls
+        self._seen_calls.add(call)
         self._calls.clear()
         return new
 
     @property
     def in_call(self) -> bool:
-        """True while what comes belongs to a tool call."""
+        """Whether the parser is inside a tool call."""
         return self._parser is not None and self._parser.in_call
 
-    def hear(self, text: str) -> str:
-        """Read text that the model did not write itself; returns it."""
+    def feed(self, text: str) -> str:
+        """Parse text that the model did not generate itself; returns it."""
         if self._parser is not None:
-            self._tell(self._parser.feed(text), ())
+            self._emit(self._parser.feed(text), ())
         else:
             self._writer.text(self._choice, text, ())
         return text
 
-    async def speak(
-        self, engine: EngineClient, request: Request, heard: list[str] | None = None, so_far: Finish | None = None
+    async def generate(
+        self, engine: EngineClient, request: Request, raw: list[str] | None = None, so_far: Finish | None = None
     ) -> Finish:
-        """Generate; returns the engine's Finish, raises its Failure. `heard` collects the raw text. `so_far` is how the
-        part of the answer in front of this one ended: the two are one, cut where the window has no room for more."""
-        self._heard = heard
+        """Generate; returns the engine's Finish, raises its Failure. `raw` collects the raw text. `so_far` is the end of
+        the part of the answer before this one; if the context has no room for more, the answer ends there."""
+        self._raw = raw
         end = await engine.listen(await _within_window(engine, request), self._event)
         if isinstance(end, Failure):
             error = by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
             if so_far is not None and isinstance(error, ContextLengthError):
                 return replace(so_far, reason="length")
             raise error
-        return _joined(so_far, end)
+        return _merge_ends(so_far, end)
 
     def _event(self, event: Event) -> None:
-        """Runs in the loop's read of the engine's pipe: once per token, so with as little as can be."""
+        """Called once per token while the event loop reads the engine's pipe: kept minimal."""
         if type(event) is Text:
             self._progress.written += len(event.tokens)
-            if self._heard is not None:
-                self._heard.append(event.text)
+            if self._raw is not None:
+                self._raw.append(event.text)
             parser = self._parser
             if parser is not None:
                 if parser.thinking:
                     self._reasoned += len(event.tokens)
-                self._tell(parser.feed(event.text), event.logprobs)
+                self._emit(parser.feed(event.text), event.logprobs)
             elif event.text or event.logprobs:
                 self._writer.text(self._choice, event.text, event.logprobs)
         elif isinstance(event, Prefill):
@@ -330,30 +332,30 @@ class _ChoiceStream:
 
     def finish(self, end: Finish) -> Outcome:
         if end.stop in self._marks:
-            # The end of a turn in this format, and no text that the client asked for.
+            # The turn end of this format, not a stop string of the client's.
             end = replace(end, stop=None)
-        calls, half = 0, False
+        calls, half_call = 0, False
         if self._parser is not None:
-            # A client's stop text cuts as a limit does: it can stand in the middle of an argument.
+            # A client's stop string may cut in the middle of an argument, as a limit does.
             cut = end.reason != "stop" or end.stop is not None
-            self._tell(self._parser.close(cut), ())
-            half = cut and self._parser.calls > 0 and not _is_json("".join(self._arguments))
-            calls = self._parser.calls - half
-        said: Reason = "tool_calls" if calls else "stop"
+            self._emit(self._parser.close(cut), ())
+            half_call = cut and self._parser.calls > 0 and not _is_json("".join(self._arguments))
+            calls = self._parser.calls - half_call
+        reason: Reason = "tool_calls" if calls else "stop"
         if end.reason == "length" or end.reason == "repetition":
-            said = end.reason
-        outcome = Outcome(said, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half)
+            reason = end.reason
+        outcome = Outcome(reason, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half_call)
         self._writer.finish(self._choice, outcome)
         return outcome
 
-    def _tell(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
+    def _emit(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
         writer, choice, tokens = self._writer, self._choice, self._tokens
-        tokens.hear(logprobs)
+        tokens.add(logprobs)
         for delta in deltas:
             if isinstance(delta, Content):
-                writer.text(choice, delta.text, tokens.told(delta.text))
+                writer.text(choice, delta.text, tokens.take(delta.text))
             elif isinstance(delta, ReasoningText):
-                tokens.told(delta.text)
+                tokens.take(delta.text)
                 writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
                 self._calls.append(delta.name)
@@ -364,4 +366,4 @@ class _ChoiceStream:
                 self._arguments.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
         if self.in_call:
-            tokens.forget()
+            tokens.clear()

@@ -1,7 +1,7 @@
 """Fetches images by URL, only from the hosts that `--allow-image-hosts` names.
 
-A name is looked up once, and what was looked up is what is connected to: a name that changes its address in between (DNS
-rebinding) leads nowhere else. Proxies of the environment are not used, since they would look it up again.
+Each name is resolved once and that address is connected to, which defeats DNS rebinding. Proxies of the environment are
+not used, since they would resolve it again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_BYTES = 20 * 10**6
-# As much as a body may bring along itself.
+# As much as a body may contain.
 MOST_REQUEST_BYTES = 32 * 2**20
 MOST_IMAGES = 64
-_MOST_REDIRECTS = 3
+_MAX_REDIRECTS = 3
 _CONNECT_S = 5.0
 _WHOLE_S = 20.0
-# A conversation names its images again in every turn: what is there already is not asked for again for a while.
-_KEPT_S = 600.0
-_KEPT_BYTES = 64 * 2**20
-_AT_ONCE = 8
+# A conversation names its images again in every turn.
+_CACHE_TTL_S = 600.0
+_CACHE_BYTES = 64 * 2**20
+_MAX_PARALLEL = 8
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -54,11 +54,11 @@ class ImageFetcher:
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
-    _kept: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
-    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+    _cache: OrderedDict[str, tuple[float, bytes]] = field(default_factory=OrderedDict)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def fetched(self, messages: Messages) -> Messages:
-        """`messages` with the images that could be fetched; the others say why not."""
+        """`messages` with their images fetched, or with the reason why not."""
         named = {image.address for m in messages for image in m.get("images", ()) if image.address}
         if not named or not self.hosts:
             return messages
@@ -68,20 +68,20 @@ class ImageFetcher:
         return [_with(message, dict(zip(addresses, answers, strict=True))) for message in messages]
 
     async def _fetch(self, address: str, budget: _FetchBudget) -> bytes | str | None:
-        """What lies at `address`, or why it can't be had; None where nobody said that it may."""
+        """The file at `address`, or why it can't be had; None for a host that is not allowed."""
         import httpx
 
         try:
-            if not self._may(httpx.URL(address)):
+            if not self._allowed(httpx.URL(address)):
                 return None
-            kept = self._known(address)
+            kept = self._cached(address)
             if kept is not None:
                 return kept
             budget.images -= 1
             if budget.images < 0:
                 return f"{self.most_images} images of a request are fetched at most"
-            async with self._turns, asyncio.timeout(self.whole_s):
-                data = await self._followed(httpx.URL(address), budget)
+            async with self._slots, asyncio.timeout(self.whole_s):
+                data = await self._follow(httpx.URL(address), budget)
         except httpx.InvalidURL:
             return None
         except RequestError as e:
@@ -93,8 +93,8 @@ class ImageFetcher:
         self._keep(address, data)
         return data
 
-    def _may(self, url: httpx.URL) -> bool:
-        """Whether the host was named. Raises RequestError where it was, and only the way to it is wrong."""
+    def _allowed(self, url: httpx.URL) -> bool:
+        """Whether the host is allowed. Raises RequestError for an allowed host without https."""
         named = (url.host.lower(), url.port or 443) in self.hosts
         if url.scheme == "https" and named and not url.userinfo:
             return True
@@ -102,7 +102,7 @@ class ImageFetcher:
             raise RequestError("images are fetched by https alone")
         return False
 
-    async def _followed(self, url: httpx.URL, budget: _FetchBudget) -> bytes:
+    async def _follow(self, url: httpx.URL, budget: _FetchBudget) -> bytes:
         import httpx
 
         async with httpx.AsyncClient(
@@ -111,30 +111,30 @@ class ImageFetcher:
             verify=trusted_certificates(),
             timeout=httpx.Timeout(10, connect=_CONNECT_S),
         ) as client:
-            for _ in range(_MOST_REDIRECTS + 1):
-                there = await _asked(client, url, budget)
+            for _ in range(_MAX_REDIRECTS + 1):
+                there = await _get(client, url, budget)
                 if isinstance(there, bytes):
                     return there
                 url = url.join(there)
-                if not self._may(url):
+                if not self._allowed(url):
                     raise RequestError(
                         "the image's host sends to another one that was not named, which is not followed"
                     )
-        raise RequestError(f"the image's host sends on and on; {_MOST_REDIRECTS} times are followed")
+        raise RequestError(f"the image's host sends on and on; {_MAX_REDIRECTS} times are followed")
 
-    def _known(self, address: str) -> bytes | None:
-        until_s, data = self._kept.get(address, (0.0, b""))
+    def _cached(self, address: str) -> bytes | None:
+        until_s, data = self._cache.get(address, (0.0, b""))
         return data if time.monotonic() < until_s else None
 
     def _keep(self, address: str, data: bytes) -> None:
-        self._kept.pop(address, None)
-        self._kept[address] = time.monotonic() + _KEPT_S, data
-        while sum(len(d) for _, d in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        self._cache.pop(address, None)
+        self._cache[address] = time.monotonic() + _CACHE_TTL_S, data
+        while sum(len(d) for _, d in self._cache.values()) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
 
 
 def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]) -> Mapping[str, Any]:
-    """`message` with what came of its addresses."""
+    """`message` with its images replaced by what was fetched."""
     images, content = [], message["content"]
     for image in message.get("images", ()):
         answer = answers.get(image.address)
@@ -148,8 +148,8 @@ def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None])
     return {**message, "images": images, "content": content} if images else message
 
 
-async def _asked(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) -> bytes | str:
-    """The file at `url`, or the address that it is sent on to."""
+async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) -> bytes | str:
+    """The file at `url`, or the address it redirects to."""
     import httpx
 
     refused: Exception | None = None
@@ -187,8 +187,8 @@ async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """The IP addresses of `host`. Raises RequestError where one leads into this machine's own networks and `host` does not say so
-    itself, as an address or `localhost` do."""
+    """The IP addresses of `host`. Raises RequestError if one is in a private network, unless `host` says so itself, as an
+    IP address or `localhost` does."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:

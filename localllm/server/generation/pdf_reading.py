@@ -15,34 +15,32 @@ from localllm.conversation.pdf import Pdf
 from localllm.errors import UnsupportedError
 from localllm.server.generation.chat import ChatRequest
 
-# A child process each, with a core of its own to compute on.
-_AT_ONCE = 2
-_MOST_PDFS = 16
-# A conversation brings its PDFs along in every turn.
-_KEPT_BYTES = 64 * 2**20
+# Child processes at once, one core each.
+_MAX_PARALLEL = 2
+_MAX_PDFS = 16
+# A conversation sends its PDFs with every turn.
+_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass
 class PdfReader:
-    """Reads them, and keeps what it has read for the next turn."""
+    """Reads PDFs in child processes, with a cache."""
 
-    _kept: OrderedDict[tuple[bytes, bool], Pdf] = field(default_factory=OrderedDict)
-    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+    _cache: OrderedDict[tuple[bytes, bool], Pdf] = field(default_factory=OrderedDict)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
-        """`chat` with its PDFs as text, and where the model `sees`, pictures of pages that have none. Raises UnsupportedError for
-        one that is asked about and can't be read; elsewhere a note stands for it."""
+        """`chat` with its PDFs as text, or as images of pages without text if the model has vision. Raises
+        UnsupportedError if one in the newest turn can't be read; in earlier turns a note replaces it."""
         omitted: list[str] = []
         messages = []
-        left = _MOST_PDFS
+        left = _MAX_PDFS
         for message in chat.messages:
             plain = dict(message)
             for attached in plain.pop("pdfs", ()):
                 left -= 1
                 found = (
-                    await self._pdf(attached, sees=sees)
-                    if left >= 0
-                    else Pdf(problem=f"{_MOST_PDFS} PDFs are the most")
+                    await self._pdf(attached, sees=sees) if left >= 0 else Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
                 )
                 if found.problem and attached.asked:
                     said = f"{attached.where}: {found.problem}"
@@ -55,15 +53,15 @@ class PdfReader:
 
     async def _pdf(self, attached: AttachedPdf, *, sees: bool) -> Pdf:
         key = hashlib.sha256(attached.data).digest(), sees
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         if not pdf.installed():
             return Pdf(problem=pdf.MISSING)
-        async with self._turns:
-            self._kept[key] = found = await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
-        while len(self._kept) > 1 and sum(map(_size, self._kept.values())) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
+        async with self._slots:
+            self._cache[key] = found = await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
+        while len(self._cache) > 1 and sum(map(_size, self._cache.values())) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
         return found
 
 
@@ -72,7 +70,7 @@ def _size(found: Pdf) -> int:
 
 
 def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict[str, Any]:
-    """`message` with what is in the PDF where its mark was."""
+    """`message` with the PDF's mark replaced by its content."""
     if found.problem:
         return {**message, "content": message["content"].replace(attached.mark, f"[file omitted: {found.problem}]", 1)}
     seen = list(message.get("images", ()))

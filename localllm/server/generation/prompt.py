@@ -19,7 +19,7 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.generation.job import AnswerPlan
 from localllm_backends.contract import ModelInfo
 
-# Variables of a rendering that a client may not set: they are the conversation itself.
+# Template variables that a client may not set.
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _THINKING_OFF = ("none",)
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
@@ -28,9 +28,9 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What a client options of the answer besides its words: which `tools` may or must be called, its form (`grammar`),
-    how much reasoning (`effort`), and variables of the model's template. `continues`: an assistant's text at the end is
-    the beginning of the answer; without it, it is an answer that was given."""
+    """How a client wants the answer: which `tools` may or must be called, a constraint (`grammar`), reasoning `effort`,
+    and variables of the chat template. `continues`: a final assistant message is the beginning of the answer, not an
+    earlier one."""
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -48,7 +48,7 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation and what is known of its answer. `ignored`: options that this model can't fulfil."""
+    """A rendered conversation and the plan of its answer. `ignored`: options without effect on this model."""
 
     text: str
     answer: AnswerPlan
@@ -61,8 +61,8 @@ async def build(
     options: ResponseOptions,
     tokenize: Tokenize | None = None,
 ) -> Prompt:
-    """Render off the event loop: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells
-    whether an opening marker is one token; it is asked only where a grammar must spell one."""
+    """Render in a thread: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells whether the
+    opening marker of a tool call is one token, which only a grammar needs."""
     marker: int | None = None
     if options.offered and options.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
@@ -71,7 +71,7 @@ async def build(
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
-    """How calls are written: the default where the template would drop the offer."""
+    """The tool format; the default one if the template ignores tools."""
     return tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
 
 
@@ -89,7 +89,7 @@ def _build(
         )
     begun = options.continues and unfinished(messages)
     if not template.knows_tools:
-        # The template would drop the offer, and refuse or garble the `tool` role.
+        # The template would ignore the tools, and refuse or garble the `tool` role.
         messages = with_instruction(messages, tools)
     render = template.render_continued if begun else template.render
     shown = [{"type": t["type"], "function": t["function"]} for t in tools]
@@ -118,8 +118,8 @@ def _build(
 
 
 def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:
-    """The prompt that ends in the text `begun`, and whether the model goes on thinking there. Where the template had
-    opened its reasoning in front of that text, it is closed: the text is the answer's."""
+    """The prompt that ends in `begun`, and whether that is inside a reasoning block. A block that the template opened
+    before it is closed: the text belongs to the answer."""
     if think is None:
         return text, False
     if think[0] in begun:
@@ -131,7 +131,7 @@ def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[st
 
 
 def _variables(template: ChatTemplate, options: ResponseOptions) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and the options it has none for. Raises RequestError for one that nobody may set."""
+    """The template's variables, and the options it has none for. Raises RequestError for reserved ones."""
     kwargs = dict(options.template_kwargs or {})
     for name in _RESERVED:
         if name in kwargs:
@@ -145,12 +145,12 @@ def _variables(template: ChatTemplate, options: ResponseOptions) -> tuple[dict[s
     elif "enable_thinking" in template.source:
         kwargs.setdefault("enable_thinking", options.effort not in _THINKING_OFF)
     else:
-        return kwargs, ("reasoning_effort",)  # this model has no reasoning to steer
+        return kwargs, ("reasoning_effort",)  # the template has no control for reasoning
     return kwargs, ()
 
 
 def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str) -> AnswerPlan:
-    """An answer in the form that was asked for, which goes on with what is `begun` of it."""
+    """An answer under the constraint asked for, continuing `begun`."""
     grammar = options.grammar
     if reply.thinking:
         begun = ""
@@ -163,7 +163,7 @@ def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyForm
 
 
 def _level(source: str, effort: str) -> str:
-    """`effort` as one of the levels that the template knows: low, medium and high, and what else it names itself."""
+    """`effort` as a level of the template: low, medium, high, or another that it names."""
     named = f"'{effort}'" in source or f'"{effort}"' in source
     return effort if named else _NEAREST.get(effort, effort)
 
@@ -176,8 +176,8 @@ def _with_tools(
     reply: ReplyFormat,
     marker_id: int | None,
 ) -> AnswerPlan:
-    """An answer that may or must call: forced into a call, held to a schema or a call, or free up to a call. `options`
-    has the tools as a grammar holds them, `offered` as they were sent, which is how calls are read."""
+    """An answer that may or must call tools: a forced call, a schema or a call, or free text up to a call. `options` has
+    the tools as a grammar constrains them, `offered` as the client sent them, which is how calls are parsed."""
     tools, grammar, parallel = options.offered, options.grammar, options.parallel
     prefix = ""
     calls: Mapping[str, GrammarTrigger] = {}
@@ -199,7 +199,7 @@ def _with_tools(
         grammar = ("lark", both)
     else:
         calls = triggers_of(style, source, tools)
-    # A model that was told of the default by words may still write what it was trained to.
+    # Prompted for the default format, a model may still use the one it was trained on.
     own = tool_formats.format_for(source)
     readers = {m: f.reader for f in (own, style) for m in f.markers}
     reply = replace(
@@ -214,5 +214,5 @@ def _with_tools(
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:
-    """True when the engine must put the BOS token first: the model wants one and the template did not write it."""
+    """Whether the engine must prepend BOS: the model wants one and the template did not write it."""
     return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))

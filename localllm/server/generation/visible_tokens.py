@@ -7,51 +7,50 @@ from collections.abc import Sequence
 
 from localllm.engine.messages import TokenLogprob
 
-# What half a character reads as.
+# A partial UTF-8 character decodes to this.
 _BROKEN = "\ufffd"
 _LONGEST_CHAR = 4
 
 
 class VisibleTokens:
-    """The tokens heard and not yet told. Text is told in the order it was heard, some later and some never."""
+    """Tokens whose text has not been shown yet. Text is shown in order; some is delayed by the parser, some never shown."""
 
     def __init__(self) -> None:
-        self._heard: deque[TokenLogprob] = deque()
-        self._open = ""  # what the last token told has behind the text that was told
+        self._pending: deque[TokenLogprob] = deque()
+        self._open = ""  # the rest of the last token, beyond the text shown so far
 
-    def hear(self, tokens: Sequence[TokenLogprob]) -> None:
-        """More tokens."""
-        self._heard.extend(tokens)
+    def add(self, tokens: Sequence[TokenLogprob]) -> None:
+        self._pending.extend(tokens)
 
-    def forget(self) -> None:
-        """What was heard is no answer."""
-        self._heard.clear()
+    def clear(self) -> None:
+        """Drop them: their text belongs to no answer."""
+        self._pending.clear()
         self._open = ""
 
-    def told(self, text: str) -> tuple[TokenLogprob, ...]:
-        """The tokens that `text` is made of. Those before it stood for nothing that is told."""
-        if not self._heard:
+    def take(self, text: str) -> tuple[TokenLogprob, ...]:
+        """The tokens that `text` consists of; those before them are dropped, as their text is not shown."""
+        if not self._pending:
             return ()
         if self._open and text.startswith(self._open):
             text = text[len(self._open) :]
         self._open = ""
         taken: list[TokenLogprob] = []
         broken = False
-        while text and self._heard:
-            token = self._heard.popleft()
-            said = token.text
-            if _BROKEN in said and _BROKEN not in text:
+        while text and self._pending:
+            token = self._pending.popleft()
+            piece = token.text
+            if _BROKEN in piece and _BROKEN not in text:
                 taken.append(token)
                 broken = True
                 continue
-            at = text.find(said, 0, len(said) + _LONGEST_CHAR) if broken and said else 0
+            at = text.find(piece, 0, len(piece) + _LONGEST_CHAR) if broken and piece else 0
             broken = False
             text = text[max(0, at) :]
-            said = said if text.startswith(said) else said.lstrip()
-            if said and text.startswith(said):
-                text = text[len(said) :]
-            elif said and said.startswith(text):
-                self._open, text = said[len(text) :], ""
+            piece = piece if text.startswith(piece) else piece.lstrip()
+            if piece and text.startswith(piece):
+                text = text[len(piece) :]
+            elif piece and piece.startswith(text):
+                self._open, text = piece[len(text) :], ""
             else:
                 continue
             taken.append(token)
