@@ -30,7 +30,7 @@ from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.compiling import Compiler, MakeConstraint
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
-from localllm.engine.speculation.draft_model import DraftModel
+from localllm.engine.speculation.drafter import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import Encoder, ImageSteps
@@ -94,9 +94,9 @@ class Engine:
         self.pool = SequencePool(self.backend, KvStore(self.backend, self.settings.cache_bytes, self.disk))
         self.metrics = Metrics(self.clock())
         self.guard = self._make_guard()
-        model = DraftModel(self.draft_backend, self.clock) if self.draft_backend is not None else None
+        drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock)
         others = of_this_process()
-        self.speculator = Speculator(self.backend, others, self.settings.draft, model, self.clock)
+        self.speculator = Speculator(drafting, others)
         self._sizer = ChunkSizer(self.backend.info.n_batch)
         self.pool.kv.prefill_tok_s = lambda: self._sizer.prefill_tok_s
         self._last_step_s = 0.0

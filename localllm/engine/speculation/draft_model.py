@@ -6,10 +6,9 @@ nothing is prefilled twice there either.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Self
 
 from localllm.engine.cache.matching import PromptMatch
 from localllm.engine.cache.pool import SequencePool
@@ -18,12 +17,12 @@ from localllm.engine.cache.tree import as_tokens
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import distribution
+from localllm.engine.speculation.drafter import DraftContext, Drafter, Drafts
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
 _PADDING_TOKENS = 128
 _CACHE_BYTES = 256 * 2**20
-_SMOOTHING = 0.2
 
 
 def vocabulary_difference(target: Seq[bytes], draft: Seq[bytes]) -> str | None:
@@ -45,15 +44,20 @@ class _Line:
     held: list[int] = field(default_factory=list)
 
 
-class DraftModel:
-    """Drafts for several jobs at once. Belongs to the engine's thread, as its backend does."""
+class DraftModel(Drafter):
+    """Drafts for several requests at once."""
 
-    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
-        self.backend = backend
+    name = "model"
+
+    def __init__(self, backend: Backend, context: DraftContext) -> None:
+        self.backend, self._clock = backend, context.clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
-        self._clock = clock
-        self.token_s = 0.0
+
+    @classmethod
+    def for_engine(cls, context: DraftContext) -> Self | None:
+        """Where a draft model was named."""
+        return cls(context.draft_backend, context) if context.draft_backend is not None else None
 
     @property
     def most(self) -> int:
@@ -73,10 +77,10 @@ class DraftModel:
             self.forget(job)
         return False
 
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
         """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn from (None: each is
         the draft model's best, drawn from nothing)."""
-        drafts: dict[str, tuple[list[int], list[Distribution] | None]] = {}
+        drafts: Drafts = {}
         feeds: dict[str, list[int]] = {}
         jobs = {job.id: (job, length) for job, length in wanted if length > 0}
         for job, _ in jobs.values():
@@ -104,8 +108,7 @@ class DraftModel:
                 self.forget(job)
             return {}
         if steps:
-            seconds = (self._clock() - started) / steps
-            self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+            self.took((self._clock() - started) / steps)
         return drafts
 
     def _fitting(self, feeds: dict[str, list[int]]) -> list[str]:

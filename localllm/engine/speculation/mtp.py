@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Self
 
 from localllm.engine.request import RunningRequest
-from localllm.engine.sampling.rejection import Distribution
-from localllm_backends.contract import Backend, BackendFailure, Chunk
+from localllm.engine.speculation.drafter import DraftContext, Drafter, Drafts
+from localllm_backends.contract import BackendFailure, Chunk
 
-_SMOOTHING = 0.2
 _PROBES = 3
 
 
-class MtpDrafter:
-    """Drafts for several jobs at once, in the sequences the engine already has. Belongs to the engine's thread."""
+class MtpDrafter(Drafter):
+    """Drafts for several requests at once, in the sequences the engine already has."""
 
-    def __init__(self, backend: Backend, clock: Callable[[], float] = time.monotonic) -> None:
-        self.backend = backend
-        self._clock = clock
-        self._eog = frozenset(backend.info.eog_tokens)
-        self.token_s = 0.0
+    name = "mtp"
+    stops_when_unsure = True
+
+    def __init__(self, context: DraftContext) -> None:
+        self.backend, self.clock = context.backend, context.clock
+        self._eog = frozenset(self.backend.info.eog_tokens)
+
+    @classmethod
+    def for_engine(cls, context: DraftContext) -> Self | None:
+        """Only by name (`--draft mtp`), and where the model has heads."""
+        return cls(context) if context.mode == "mtp" and context.backend.capabilities.drafts else None
 
     @property
     def most(self) -> int:
@@ -32,13 +36,13 @@ class MtpDrafter:
         """True where the model has read all but the newest token: the heads follow it on their own."""
         return job.sequence is not None and job.n_kv == len(job.tokens) - 1
 
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
         """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the heads' best guesses,
         drawn from nothing."""
         jobs = [(job, length) for job, length in wanted if length > 0]
         asked = [(job.sequence, job.tokens[-1], length) for job, length in jobs if job.sequence is not None]
         assert len(asked) == len(jobs), "a decoding job without a sequence"
-        started = self._clock()
+        started = self.clock()
         try:
             drafts = self.backend.draft(asked)
         except BackendFailure:
@@ -46,8 +50,7 @@ class MtpDrafter:
         # A head that stops because it is unsure has computed one token more than it gives.
         steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
         if steps:
-            seconds = (self._clock() - started) / steps
-            self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+            self.took((self.clock() - started) / steps)
         return {job.id: (self._to_the_end(draft), None) for (job, _), draft in zip(jobs, drafts, strict=True)}
 
     def _to_the_end(self, draft: list[int]) -> list[int]:
@@ -65,19 +68,9 @@ class MtpDrafter:
         try:
             self.backend.step([Chunk(sequence, [token])]).argmax(0)
             for _ in range(_PROBES):
-                started = self._clock()
+                started = self.clock()
                 self.backend.draft([(sequence, token, 1)])
-                seconds = self._clock() - started
+                seconds = self.clock() - started
                 self.token_s = min(self.token_s or seconds, seconds)
         finally:
             self.backend.drop(sequence)
-
-    def forget(self, job: RunningRequest) -> None:
-        """The heads hold nothing of a job but what its sequence is."""
-
-    def tick(self, *, busy: bool) -> bool:
-        """The heads keep no house."""
-        return False
-
-    def close(self) -> None:
-        """They end with the backend."""

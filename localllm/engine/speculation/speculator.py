@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
-from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.speculation.controller import Acceptance, Candidate, Gain, HitRates, StepCost, choose_lengths
-from localllm.engine.speculation.draft_model import DraftModel
-from localllm.engine.speculation.mtp import MtpDrafter
+from localllm.engine.speculation.drafter import DraftContext, Drafter, registered
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.speculation.probe import CostProbe
-from localllm_backends.contract import Backend, BackendFailure
+from localllm_backends.contract import BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
@@ -48,41 +43,6 @@ _MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
 _PLAIN_EVERY = 64
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then twice as many, and so on.
 _RETRY_TOKENS, _MOST_RETRIES, _TRIAL_TOKENS = 24, 6, 2
-
-
-class ComputedDrafter(Protocol):
-    """What drafts by computing: a draft model, or the model's own heads. `token_s`: seconds a drafted token costs."""
-
-    token_s: float
-
-    @property
-    def most(self) -> int:
-        """Longest draft."""
-        ...
-
-    def ready(self, job: RunningRequest) -> bool:
-        """True once it knows enough of `job` to draft for it."""
-        ...
-
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> dict[str, tuple[list[int], list[Distribution] | None]]:
-        """Drafts by job id: tokens, and what they were drawn from (None: nothing, they are its best guesses)."""
-        ...
-
-    def forget(self, job: RunningRequest) -> None:
-        """The job left the context."""
-        ...
-
-    def tick(self, *, busy: bool) -> bool:
-        """One piece of housekeeping; True while there is more."""
-        ...
-
-    def probe(self) -> None:
-        """Measure `token_s`."""
-        ...
-
-    def close(self) -> None:
-        """Free it."""
-        ...
 
 
 @dataclass
@@ -143,25 +103,23 @@ class _Tally:
 
 @dataclass
 class Speculator:
-    """Drafts for every decoding job of one engine. `mode`: auto (all drafters at hand but the model's own heads), mtp
-    (those too), ngram, off."""
+    """Drafts for every decoding request of one engine, with every registered drafter that `context` is enough for and with
+    lookups, which cost nothing."""
 
-    backend: Backend
+    context: DraftContext
     others: CpuContention
-    mode: str = "auto"
-    model: DraftModel | None = None
-    clock: Callable[[], float] = time.monotonic
     cost: StepCost = field(default_factory=StepCost)
 
     def __post_init__(self) -> None:
         self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
-        self._drafters: dict[str, ComputedDrafter] = {} if self.model is None else {"model": self.model}
-        if self.mode == "mtp" and self.backend.capabilities.drafts:
-            self._drafters["mtp"] = MtpDrafter(self.backend, self.clock)
-        self._acceptance = {name: Acceptance() for name in self._drafters}
+        self.backend, self.mode, self.clock = self.context.backend, self.context.mode, self.context.clock
+        kinds = registered()
+        made = [kind.for_engine(self.context) for kind in kinds]
+        self.drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in made if drafter is not None}
+        self._acceptance = {name: Acceptance() for name in self.drafters}
         self._recent = RecentOutputs()
-        self._tallies = {"ngram": _Tally(), "grammar": _Tally(), "model": _Tally(), "mtp": _Tally()}
+        self._tallies = {name: _Tally() for name in ("ngram", "grammar", *(kind.name for kind in kinds))}
         self._since_plain = 0
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
@@ -211,10 +169,10 @@ class Speculator:
             return
         lengths = self._lengths(decoding, proposals)
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
-            if proposal.drafter not in self._drafters and length:
+            if proposal.drafter not in self.drafters and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
                 self._states[job.id].drafter = proposal.drafter
-        for name, drafter in self._drafters.items():
+        for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
             self._let_draft(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
 
@@ -243,7 +201,7 @@ class Speculator:
         steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
         return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
 
-    def _let_draft(self, name: str, drafter: ComputedDrafter, wanted: list[tuple[RunningRequest, int]]) -> None:
+    def _let_draft(self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]) -> None:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
@@ -254,7 +212,7 @@ class Speculator:
             if job.sampler.constraint is not None:
                 job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
             state.drafter = name
-            if name == "mtp" and len(job.draft) < length and not self._ends(job.draft):
+            if drafter.stops_when_unsure and len(job.draft) < length and not self._ends(job.draft):
                 state.stopped_at = len(job.draft)
 
     def _ends(self, draft: list[int]) -> bool:
@@ -278,12 +236,12 @@ class Speculator:
             survival = state.lookup.rates.survival(match, len(tokens))
         best = _Proposal(found_by, tokens, Candidate(survival))
         if self.mode != "ngram" and job.request.draft != "ngram" and not job.images:
-            for name, drafter in self._drafters.items():
+            for name, drafter in self.drafters.items():
                 best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
         return best
 
     def _or_drafter(
-        self, job: RunningRequest, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: ComputedDrafter
+        self, job: RunningRequest, back_off: _BackOff, best: _Proposal, most: int, name: str, drafter: Drafter
     ) -> _Proposal:
         """This drafter's turn instead, where it promises more than `best` does for this job alone."""
         if not drafter.token_s:
@@ -335,7 +293,7 @@ class Speculator:
 
     def _steps(self, drafter: str, drafted: int) -> float:
         """How many plain steps one with such a draft takes, for a stream alone."""
-        by = self._drafters.get(drafter)
+        by = self.drafters.get(drafter)
         drafting_s = by.token_s * drafted if by is not None else 0.0
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
@@ -353,7 +311,7 @@ class Speculator:
         """The job left the context: it ended, or was parked."""
         if self._states.pop(job.id, None) is not None:
             self._recent.add(job.tokens[job.n_prompt :])
-        for drafter in self._drafters.values():
+        for drafter in self.drafters.values():
             drafter.forget(job)
 
     # --- between requests ----------------------------------------------------------------------------------------
@@ -361,7 +319,7 @@ class Speculator:
     def tick(self, *, busy: bool, rested_s: float = 0.0) -> bool:
         """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody has for `rested_s`. True:
         more to do."""
-        more = sum(drafter.tick(busy=busy) for drafter in self._drafters.values()) > 0
+        more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
         return more or (not busy and self._measure(rested_s))
 
     def _measure(self, rested_s: float) -> bool:
@@ -375,7 +333,7 @@ class Speculator:
         return more
 
     def _probe_drafters(self) -> None:
-        for name, drafter in list(self._drafters.items()):
+        for name, drafter in list(self.drafters.items()):
             if drafter.token_s:
                 continue
             try:
@@ -385,7 +343,7 @@ class Speculator:
 
     def close(self) -> None:
         """Free the draft model, if there is one."""
-        for drafter in self._drafters.values():
+        for drafter in self.drafters.values():
             drafter.close()
 
     def snapshot(self) -> dict[str, float | int | str]:

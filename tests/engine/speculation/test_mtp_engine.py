@@ -56,11 +56,11 @@ def drafting(
     if free:
         engine.speculator.cost.set({1: 1.0, 32: 1.01})
         engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
-        drafter = engine.speculator._drafters["mtp"]
+        drafter = engine.speculator.drafters["mtp"]
         assert isinstance(drafter, MtpDrafter)
         assert drafter.token_s > 0, "measured while idle"
         # Time stands still: a drafted token costs next to nothing.
-        drafter._clock = lambda: 0.0
+        drafter.clock = lambda: 0.0
         drafter.token_s = 1e-9
     return engine
 

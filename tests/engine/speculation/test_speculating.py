@@ -254,7 +254,7 @@ def test_a_probe_that_fails_costs_no_request(which: str) -> None:
     backend, small = (Failing(n_ctx=1024) for _ in range(2))
     (backend if which == "the draft model" else small).broken = False
     engine = engine_of(backend, small)
-    assert len(backend._lines) == 0
+    assert backend.cells_free() == backend.info.n_ctx
     backend.broken = small.broken = False
     assert run(engine, request_for("a", "say it", 30, GREEDY, ignore_eos=True)).text["a"] == plain(
         "say it", 30, ignore_eos=True
