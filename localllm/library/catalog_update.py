@@ -14,9 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
-from localllm.library import hub, variants
-from localllm.library.catalog import UPDATE_FILE, read_model
+from localllm.errors import DownloadError, ModelNotFoundError
+from localllm.library import variants
+from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
 
 if TYPE_CHECKING:
@@ -241,14 +241,10 @@ def from_hub(repo: str, list_files: Callable[[str], Listing]) -> tuple[Model, di
     there = [s for s in variants.selections(listing) if s.format == "gguf"]
     if not there:
         raise DownloadError(f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files")
-    smallest = min(there, key=lambda s: s.weights_bytes).files[0]
-    key = {k: v for k, v in hub.headers().items() if k == "authorization"}
-    try:
-        model = read_model(hub.file_url(listing, smallest.name), headers=key)
-    except ModelFileError as e:
-        raise DownloadError(f"{repo} does not say what model it holds: {e.message}", hint=e.hint) from e
+    smallest = min(there, key=lambda s: s.weights_bytes)
+    model = variants.model_of(listing, smallest)
     name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
-    return model, {"id": name, "file": smallest.name, **table_of(model, repo)}, listing
+    return model, {"id": name, "file": smallest.files[0].name, **table_of(model, repo)}, listing
 
 
 def table_of(model: Model, repo: str) -> dict[str, Any]:

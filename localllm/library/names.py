@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from localllm.errors import ModelNotFoundError, UsageError
+from localllm_catalog.names import bare as bare
+from localllm_catalog.names import safe_file as safe_file
+from localllm_catalog.names import safe_repo as safe_repo
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model
@@ -18,14 +21,7 @@ _QUANT = re.compile(
 )
 _MLX_QUANT = re.compile(r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE)
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
-_TRIMMINGS = re.compile(
-    r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
-    r"|-(?:MLX|GGUF)$|-[2-8]bit$",
-    re.IGNORECASE,
-)
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
-_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a path"
 
@@ -80,28 +76,6 @@ def stem_of(name: str) -> str:
     if split is not None:
         return split[0]
     return name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
-
-
-def bare(name: str) -> str:
-    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending or punctuation."""
-    text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    while (shorter := _TRIMMINGS.sub("", text)) != text:
-        text = shorter
-    publisher, _, rest = text.partition("_")
-    if rest and "-" not in publisher:
-        text = rest
-    return re.sub(r"[^a-z0-9.]", "", text.lower())
-
-
-def safe_repo(repo: str) -> bool:
-    """True for "org/name" with nothing a path could hide in."""
-    return _REPO.fullmatch(repo) is not None and ".." not in repo
-
-
-def safe_file(name: str) -> bool:
-    """True for a plain relative path of at most four parts inside a repository."""
-    parts = name.split("/")
-    return len(parts) <= 4 and all(_PART.fullmatch(part) is not None and ".." not in part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
+from localllm.errors import DownloadError, ModelNotFoundError
 from localllm.library import app_folders, hf_cache, hub, names, other_apps, store, transfer, variants
-from localllm.library.catalog import load_catalog, read_model
+from localllm.library.catalog import load_catalog
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.resolve import resolve
 from localllm.library.transfer import DownloadMeter, DownloadProgress
@@ -180,15 +180,9 @@ def _described(listing: Listing, catalog: Catalog | None) -> Model:
     known = (catalog if catalog is not None else load_catalog()).recognise(listing.repo)
     if known is not None:
         return known
-    smallest = variants.selections(listing)[0].files[0]
-    try:
-        key = {k: v for k, v in hub.headers().items() if k == "authorization"}
-        return read_model(hub.file_url(listing, smallest.name), headers=key)
-    except ModelFileError as e:
-        raise DownloadError(
-            f"{listing.repo} does not say what model it holds: {e.message}",
-            hint=f"name the variant you want: {listing.repo}:QUANT",
-        ) from e
+    return variants.model_of(
+        listing, variants.selections(listing)[0], hint=f"name the variant you want: {listing.repo}:QUANT"
+    )
 
 
 def _with_projector(selection: Selection, listing: Listing, wanted: str) -> Selection:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from localllm.errors import DownloadError
-from localllm.library import names
+from localllm.errors import DownloadError, ModelFileError
+from localllm.library import hub, names
+from localllm.library.catalog import read_model
 from localllm.library.hub import Listing, RepoFile
 
 if TYPE_CHECKING:
@@ -72,6 +73,15 @@ def _mlx(listing: Listing) -> Selection | None:
     # The small files first: what is wrong with them is known before the large ones travel.
     ordered = sorted(at_root, key=lambda f: (f.name.endswith(".safetensors"), f.name))
     return Selection("mlx", names.mlx_quant_of(listing.repo), tuple(ordered))
+
+
+def model_of(listing: Listing, selection: Selection, hint: str | None = None) -> Model:
+    """The Model that the header of a GGUF file says, of which only the beginning is fetched. Raises DownloadError."""
+    key = {k: v for k, v in hub.headers().items() if k == "authorization"}
+    try:
+        return read_model(hub.file_url(listing, selection.files[0].name), headers=key)
+    except ModelFileError as e:
+        raise DownloadError(f"{listing.repo} does not say what model it holds: {e.message}", hint=hint or e.hint) from e
 
 
 def projector_of(listing: Listing, wanted: str = "") -> RepoFile | None:

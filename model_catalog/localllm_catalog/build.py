@@ -1,5 +1,5 @@
 """Makes a Model of one [[models]] table: a Layer for each layer from the short shape facts (pattern, windows, recurrent
-sizes), and a Variant for each file. What a repository or a file is called may become a path, so names are checked."""
+sizes), and a Variant for each file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from localllm_catalog import quants, shapes
 from localllm_catalog.errors import BadCatalogError, CatalogError
+from localllm_catalog.names import check_file, check_repo
 from localllm_catalog.types import (
     ESTIMATED,
     Experts,
@@ -326,24 +327,3 @@ def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool
         v_is_k=bool(own.get("v_is_k", False)),
         index_dim=int(own.get("index_dim", 0)),
     )
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}|pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
-_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
-
-
-def check_repo(repo: str) -> str:
-    """`repo` if it is "org/name" or "pypi:package"; BadCatalogError for anything a path could hide in."""
-    if _REPO.fullmatch(repo) is None or ".." in repo:
-        raise BadCatalogError(f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"')
-    return repo
-
-
-def check_file(name: str) -> str:
-    """`name` if it is a plain relative path inside a repository; BadCatalogError for .., roots, drives and the like."""
-    parts = name.split("/")
-    if len(parts) > 4 or not all(_PART.fullmatch(part) and ".." not in part for part in parts):
-        raise BadCatalogError(f"{name[:80]!r} is not a file name of a repository", "names are relative, without ..")
-    return name

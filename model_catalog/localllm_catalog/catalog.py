@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import json
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from localllm_catalog.build import build_model
 from localllm_catalog.errors import BadCatalogError
+from localllm_catalog.names import bare
 from localllm_catalog.types import FactSource, Model
 
 _HERE = Path(__file__).parent
@@ -44,8 +44,8 @@ class Catalog:
         for model in self.models:
             repos = (model.hf_repo, *(variant.repo for variant in model.variants))
             for name in (model.id, model.name, *repos):
-                known.setdefault(_bare(name), model)
-        return next((known[bare] for name in names if (bare := _bare(name)) and bare in known), None)
+                known.setdefault(bare(name), model)
+        return next((known[key] for name in names if (key := bare(name)) and key in known), None)
 
     def suggest(self, name: str, limit: int = 3) -> list[str]:
         """Ids a person who typed `name` may have meant, best first; empty if nothing is near."""
@@ -53,24 +53,6 @@ class Catalog:
         inside = sorted((i for i in self.by_id if wanted and (wanted in i or i in wanted)), key=len)
         near = difflib.get_close_matches(wanted, self.by_id, n=limit, cutoff=0.55)
         return list(dict.fromkeys(inside + near))[:limit]
-
-
-# What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf", "…-4bit", "…-GGUF".
-_TRIMMINGS = re.compile(
-    r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
-    r"|-(?:MLX|GGUF)$|-[3-8]bit$",
-    re.IGNORECASE,
-)
-
-
-def _bare(name: str) -> str:
-    text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    while (shorter := _TRIMMINGS.sub("", text)) != text:
-        text = shorter
-    publisher, _, rest = text.partition("_")
-    if rest and "-" not in publisher:
-        text = rest
-    return re.sub(r"[^a-z0-9.]", "", text.lower())
 
 
 def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:

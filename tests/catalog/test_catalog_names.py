@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm_catalog import catalog, stated
-from localllm_catalog.build import check_file, check_repo
 from localllm_catalog.errors import BadCatalogError
+from localllm_catalog.names import check_file, check_repo
 
 BAD_FILES = [
     "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y", "x\ny",

@@ -1,0 +1,53 @@
+"""Names of repositories and files: which may become a path (overlays and hubs are untrusted), and what two of one model share."""
+
+from __future__ import annotations
+
+import re
+
+from localllm_catalog.errors import BadCatalogError
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
+# What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf", "…-4bit", "…-GGUF".
+_TRIMMINGS = re.compile(
+    r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
+    r"|-(?:MLX|GGUF)$|-[2-8]bit$",
+    re.IGNORECASE,
+)
+
+
+def safe_repo(repo: str) -> bool:
+    """True for "org/name" with nothing a path could hide in."""
+    return _REPO.fullmatch(repo) is not None and ".." not in repo
+
+
+def safe_file(name: str) -> bool:
+    """True for a plain relative path of at most four parts inside a repository."""
+    parts = name.split("/")
+    return len(parts) <= 4 and all(_PART.fullmatch(part) is not None and ".." not in part for part in parts)
+
+
+def check_repo(repo: str) -> str:
+    """`repo` if it is "org/name" or "pypi:package"; BadCatalogError otherwise."""
+    if not safe_repo(repo) and (_PACKAGE.fullmatch(repo) is None or ".." in repo):
+        raise BadCatalogError(f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"')
+    return repo
+
+
+def check_file(name: str) -> str:
+    """`name` if it is a safe file name; BadCatalogError for .., roots, drives and the like."""
+    if not safe_file(name):
+        raise BadCatalogError(f"{name[:80]!r} is not a file name of a repository", "names are relative, without ..")
+    return name
+
+
+def bare(name: str) -> str:
+    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending or punctuation."""
+    text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    while (shorter := _TRIMMINGS.sub("", text)) != text:
+        text = shorter
+    publisher, _, rest = text.partition("_")
+    if rest and "-" not in publisher:
+        text = rest
+    return re.sub(r"[^a-z0-9.]", "", text.lower())
