@@ -23,7 +23,7 @@ from pathlib import Path
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 
 TOKENS_S = 200.0
@@ -100,7 +100,7 @@ async def stream(base_url: str, folder: Path) -> list[tuple[float, float, int]]:
     frames: list[tuple[float, float, int]] = []
     with History(folder / "conversations.db") as history:
         async with ChatClient(base_url) as client:
-            app = ChatApp(Opening(client, history, "scripted"), lambda _: True)
+            app = ChatApp(ChatOptions(client, history, "scripted"), lambda _: True)
             app.chat.titles_after_s = None
             async with app.run_test(size=(120, 40)) as pilot:
                 app.composer.insert("go")

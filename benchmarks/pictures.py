@@ -17,7 +17,7 @@ from localllm.cli.chat import engines
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.screens.models import ModelsScreen
 
@@ -57,7 +57,7 @@ async def draw(app: ChatApp) -> None:
         await pilot.pause(0.5)
         keep("glass")
         await pilot.press("f4")
-        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.offers))
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.choices))
         await pilot.pause(0.5)
         keep("models")
 
@@ -69,7 +69,7 @@ def main() -> None:
         engine = engines.engine_for(stack, engines.Wanted(model, own=True), None, at_once=False)
         history = stack.enter_context(History(Path(folder) / "conversations.db"))
         client = ChatClient.of(engine, {"seed": 7, "max_tokens": 200})
-        asyncio.run(draw(ChatApp(Opening(client, history, engine.model, desk=LocalModelService()))))
+        asyncio.run(draw(ChatApp(ChatOptions(client, history, engine.model, desk=LocalModelService()))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from tui.scripted_sse import ScriptedServer
 
@@ -89,7 +89,7 @@ def drive(server: ScriptedServer, history: History) -> Callable[..., None]:
             kept = options.pop("history_", history)
             async with ChatClient(base_url, engine=engine) as client:
                 titles_after_s = options.pop("titles_after_s", None)
-                app = ChatApp(Opening(client, kept, "scripted", attached=attached, **options), copy)
+                app = ChatApp(ChatOptions(client, kept, "scripted", attached=attached, **options), copy)
                 app.chat.titles_after_s = titles_after_s
                 async with app.run_test(size=size, notifications=toasts) as pilot:
                     await pilot.pause()

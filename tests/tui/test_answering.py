@@ -9,18 +9,18 @@ import pytest
 
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import BusyError
-from localllm_tui.control.answering import Answering
+from localllm_tui.control.answering import AnswerStream
 from localllm_tui.control.client import (
+    AnswerDone,
     AnswerUsage,
-    Done,
-    LeftOut,
-    PrefillDone,
+    MessagesLeftOut,
+    PromptProgress,
     ReasoningDelta,
     StreamEvent,
     TextDelta,
-    Waiting,
+    WaitNote,
 )
-from localllm_tui.control.session import Answer, Session
+from localllm_tui.control.session import PendingAnswer, Session
 
 
 class Page:
@@ -56,10 +56,11 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
 
 
 def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
-    answering, page = Answering(session.answer()), Page()
+    answering, page = AnswerStream(session.answer()), Page()
     events = (
-        Waiting("loading"), PrefillDone(5, 20), LeftOut(4, 300), ReasoningDelta("hm"), PrefillDone(20, 20), TextDelta("a"), Waiting("busy"),
-        TextDelta("b"), Done("length", AnswerUsage(20, 9)),
+        WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4, 300), ReasoningDelta("hm"),
+        PromptProgress(20, 20), TextDelta("a"), WaitNote("busy"),
+        TextDelta("b"), AnswerDone("length", AnswerUsage(20, 9)),
     )  # fmt: skip
     asyncio.run(answering.run(said(*events), page))
     assert page.seen == ["[loading…]", "[reading the prompt… 5 of 20 tokens]", "[]", "(hm)", "a", "b"]
@@ -71,7 +72,7 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
 
 
 def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
-    answering = Answering(session.answer())
+    answering = AnswerStream(session.answer())
     with pytest.raises(BusyError):
         asyncio.run(answering.run(said(TextDelta("half"), BusyError("busy")), Page()))
     assert (answering.reason, on_disk(session).content) == ("error", "half")
@@ -79,7 +80,7 @@ def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
 
 
 def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(session: Session) -> None:
-    answering = Answering(session.answer())
+    answering = AnswerStream(session.answer())
     closed = False
 
     async def endless(reached: asyncio.Event) -> AsyncGenerator[StreamEvent, None]:
@@ -108,24 +109,24 @@ def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(sessi
 
 
 def test_an_answer_without_a_piece_is_no_turn(session: Session) -> None:
-    answering = Answering(session.answer())
-    asyncio.run(answering.run(said(Done("stop", None)), Page()))
+    answering = AnswerStream(session.answer())
+    asyncio.run(answering.run(said(AnswerDone("stop", None)), Page()))
     assert (answering.turn, answering.reason, on_disk(session).role) == (None, "stop", "user")
 
 
 def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: Session) -> None:
-    answering = Answering(session.answer())
+    answering = AnswerStream(session.answer())
 
     async def left() -> AsyncGenerator[StreamEvent, None]:
         yield TextDelta("half")
         answering.close()
-        yield Done("stop", AnswerUsage(1, 1))
+        yield AnswerDone("stop", AnswerUsage(1, 1))
 
     asyncio.run(answering.run(left(), Page()))
     assert (on_disk(session).content, on_disk(session).meta["finish_reason"]) == ("half", "stopped")
 
 
-class _FullDisk(Answer):
+class _FullDisk(PendingAnswer):
     """An answer that can't be written."""
 
     def _save(self, meta: object, *, complete: bool) -> StoredMessage:
@@ -134,8 +135,8 @@ class _FullDisk(Answer):
 
 def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> None:
     told: list[str] = []
-    answering, page = Answering(_FullDisk(session, None), lambda e: told.append(e.message)), Page()
-    asyncio.run(answering.run(said(TextDelta("a"), TextDelta("b"), Done("stop", AnswerUsage(3, 2))), page))
+    answering, page = AnswerStream(_FullDisk(session, None), lambda e: told.append(e.message)), Page()
+    asyncio.run(answering.run(said(TextDelta("a"), TextDelta("b"), AnswerDone("stop", AnswerUsage(3, 2))), page))
     answering.save_if_due()
     assert page.seen == ["[]", "a", "b"]
     assert told == ["the disk is full"] * 2  # at the first piece and at the end: not with each
@@ -145,10 +146,10 @@ def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> N
 
 def test_where_nobody_is_told_of_a_full_disk_it_is_raised(session: Session) -> None:
     with pytest.raises(HistoryError):
-        asyncio.run(Answering(_FullDisk(session, None)).run(said(TextDelta("a")), Page()))
+        asyncio.run(AnswerStream(_FullDisk(session, None)).run(said(TextDelta("a")), Page()))
 
 
 def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
-    answering, page = Answering(None), Page()
-    asyncio.run(answering.run(said(TextDelta("a"), Done("stop", AnswerUsage(3, 1))), page))
+    answering, page = AnswerStream(None), Page()
+    asyncio.run(answering.run(said(TextDelta("a"), AnswerDone("stop", AnswerUsage(3, 1))), page))
     assert (page.seen, answering.turn, answering.meter.used) == (["[]", "a"], None, 4)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
 from localllm_tui.control.client import (
+    AnswerDone,
     AnswerUsage,
     ChatClient,
-    Done,
     ListedModel,
-    PrefillDone,
+    PromptProgress,
     ReasoningDelta,
     ServerUnreachableError,
     TextDelta,
-    Waiting,
+    WaitNote,
 )
 from tui.scripted_sse import Comment, Drop, Finish, Raw, Refuse, Say, ScriptedServer, UntilGone
 
@@ -48,12 +48,12 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
         Finish(usage=(11, 2, 3)),
     )
     assert collect(ChatClient(server.base_url, sampling={"temperature": 0})) == [
-        Waiting("loading the model"),
-        PrefillDone(512, 2048),
+        WaitNote("loading the model"),
+        PromptProgress(512, 2048),
         ReasoningDelta("hm"),
         TextDelta("Hello"),
         TextDelta(" you"),
-        Done("stop", AnswerUsage(11, 2, 3), "the prompts part at token 3"),
+        AnswerDone("stop", AnswerUsage(11, 2, 3), "the prompts part at token 3"),
     ]
     sent = server.requests[0]
     assert (sent["model"], sent["messages"], sent["stream"], sent["temperature"]) == ("m", ASK, True, 0)
@@ -67,7 +67,7 @@ def test_a_line_separator_inside_the_text_is_text(server: ScriptedServer) -> Non
 def test_carriage_returns_and_a_missing_usage_are_fine(server: ScriptedServer) -> None:
     chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}]})
     server.play(Raw(f"event: message\r\ndata: {chunk}\r\n\r\ndata:[DONE]\r\n\r\n".encode()))
-    assert collect(ChatClient(server.base_url)) == [TextDelta("x"), Done("length", None)]
+    assert collect(ChatClient(server.base_url)) == [TextDelta("x"), AnswerDone("length", None)]
 
 
 class Pieces(httpx.AsyncByteStream):
@@ -92,7 +92,7 @@ def test_however_the_bytes_are_cut_the_text_is_the_same(text: str, sizes: list[i
     transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Pieces(pieces)))
     events = collect(ChatClient("http://test/v1", transport=transport))
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == text
-    assert events[-1] == Done("stop", None)
+    assert events[-1] == AnswerDone("stop", None)
 
 
 def test_a_refusal_becomes_the_error_it_names(server: ScriptedServer) -> None:

@@ -36,7 +36,7 @@ app([*sys.argv[1:], "--url", url])
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs it was made with."""
     import localllm.cli.chat.own_server
-    from localllm_tui.control.interfaces import Progress
+    from localllm_tui.control.interfaces import EngineProgress
 
     asked: list[str | None] = []
 
@@ -53,8 +53,8 @@ def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str 
         def wait(self, timeout_s: float | None = None) -> bool:
             return True
 
-        def progress(self) -> Progress:
-            return Progress()
+        def progress(self) -> EngineProgress:
+            return EngineProgress()
 
         def stop(self) -> None:
             pass

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.conversation.history import History
-from localllm_tui.screens.picker import Picker
+from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.turns import Question
+from localllm_tui.widgets.turns import QuestionView
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
 
@@ -46,7 +46,7 @@ def test_list_searches_texts_and_opens_the_choice(drive: Any, server: ScriptedSe
 
     async def play(d: Driver) -> None:
         await d.send("/list")
-        await d.until(lambda: isinstance(d.app.screen, Picker))
+        await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
         assert "3 conversations" in d.screen()
         await d.press(*"eiger")
         assert "1 conversation" in d.screen()
@@ -64,13 +64,13 @@ def test_list_removes_only_when_asked_twice(drive: Any, history: History) -> Non
 
     async def play(d: Driver) -> None:
         await d.send("/list")
-        await d.until(lambda: isinstance(d.app.screen, Picker))
+        await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
         await d.press("down", "ctrl+x")
         assert len(history.list()) == 2
         await d.press("ctrl+x")
         assert [c.title for c in history.list()] == ["second"]
         await d.press("escape")
-        assert not isinstance(d.app.screen, Picker)
+        assert not isinstance(d.app.screen, ConversationPicker)
 
     drive(play)
 
@@ -82,7 +82,7 @@ def test_removing_the_open_conversation_starts_a_new_one(drive: Any, server: Scr
     async def play(d: Driver) -> None:
         await d.ask("one")
         await d.send("/list")
-        await d.until(lambda: isinstance(d.app.screen, Picker))
+        await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
         await d.press("ctrl+x", "ctrl+x", "escape")
         await d.until(lambda: not d.app.session.turns)
         await d.ask("two")
@@ -141,7 +141,7 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
         await d.send("/edit last")
         assert d.app.composer.text == "b"
         await d.ask("!")
-        assert [w.text for w in d.app.transcript.query(Question)] == ["a", "b!"]
+        assert [w.text for w in d.app.transcript.query(QuestionView)] == ["a", "b!"]
         assert [w.text for w in d.app.transcript.query(AnswerView)] == ["one", "three"]
         assert "◂ 2/2 ▸" in d.screen()
         assert d.app.composer.text == ""  # and no stray command

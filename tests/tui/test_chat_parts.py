@@ -16,7 +16,7 @@ from localllm_tui.control.attachments import check_room, read_text
 from localllm_tui.control.client import AnswerUsage
 from localllm_tui.control.commands import command_section, section_text
 from localllm_tui.control.formatting import ago, bar, elide, how_many
-from localllm_tui.control.meter import Meter, Numbers, status_text
+from localllm_tui.control.meter import AnswerMeter, StatusFigures, status_text
 from localllm_tui.control.terminal import printable
 from support.pdfs import needs_pdf, pdf
 
@@ -30,7 +30,7 @@ class Clock:
 
 def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
     clock = Clock()
-    meter = Meter(clock)
+    meter = AnswerMeter(clock)
     clock.now += 2.0
     meter.delta()
     assert (meter.ttft_s, meter.tok_s) == (2.0, None)
@@ -63,7 +63,7 @@ def test_the_bar_shows_the_share_and_is_honest_at_both_ends(used: int, n_ctx: in
 
 optional_float = st.none() | st.floats(0, 1e5, allow_nan=False)
 numbers = st.builds(
-    Numbers,
+    StatusFigures,
     model=st.text(min_size=1, max_size=60),
     tok_s=optional_float,
     ttft_s=optional_float,
@@ -75,12 +75,12 @@ numbers = st.builds(
 
 
 @given(numbers, st.integers(10, 200))
-def test_the_status_line_always_fits(n: Numbers, width: int) -> None:
+def test_the_status_line_always_fits(n: StatusFigures, width: int) -> None:
     assert cell_len(status_text(n, width)) <= width
 
 
 def test_the_status_line_at_80_and_160_columns() -> None:
-    n = Numbers("smollm2-135m-instruct", 61.25, 0.31, 1530, 2048, 512)
+    n = StatusFigures("smollm2-135m-instruct", 61.25, 0.31, 1530, 2048, 512)
     assert status_text(n, 156) == (
         "smollm2-135m-instruct  61.2 tok/s  context 1,530/2,048 ███████▍░░ 75%  first token 0.31 s  cached tokens 512"
     )
@@ -90,11 +90,11 @@ def test_the_status_line_at_80_and_160_columns() -> None:
 
 
 def test_the_status_line_says_what_drafting_saved() -> None:
-    meter = Meter()
+    meter = AnswerMeter()
     meter.usage = AnswerUsage(10, 40, 0, 30)
-    assert "drafted 75%" in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
+    assert "drafted 75%" in status_text(StatusFigures.of("m", 2048, meter.meta(), 50), 156)
     meter.usage = AnswerUsage(10, 40, 0, 0)
-    assert "drafted" not in status_text(Numbers.of("m", 2048, meter.meta(), 50), 156)
+    assert "drafted" not in status_text(StatusFigures.of("m", 2048, meter.meta(), 50), 156)
 
 
 @given(st.text(), st.integers(1, 30))

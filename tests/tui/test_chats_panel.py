@@ -7,9 +7,9 @@ from typing import Any
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
 from localllm_tui.screens.chat_view import TURNS_SHOWN
-from localllm_tui.screens.picker import Picker
+from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.widgets.transcript import TurnView
-from localllm_tui.widgets.turns import Earlier
+from localllm_tui.widgets.turns import EarlierTurns
 from tui.conftest import Driver
 
 
@@ -32,7 +32,7 @@ def _shown(d: Driver) -> list[str]:
 
 async def _panel(d: Driver, key: str = "ctrl+o") -> None:
     await d.press(key)
-    await d.until(lambda: isinstance(d.app.screen, Picker))
+    await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
     await d.pilot.pause()
 
 
@@ -48,7 +48,7 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
         assert "1 conversation" in d.screen()
         assert "Answer: the Danube and others" in d.screen()
         await d.press("down", "enter")
-        await d.until(lambda: not isinstance(d.app.screen, Picker))
+        await d.until(lambda: not isinstance(d.app.screen, ConversationPicker))
         await d.until(lambda: _shown(d) == ["rivers", "the Danube and others", "more"])
         assert d.app.transcript.selected is not None
         assert d.app.transcript.selected.text == "the Danube and others"
@@ -99,7 +99,7 @@ def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history
             await d.press(*typed)
             assert said in d.screen()
             await d.press("ctrl+x", "right", "left", "down", "enter", "escape")
-            assert not isinstance(d.app.screen, Picker)
+            assert not isinstance(d.app.screen, ConversationPicker)
         await d.ask("/find x")
         assert "nothing was said yet" in d.screen()
 
@@ -120,6 +120,6 @@ def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: Hi
         await d.send("/continue")
         await d.until(lambda: bool(d.app.transcript.views) and "turn 2000" in d.screen())
         assert len(d.app.transcript.views) == TURNS_SHOWN
-        assert d.app.transcript.query_one(Earlier)
+        assert d.app.transcript.query_one(EarlierTurns)
 
     drive(play, size=(120, 40))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localllm.cli.chat.own_server import background_server
-from localllm_tui.control.client import ChatClient, Done
+from localllm_tui.control.client import AnswerDone, ChatClient
 
 ASKED = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Count to five."}]
 STOPPED = [*ASKED, {"role": "assistant", "content": "One, two,"}]
@@ -21,7 +21,7 @@ def test_a_count_is_the_prompt_that_the_engine_reads(smollm2: Path) -> None:
         counted = await client.count(name, messages)
         events = [event async for event in client.stream(name, messages, goes_on=goes_on)]
         done = events[-1]
-        assert isinstance(done, Done)
+        assert isinstance(done, AnswerDone)
         assert done.usage is not None
         return counted, done.usage.prompt
 

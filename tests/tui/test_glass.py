@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from localllm.cli.chat.own_server import background_server
-from localllm_tui.control.client import AnswerTimings, AnswerUsage, ChatClient, Done
-from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, headline, panel_lines
+from localllm_tui.control.client import AnswerDone, AnswerTimings, AnswerUsage, ChatClient
+from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines
 from localllm_tui.widgets.glass import GlassPanel
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
@@ -31,8 +31,8 @@ TIMINGS = {
 MODELS = [{"id": "scripted", "object": "model", "context_length": 9000, "physics": PHYSICS}]
 
 
-def known() -> Physics:
-    found = Physics.of(PHYSICS)
+def known() -> ModelPhysics:
+    found = ModelPhysics.of(PHYSICS)
     assert found is not None
     return found
 
@@ -45,7 +45,7 @@ def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
 
 
 def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
-    seen = Seen(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
+    seen = AnswerSpeed(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
     physics = known()
     achieved = seen.achieved_gbps(physics)
     assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
@@ -55,12 +55,14 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
 
 @pytest.mark.parametrize("said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}])
 def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
-    assert Physics.of(said) is None
+    assert ModelPhysics.of(said) is None
     assert "does not say" in panel_lines(None, None)[0]
 
 
-@pytest.mark.parametrize("seen", [None, Seen(), Seen(live=3.0, coming=True), Seen(AnswerUsage(10, 1), AnswerTimings())])
-def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: Seen | None) -> None:
+@pytest.mark.parametrize(
+    "seen", [None, AnswerSpeed(), AnswerSpeed(live=3.0, coming=True), AnswerSpeed(AnswerUsage(10, 1), AnswerTimings())]
+)
+def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: AnswerSpeed | None) -> None:
     text = "\n".join(panel_lines(known(), seen))
     assert "EACH TOKEN READS" in text
     assert ("as it arrives" in text) == (seen is not None and seen.live is not None)
@@ -140,7 +142,7 @@ def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, serve
 
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
-    text = "\n".join(panel_lines(known(), Seen(AnswerUsage(10, 0), coming=True)))
+    text = "\n".join(panel_lines(known(), AnswerSpeed(AnswerUsage(10, 0), coming=True)))
     assert "told once the answer is complete" in text
 
 
@@ -162,17 +164,17 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
             events = [e async for e in client.stream(name, [{"role": "user", "content": "Count to twenty."}])]
             (listed,) = [m for m in await client.models() if m.name == name]
         done = events[-1]
-        assert isinstance(done, Done)
+        assert isinstance(done, AnswerDone)
         assert done.timings is not None
         assert done.usage is not None
-        physics = Physics.of(listed.physics)
+        physics = ModelPhysics.of(listed.physics)
         assert physics is not None
         # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file all but little is read.
         assert physics.kv_bytes(100) == pytest.approx(100 * 30 * 2 * 3 * 64 * 2, rel=0.01)
         assert 75e6 < physics.token_bytes(0) < 115e6
         took = done.timings
         assert 1 <= took.steps <= 23
-        seen = Seen(done.usage, took)
+        seen = AnswerSpeed(done.usage, took)
         measured = physics.token_bytes(seen.depth) / (took.decode_s / took.steps) / 1e9
         assert seen.achieved_gbps(physics) == pytest.approx(measured, rel=0.1)
 

@@ -18,7 +18,7 @@ from localllm.errors import UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_tui.app import ChatApp
 from localllm_tui.control.attachments import as_sent, check_room, read_text, with_files
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import FileCost
 from models.tiny_vision import write_vision
@@ -113,7 +113,7 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, s
             async with ChatClient(running.url + "/v1") as client:
                 assert (await FileCost.of(client, "tiny", shot, 512)).words == said
                 with History(tmp_path / "chats.db") as history:
-                    app = ChatApp(Opening(client, history, "tiny", attached=(read_text(shot),)))
+                    app = ChatApp(ChatOptions(client, history, "tiny", attached=(read_text(shot),)))
                     async with app.run_test(size=(100, 30)) as pilot:
 
                         async def ask(text: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from localllm.conversation.history import History
 from localllm.errors import DoesNotFitError, LocalLLMError
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import Progress
+from localllm_tui.control.interfaces import EngineProgress
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
@@ -22,13 +22,13 @@ class Engine:
 
     def __init__(self, base_url: str = "", where: str = "") -> None:
         self.base_url, self.where = base_url, where
-        self.now = Progress("loading", 0.0)
+        self.now = EngineProgress("loading", 0.0)
         self.started = self.stopped = False
 
     def start(self) -> None:
         self.started = True
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         return self.now
 
     def stop(self) -> None:
@@ -42,11 +42,11 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
     async def play(d: Driver) -> None:
         await d.until(lambda: engine.started)
         await d.send("hello in French")
-        engine.now = Progress("loading", 0.42)
+        engine.now = EngineProgress("loading", 0.42)
         await d.until(lambda: "loading scripted 42%" in d.screen().splitlines()[0])
         await d.until(lambda: "loading scripted 42%…" in d.screen())  # in the answer's place, too
         assert server.requests == []
-        engine.now = Progress()
+        engine.now = EngineProgress()
         await d.until(lambda: not d.app.answering)
         assert "Bonjour" in d.screen()
         assert "loading" not in d.screen()
@@ -62,7 +62,7 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: A
     async def play(d: Driver) -> None:
         await d.until(lambda: engine.started)
         await d.type("half a thought")
-        engine.now = Progress("failed", 0.0, DoesNotFitError("it needs 40.0 GB", hint="take a smaller one"))
+        engine.now = EngineProgress("failed", 0.0, DoesNotFitError("it needs 40.0 GB", hint="take a smaller one"))
         await d.until(lambda: "it needs 40.0 GB" in d.screen())
         assert "take a smaller one" in d.screen()
         assert "/model shows what else" in d.screen()
@@ -79,7 +79,7 @@ def test_an_answer_that_waits_ends_in_what_loading_ended_in(drive: Any, server: 
 
     async def play(d: Driver) -> None:
         await d.send("q")
-        engine.now = Progress("failed", 0.0, LocalLLMError("no such weights"))
+        engine.now = EngineProgress("failed", 0.0, LocalLLMError("no such weights"))
         await d.until(lambda: "no such weights" in d.screen())
         await d.until(lambda: not d.app.answering)
         assert d.screen().count("no such weights") == 1
@@ -106,7 +106,7 @@ def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive
 
         def make(model: str) -> Engine:
             made.append(Engine(own.base_url))
-            made[0].now = Progress()
+            made[0].now = EngineProgress()
             return made[0]
 
         async def play(d: Driver) -> None:
@@ -124,7 +124,7 @@ def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive
             await d.until(lambda: "an engine of its own already" in d.screen())
 
         engine = Engine(where="nas:11535")
-        engine.now = Progress()
+        engine.now = EngineProgress()
         drive(play, engine=engine, own=make)
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
     async def main() -> None:
         with History(tmp_path / "c.db") as history:
             client = ChatClient.of(engine, {"max_tokens": 4})
-            app = ChatApp(Opening(client, history, engine.model))
+            app = ChatApp(ChatOptions(client, history, engine.model))
             app.chat.titles_after_s = None
             async with app.run_test(size=(100, 30)) as pilot:
                 d = Driver(app, pilot)

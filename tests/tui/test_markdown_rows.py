@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from benchmarks.chat_frames import words
-from localllm_tui.widgets.markdown import Rows
+from localllm_tui.widgets.markdown import MarkdownRows
 
 PIECES = (
     "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
@@ -20,7 +20,7 @@ PIECES = (
 )  # fmt: skip
 
 
-def shown(rows: Rows, width: int = 40) -> str:
+def shown(rows: MarkdownRows, width: int = 40) -> str:
     return "\n".join(row.text.plain.rstrip() for row in rows.at(width))
 
 
@@ -28,11 +28,11 @@ def shown(rows: Rows, width: int = 40) -> str:
 @example([">", "\n", "# Head\n", "# Head\n"], 40)  # a quote of nothing has no rows to stand apart from
 @settings(max_examples=300, deadline=None)
 def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
-    grown = Rows()
+    grown = MarkdownRows()
     grown.at(width)
     for piece in pieces:
         grown.add(piece)
-    whole = Rows("".join(pieces))
+    whole = MarkdownRows("".join(pieces))
     assert [(r.text, r.soft, r.lead, r.fill) for r in grown.at(width)] == [
         (r.text, r.soft, r.lead, r.fill) for r in whole.at(width)
     ]
@@ -41,7 +41,7 @@ def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(30, 60))
 @settings(max_examples=200, deadline=None)
 def test_no_row_is_wider_than_the_screen(pieces: list[str], width: int) -> None:
-    assert all(cell_len(row.text.plain) <= width for row in Rows("".join(pieces)).at(width))
+    assert all(cell_len(row.text.plain) <= width for row in MarkdownRows("".join(pieces)).at(width))
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -50,7 +50,7 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
 
     def anew(before: int) -> int:
         """The most rows that a piece makes anew behind so much text."""
-        rows = Rows("".join(said[:before]), plain=plain)
+        rows = MarkdownRows("".join(said[:before]), plain=plain)
         kept, most = {id(row): row for row in rows.at(100)}, 0
         for piece in said[before : before + 400]:
             rows.add(piece)
@@ -67,15 +67,15 @@ def test_what_a_frame_lays_out_does_not_grow_with_the_text(plain: bool) -> None:
 def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> None:
     said = "".join(pieces)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=8)))
-    grown = Rows()
+    grown = MarkdownRows()
     grown.at(40)
     for start, end in itertools.pairwise([0, *cuts, len(said)]):
         grown.add(said[start:end])
-    assert [(r.text, r.soft) for r in grown.at(40)] == [(r.text, r.soft) for r in Rows(said).at(40)]
+    assert [(r.text, r.soft) for r in grown.at(40)] == [(r.text, r.soft) for r in MarkdownRows(said).at(40)]
 
 
 def test_a_long_list_is_laid_out_once() -> None:
-    rows = Rows("".join(f"{n}. point\n" for n in range(1, 500)))
+    rows = MarkdownRows("".join(f"{n}. point\n" for n in range(1, 500)))
     before = rows.at(80)[:]
     for piece in ("500", ". the", " last\n", "501. more"):
         rows.add(piece)
@@ -86,7 +86,7 @@ def test_a_long_list_is_laid_out_once() -> None:
 
 def test_a_long_listing_is_coloured_once() -> None:
     code = "".join(f"value_{n} = {n}\n" for n in range(1000))
-    rows = Rows("```python\n" + code)
+    rows = MarkdownRows("```python\n" + code)
     before = rows.at(80)[:]
     rows.add("more = 1\n")
     after = rows.at(80)
@@ -95,7 +95,7 @@ def test_a_long_listing_is_coloured_once() -> None:
 
 
 def test_where_a_link_leads_may_be_said_at_the_end() -> None:
-    rows = Rows()
+    rows = MarkdownRows()
     rows.at(60)
     rows.add("see [there][1]\n\nand more\n\n")
     rows.add("[1]: https://example.org\n")
@@ -108,13 +108,13 @@ def test_lists_tables_quotes_and_code_are_drawn() -> None:
         "# Title\n\n1. one\n2. two\n   - inner\n10. ten\n\n> said\n> more\n\n| name | n o |\n|---|--:|\n| a<br>b | 1 |\n\n"
         "```nonsense\nif x:\n\ty\n```\n\nline  \nbroken\n\n---\n"
     )
-    assert shown(Rows(text), 30) == (
+    assert shown(MarkdownRows(text), 30) == (
         "Title\n\n1. one\n2. two\n   ▪ inner\n3. ten\n\n▌ said more\n\n"
         "name │ n o\n─────┼────\na    │   1\nb    │\n\n  if x:\n      y\n\nline\nbroken\n\n" + "─" * 30
     )
 
 
 def test_a_table_too_wide_for_the_screen_wraps_in_its_cells() -> None:
-    rows = Rows("| a | b |\n|---|---|\n| " + "word " * 20 + "| x |\n").at(30)
+    rows = MarkdownRows("| a | b |\n|---|---|\n| " + "word " * 20 + "| x |\n").at(30)
     assert all(cell_len(row.text.plain) <= 30 for row in rows)
     assert sum("word" in row.text.plain for row in rows) > 2

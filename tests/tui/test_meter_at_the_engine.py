@@ -14,8 +14,8 @@ import pytest
 from localllm.cli.chat.own_server import background_server
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
-from localllm_tui.control.chat import Opening
-from localllm_tui.control.client import ChatClient, Done, StreamEvent
+from localllm_tui.control.chat import ChatOptions
+from localllm_tui.control.client import AnswerDone, ChatClient, StreamEvent
 from tui.conftest import Driver
 
 CONTEXT = 1024
@@ -24,11 +24,11 @@ CONTEXT = 1024
 class Recording(ChatClient):
     """Remembers how the server said that each answer ended."""
 
-    ends: list[Done]
+    ends: list[AnswerDone]
 
     async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[StreamEvent, None]:
         async for event in super().stream(*args, **options):
-            if isinstance(event, Done):
+            if isinstance(event, AnswerDone):
                 self.ends.append(event)
             yield event
 
@@ -58,7 +58,7 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
     """Through all that can become of an answer; the conversation stays for who opens it again."""
     async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
         client.ends = []
-        app = ChatApp(Opening(client, history, model), lambda _: True)
+        app = ChatApp(ChatOptions(client, history, model), lambda _: True)
         app.chat.titles_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
@@ -98,7 +98,7 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
 async def opened_again(base_url: str, model: str, history: History) -> None:
     async with Recording(base_url, sampling={"temperature": 0, "max_tokens": 12}) as client:
         client.ends = []
-        app = ChatApp(Opening(client, history, model, history.list()[0].id), lambda _: True)
+        app = ChatApp(ChatOptions(client, history, model, history.list()[0].id), lambda _: True)
         app.chat.titles_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
@@ -117,7 +117,7 @@ async def speed_on_screen(base_url: str, model: str, history: History) -> None:
         async with httpx.AsyncClient() as http:
             listed = (await http.get(f"{base_url}/models")).json()["data"]
         physics = next(m for m in listed if m["id"] == model)["physics"]
-        app = ChatApp(Opening(client, history, model), lambda _: True)
+        app = ChatApp(ChatOptions(client, history, model), lambda _: True)
         app.chat.titles_after_s = None
         async with app.run_test(size=(120, 50)) as pilot:
             d = Driver(app, pilot)

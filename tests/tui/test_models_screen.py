@@ -9,29 +9,31 @@ import pytest
 from textual.widgets import OptionList
 
 from localllm.errors import DownloadError
-from localllm_tui.control.interfaces import OnDisk
+from localllm_tui.control.interfaces import InstalledModel
 from localllm_tui.control.model_list import Pulls, compare, disk_line
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
-from tui.scripted_desk import ScriptedDesk, offer
+from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import ScriptedServer
 
 SIZES = [(60, 20), (80, 24), (120, 40), (160, 50)]
-OURS = OnDisk("old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8")
-THEIRS = OnDisk("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False, "llama:Q4")
+OURS = InstalledModel("old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8")
+THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False, "llama:Q4")
 
 
 async def opened(d: Driver) -> ModelsScreen:
     await d.press("f4")
-    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.offers))
+    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
     screen = d.app.screen
     assert isinstance(screen, ModelsScreen)
     await d.pilot.pause()
     return screen
 
 
-def desk() -> ScriptedDesk:
-    return ScriptedDesk(offer("big", 20), offer("mid", 8), offer("small", 2, installed="small"), disk=[OURS, THEIRS])
+def desk() -> ScriptedModelService:
+    return ScriptedModelService(
+        choice("big", 20), choice("mid", 8), choice("small", 2, installed="small"), disk=[OURS, THEIRS]
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -45,7 +47,7 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
         assert "why big" in d.screen()
         for _ in range(7):
             await d.press("right")  # to 131,072 tokens
-        await d.until(lambda: len(screen.offers) == 1)
+        await d.until(lambda: len(screen.choices) == 1)
         await d.until(lambda: "1 fit, 2 too large ·" in d.screen())
         assert it.wishes[-1].context == 131072
         await d.press("p")
@@ -196,5 +198,5 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     for width in (75, 115):
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
-    (points,) = [row for row in compare([replace(offer("a", 1), quality=-0.4)]) if row[0].startswith("quality")]
+    (points,) = [row for row in compare([choice("a", 1, quality={"points": -0.4})]) if row[0].startswith("quality")]
     assert points[1] == "0"

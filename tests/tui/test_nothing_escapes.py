@@ -7,9 +7,9 @@ from typing import Any
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.dialogs import Approval
+from localllm_tui.screens.dialogs import ToolApproval
 from tui.conftest import Driver
-from tui.scripted_desk import ScriptedDesk, offer
+from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
 from tui.test_glass import PHYSICS, TIMINGS
 from tui.test_tools import Host, asks
@@ -66,7 +66,7 @@ def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
     async def play(d: Driver) -> None:
         await d.send("/tools on")
         await d.send("q")
-        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
         await d.pilot.pause()
         harmless(d)
         assert SHOWN in d.screen()
@@ -126,7 +126,7 @@ def test_titles_and_texts_in_the_lists(drive: Any, server: ScriptedServer, histo
 
 
 def test_plans_and_names_of_models(drive: Any) -> None:
-    desk = ScriptedDesk(offer(EVIL, 2.0, why=EVIL, reasons=(EVIL,)), offer("b", 1.0))
+    desk = ScriptedModelService(choice(EVIL, 2.0, why=EVIL, reasons=[EVIL]), choice("b", 1.0))
 
     async def play(d: Driver) -> None:
         await d.press("f4")

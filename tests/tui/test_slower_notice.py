@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localllm_tui.screens.chat_streaming import NOTICE_ASKS
-from localllm_tui.widgets.turns import Note
+from localllm_tui.widgets.turns import ChatNote
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Say, ScriptedServer
 
@@ -15,7 +15,7 @@ SAID = "scripted is slower than it was here: 12 tok/s, where 35 were usual"
 def test_what_the_server_finds_is_said_once(server: ScriptedServer, drive: Callable[..., None]) -> None:
     async def play(d: Driver) -> None:
         def notes() -> list[str]:
-            return [n.text for n in d.app.screen.query(Note) if "slower" in n.text]
+            return [n.text for n in d.app.screen.query(ChatNote) if "slower" in n.text]
 
         await d.ask("one")
         assert notes() == []
@@ -36,7 +36,7 @@ def test_the_list_is_not_asked_for_ever(server: ScriptedServer, drive: Callable[
             await d.ask(f"{i}")
         server.models[0]["notice"] = SAID
         await d.ask("late")
-        assert not [n for n in d.app.screen.query(Note) if "slower" in n.text]
+        assert not [n for n in d.app.screen.query(ChatNote) if "slower" in n.text]
 
     for _ in range(NOTICE_ASKS + 1):
         server.play(Say(["yes"]), Finish())

@@ -18,10 +18,10 @@ import textual
 
 from localllm.conversation.history import History
 from localllm_tui.control.session import Session
-from localllm_tui.screens.dialogs import Approval, HelpScreen
+from localllm_tui.screens.dialogs import HelpScreen, ToolApproval
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
-from tui.scripted_desk import ScriptedDesk, offer
+from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import ScriptedServer
 from tui.test_glass import PHYSICS
 from tui.test_tools import Host, asks
@@ -107,18 +107,18 @@ def test_a_conversation_and_what_a_token_costs(drive: Any, history: History, siz
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_models_and_the_first_run(drive: Any, size: tuple[int, int]) -> None:
-    desk = ScriptedDesk(
-        offer("qwen3-8b", 6.2),
-        offer("gemma-4-12b", 9.1),
-        offer("granite", 3.3, installed="granite"),
-        offer("tiny", 0.3),
+    desk = ScriptedModelService(
+        choice("qwen3-8b", 6.2),
+        choice("gemma-4-12b", 9.1),
+        choice("granite", 3.3, installed="granite"),
+        choice("tiny", 0.3),
     )
 
     async def play(d: Driver) -> None:
         await d.until(lambda: "QWEN3-8B" in d.screen())
         await compare(d, "first-run")
         await d.press("f4")
-        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.offers))
+        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
         await d.press("right", "right", "down")
         await d.until(lambda: not d.app.screen._planning)  # type: ignore[attr-defined]
         await compare(d, "models")
@@ -138,7 +138,7 @@ def test_help_and_a_tool_that_asks(drive: Any, server: ScriptedServer, size: tup
         await d.press("escape")
         await d.send("/tools on")
         await d.send("what time is it?")
-        await d.until(lambda: isinstance(d.app.screen, Approval))
+        await d.until(lambda: isinstance(d.app.screen, ToolApproval))
         await compare(d, "approval")
         await d.press("n")
         await d.until(lambda: not d.app.answering)

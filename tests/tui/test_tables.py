@@ -29,33 +29,33 @@ from localllm_tui.control.keys import (
     SLIDER,
     TURN,
     Key,
-    Moment,
+    KeyContext,
     hints,
 )
 from localllm_tui.control.session import Session
 from localllm_tui.screens.chat import ChatScreen
-from localllm_tui.screens.dialogs import Approval, GlassScreen, HelpScreen
+from localllm_tui.screens.dialogs import GlassScreen, HelpScreen, ToolApproval
 from localllm_tui.screens.files import FilePicker
 from localllm_tui.screens.models import ModelsScreen
-from localllm_tui.screens.picker import Picker
+from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.slider import Slider
 from localllm_tui.widgets.transcript import Transcript
 from tui.conftest import Driver
 from tui.scripted_sse import Gate, Say, ScriptedServer
 
-OWNERS: dict[str, type[App[None]] | type[Widget] | type[Picker]] = {
+OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
     APP: ChatApp,
     CHAT: ChatScreen,
     COMPOSER: Composer,
-    PICKER: Picker,
+    PICKER: ConversationPicker,
     TURN: Transcript,
     HELP: HelpScreen,
     FILES: FilePicker,
     GLASS: GlassScreen,
     MODELS: ModelsScreen,
     SLIDER: Slider,
-    APPROVAL: Approval,
+    APPROVAL: ToolApproval,
 }
 
 
@@ -156,21 +156,21 @@ def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer)
     server.play(Say(["slow"]), gate)
 
     async def play(d: Driver) -> None:
-        assert f"{hints(Moment.WRITING)} · F1 help" in d.screen()
+        assert f"{hints(KeyContext.WRITING)} · F1 help" in d.screen()
         await d.send("/list")
-        await d.until(lambda: isinstance(d.app.screen, Picker))
-        assert hints(Moment.CHOOSING) in d.screen()
+        await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
+        assert hints(KeyContext.CHOOSING) in d.screen()
         await d.press("escape")
         await d.send("q")
         await d.until(lambda: "slow" in d.screen())
-        assert hints(Moment.ANSWERING) in d.screen()
+        assert hints(KeyContext.ANSWERING) in d.screen()
         await d.press("escape")
         gate.opened.set()
         await d.until(lambda: not d.app.answering)
         await d.send("/edit")
-        assert hints(Moment.EDITING) in d.screen()
+        assert hints(KeyContext.EDITING) in d.screen()
         await d.press("escape", "f2")
-        assert hints(Moment.SELECTING, without="turn.version-back")[:55] in d.screen()
+        assert hints(KeyContext.SELECTING, without="turn.version-back")[:55] in d.screen()
 
     drive(play)
-    assert all(hints(moment) for moment in Moment)
+    assert all(hints(moment) for moment in KeyContext)

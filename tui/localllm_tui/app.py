@@ -17,7 +17,7 @@ from textual.theme import Theme
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import commands
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
@@ -45,7 +45,7 @@ class ChatApp(App[None]):
     )
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APP)
 
-    def __init__(self, opening: Opening, copy: Callable[[str], bool] = copy_with_tool) -> None:
+    def __init__(self, opening: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
         super().__init__()
         self.chat = ChatScreen(opening, copy)
         self._preferences = Preferences(opening.history.path.parent)

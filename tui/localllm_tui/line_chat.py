@@ -11,10 +11,10 @@ from typing import Any, TextIO
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
-from localllm_tui.control.answering import Answering
+from localllm_tui.control.answering import AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.client import ChatClient, ListedModel, ToolRan
-from localllm_tui.control.session import Answer, Session
+from localllm_tui.control.client import ChatClient, ListedModel, ToolResult
+from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
 FOUND_SHOWN = 20
@@ -35,7 +35,7 @@ class LineChat:
         self.attached: list[tuple[str, str]] = []
         self.answering = False
         self.answer_text = ""
-        self.wanted: Answer | None = None
+        self.wanted: PendingAnswer | None = None
         self.left = False
         self._copy = copy
         self._editing: StoredMessage | None = None
@@ -124,7 +124,7 @@ async def answer_to(
     client: ChatClient,
     model: str,
     messages: list[dict[str, str]],
-    keep: Answer | None = None,
+    keep: PendingAnswer | None = None,
     *,
     compact: bool = False,
 ) -> None:
@@ -132,7 +132,7 @@ async def answer_to(
 
     `keep` stores it as it comes. However it ends, what was printed is kept. Raises LocalLLMError.
     """
-    answering = Answering(keep)
+    answering = AnswerStream(keep)
     page = _Page(out, err)
     goes_on = keep is not None and keep.goes_on
     try:
@@ -146,7 +146,12 @@ async def answer_to(
 
 
 def ask_once(
-    client: ChatClient, model: str, messages: list[dict[str, str]], keep: Answer | None = None, *, compact: bool = False
+    client: ChatClient,
+    model: str,
+    messages: list[dict[str, str]],
+    keep: PendingAnswer | None = None,
+    *,
+    compact: bool = False,
 ) -> None:
     """Print one answer to stdout. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
 
@@ -200,7 +205,7 @@ def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
         _say_error(e)
 
 
-def _answer(chat: LineChat, keep: Answer) -> None:
+def _answer(chat: LineChat, keep: PendingAnswer) -> None:
     """Print an answer; what goes wrong is printed."""
     compacts = chat.client.compacts or chat.session.compacts
     try:
@@ -245,7 +250,7 @@ class _Page:
             self._err.flush()
             self._said = what
 
-    def tool(self, ran: ToolRan) -> None:
+    def tool(self, ran: ToolResult) -> None:
         """Tools are the screen's alone."""
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from textual.app import App
 from textual.filter import LineFilter
 
-from localllm_tui.control.interfaces import Desk, Wish
+from localllm_tui.control.interfaces import ModelService, PlanRequest
 from localllm_tui.control.keys import remapped
 from localllm_tui.control.model_list import Pulls
 from localllm_tui.screens.models import ModelsScreen
@@ -22,7 +22,7 @@ class ModelsApp(App[str | None]):
     CSS = NO_COLOR_CSS
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, desk: Desk, wish: Wish) -> None:
+    def __init__(self, desk: ModelService, wish: PlanRequest) -> None:
         super().__init__()
         self._desk, self._wish = desk, wish
         self.pulls = Pulls(desk)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from localllm.cli.chat.attach import Attached
-    from localllm_tui.control.interfaces import Engine, MakesEngine, Progress
+    from localllm_tui.control.interfaces import ChatEngine, EngineFactory, EngineProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Attachment:
     def start(self) -> None:
         """It runs."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """It has loaded what it has, and says itself what it loads when it is asked."""
-        from localllm_tui.control.interfaces import Progress
+        from localllm_tui.control.interfaces import EngineProgress
 
-        return Progress()
+        return EngineProgress()
 
     def stop(self) -> None:
         """It is not ours."""
@@ -65,7 +65,7 @@ def checked(wanted: Wanted) -> Wanted:
     return wanted
 
 
-def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> Engine:
+def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> ChatEngine:
     """Who answers, for as long as `stack` is open. `last`: the model of the conversation that is gone on with. An engine of
     the chat's own is loaded here, unless `at_once`: then it is to be started by whoever shows how far it is.
 
@@ -87,16 +87,16 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
     return _own(stack, replace(wanted, model=model), at_hand=wanted.model is None, at_once=at_once)
 
 
-def maker(stack: ExitStack, wanted: Wanted) -> MakesEngine:
+def maker(stack: ExitStack, wanted: Wanted) -> EngineFactory:
     """Makes engines of the chat's own, which end with `stack`."""
 
-    def make(model: str) -> Engine:
+    def make(model: str) -> ChatEngine:
         return _own(stack, replace(wanted, model=model), at_hand=True, at_once=True)
 
     return make
 
 
-def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> Engine:
+def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> ChatEngine:
     """`at_hand`: the best model at hand goes on where there is no such model here."""
     from localllm.cli.chat.own_server import OwnEngine, loaded
 

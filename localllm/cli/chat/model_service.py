@@ -1,4 +1,4 @@
-"""What the chat's screen of models asks (localllm_tui.control.interfaces.Desk), answered by planner, device and library."""
+"""What the chat's screen of models asks (localllm_tui.control.interfaces.ModelService), answered by planner, device and library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm_tui.control.interfaces import Offer, OnDisk, Planned, PullProgress, Wish
+from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList, PlanRequest, PullProgress
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -31,18 +31,18 @@ _DOING = {
 
 
 class LocalModelService:
-    """Implements Desk. `offline`: nothing is fetched."""
+    """Implements ModelService. `offline`: nothing is fetched."""
 
     def __init__(self, *, offline: bool = False) -> None:
         self._offline = offline
         self._catalog: Catalog | None = None
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
-    def plan(self, wish: Wish) -> Planned:
-        """See Desk."""
+    def plan(self, wish: PlanRequest) -> PlanList:
         from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
+        from localllm.planner.serialise import plan_to_json
 
         catalog = self.catalog
         device, overrides = self._device(wish)
@@ -52,16 +52,17 @@ class LocalModelService:
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
         soon = [p for p in answer.plans if not wish.longest_wait_s or waits[p.model.id] <= wish.longest_wait_s]
         here = {} if wish.machine else self._installed(soon)
-        offers = tuple(_offer(p, waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon)
+        choices = tuple(
+            PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon
+        )
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
-        return Planned(wish, _described(device), offers, dict(others.most_common(2)), len(answer.plans) - len(soon))
+        return PlanList(wish, _described(device), choices, dict(others.most_common(2)), len(answer.plans) - len(soon))
 
-    def check(self, wish: Wish) -> None:
+    def check(self, wish: PlanRequest) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
         self._device(wish)
 
-    def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
-        """See Desk."""
+    def explain(self, wish: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.cli.compose.lookup import of_quant
         from localllm.library.describe import describe
         from localllm.planner import recommend as planner
@@ -73,14 +74,12 @@ class LocalModelService:
         plans = of_quant(planner.variants_of(device, model, workload, overrides=overrides), quant)
         return [*explain(plans[0], device, columns=columns)] if plans else []
 
-    def on_disk(self) -> Sequence[OnDisk]:
-        """See Desk."""
+    def on_disk(self) -> Sequence[InstalledModel]:
         from localllm.library import store
 
         return [_on_disk(local) for local in store.scan()]
 
-    def fit(self, model: OnDisk) -> str:
-        """See Desk."""
+    def fit(self, model: InstalledModel) -> str:
         from localllm.cli.compose.load_plan import make_load_plan
         from localllm.errors import LocalLLMError
         from localllm.settings import Settings
@@ -97,14 +96,12 @@ class LocalModelService:
             f"{plan.settings.kv_type} context; {plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
         )
 
-    def remove(self, model: OnDisk) -> int:
-        """See Desk."""
+    def remove(self, model: InstalledModel) -> int:
         from localllm.library import store
 
         return store.rm(self._local(model))
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        """See Desk."""
         from localllm.cli.compose.lookup import variant_choice
         from localllm.library.pull import pull
 
@@ -124,7 +121,7 @@ class LocalModelService:
             self._catalog = load_catalog()
         return self._catalog
 
-    def _device(self, wish: Wish) -> tuple[Device, Overrides]:
+    def _device(self, wish: PlanRequest) -> tuple[Device, Overrides]:
         from localllm.cli.compose.lookup import machine_of
 
         key = (wish.machine.strip(), wish.memory_gb)
@@ -144,7 +141,7 @@ class LocalModelService:
                 found[key] = locals_[0].name
         return found
 
-    def _local(self, model: OnDisk) -> LocalModel:
+    def _local(self, model: InstalledModel) -> LocalModel:
         from localllm.errors import ModelNotFoundError
         from localllm.library import store
 
@@ -154,37 +151,13 @@ class LocalModelService:
         raise ModelNotFoundError(f"{model.name} is no longer on this disk")
 
 
-def _workload(wish: Wish) -> Workload:
+def _workload(wish: PlanRequest) -> Workload:
     from typing import cast
 
     from localllm.planner.types import Workload
     from localllm_catalog.types import Purpose
 
     return Workload(cast("Purpose", wish.purpose), wish.context)
-
-
-def _offer(plan: Plan, wait_s: float, installed: str) -> Offer:
-    speed = plan.decode_tok_s
-    return Offer(
-        f"{plan.model.id}:{plan.variant.quant}",
-        plan.model.name,
-        plan.variant.quant,
-        plan.fits,
-        plan.memory.total_bytes,
-        plan.memory.limit_bytes,
-        plan.settings.n_ctx,
-        plan.settings.kv_type,
-        speed.value,
-        speed.low,
-        speed.high,
-        plan.ttft_s.value,
-        wait_s,
-        plan.quality,
-        plan.variant.file_bytes,
-        plan.why,
-        plan.reasons,
-        installed,
-    )
 
 
 def _described(device: Device) -> str:
@@ -194,7 +167,7 @@ def _described(device: Device) -> str:
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
 
 
-def _on_disk(local: LocalModel) -> OnDisk:
+def _on_disk(local: LocalModel) -> InstalledModel:
     ref = f"{local.repo or local.name}:{local.quant}" if local.quant else local.repo or local.name
     ours = local.origin == "hf-cache"
-    return OnDisk(local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref)
+    return InstalledModel(local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan
     from localllm.server.models.router import ModelRouter
     from localllm.server.models.served import ServedModel
-    from localllm_tui.control.interfaces import Progress
+    from localllm_tui.control.interfaces import EngineProgress
 
 import sys
 import time
@@ -66,13 +66,13 @@ class OwnEngine:
             self._thread = threading.Thread(target=self._run, name="server", daemon=True)
             self._thread.start()
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """See Engine."""
-        from localllm_tui.control.interfaces import Progress
+        from localllm_tui.control.interfaces import EngineProgress
 
         if not self._tried.is_set():
-            return Progress("loading", self._first.worker.progress if self._first is not None else 0.0)
-        return Progress("failed", 0.0, self._error, self._down) if self._error is not None else Progress()
+            return EngineProgress("loading", self._first.worker.progress if self._first is not None else 0.0)
+        return EngineProgress("failed", 0.0, self._error, self._down) if self._error is not None else EngineProgress()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until loading has ended, well or not; False where it has not by then."""

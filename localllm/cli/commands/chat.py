@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
-    from localllm_tui.control.chat import Opening
+    from localllm_tui.control.chat import ChatOptions
 
 # Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
@@ -143,7 +143,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         return
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.model_service import LocalModelService
-    from localllm_tui.control.chat import Opening
+    from localllm_tui.control.chat import ChatOptions
 
     nothing_to_continue = asked.continues and last is None
     greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
@@ -151,13 +151,13 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     own = engines.maker(stack, asked.wanted)
     desk = LocalModelService(offline=bool(Settings().value("offline")))
     first = not engine.where and engines.only_the_starter(name)
-    opening = Opening(
+    opening = ChatOptions(
         client, history, name, resume, system, tuple(asked.attached), greeting, own, desk, first, tool_hosts()
     )
     _on_screen(opening)
 
 
-def _on_screen(opening: Opening) -> None:
+def _on_screen(opening: ChatOptions) -> None:
     """The chat's screen, until it is left."""
     from localllm_tui.app import ChatApp
 

@@ -190,12 +190,12 @@ def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float,
     """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.model_service import LocalModelService
-    from localllm_tui.control.interfaces import Wish
+    from localllm_tui.control.interfaces import PlanRequest
     from localllm_tui.models_app import ModelsApp
 
     take_keys()
     desk = LocalModelService(offline=offline)
-    wish = Wish(purpose, context, machine, memory_gb)
+    wish = PlanRequest(purpose, context, machine, memory_gb)
     desk.check(wish)
     chosen = ModelsApp(desk, wish).run()
     if chosen:

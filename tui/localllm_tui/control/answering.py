@@ -10,20 +10,20 @@ from typing import Any, Protocol
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control.client import (
+    AnswerDone,
     AnswerTimings,
     AnswerUsage,
-    Done,
-    LeftOut,
-    PrefillDone,
+    MessagesLeftOut,
+    PromptProgress,
     ReasoningDelta,
     StreamEvent,
     TextDelta,
-    ToolRan,
-    Waiting,
+    ToolResult,
+    WaitNote,
 )
-from localllm_tui.control.meter import Meter
-from localllm_tui.control.physics import Seen
-from localllm_tui.control.session import Answer
+from localllm_tui.control.meter import AnswerMeter
+from localllm_tui.control.physics import AnswerSpeed
+from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import printable
 
 # What is read again beside these is the order of the day: the end of the last answer, a template's changes.
@@ -31,7 +31,7 @@ REREAD_TOKENS = 64
 REREAD_SHARE = 0.25
 
 
-class Shows(Protocol):
+class AnswerDisplay(Protocol):
     """What shows an answer as it comes."""
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
@@ -42,12 +42,12 @@ class Shows(Protocol):
         """Say what happens before the first piece; "" when it is over."""
         ...
 
-    def tool(self, ran: ToolRan) -> None:
+    def tool(self, ran: ToolResult) -> None:
         """Show a call and what came of it."""
         ...
 
 
-class Answering:
+class AnswerStream:
     """An answer while it comes, and how it ended.
 
     `keep` stores it (None: nothing is kept). `not_saved` is told of a disk that refuses, which then does not end the
@@ -55,10 +55,10 @@ class Answering:
     came, or nothing was to be kept.
     """
 
-    def __init__(self, keep: Answer | None, not_saved: Callable[[LocalLLMError], None] | None = None) -> None:
+    def __init__(self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None) -> None:
         self._keep = keep
         self._not_saved = not_saved
-        self.meter = Meter()
+        self.meter = AnswerMeter()
         self.reason = "stopped"
         self.turn: StoredMessage | None = None
         self.closed = False
@@ -68,20 +68,20 @@ class Answering:
         self._tools: list[dict[str, Any]] = []
         self._owed: Callable[[], object] | None = None
 
-    def seen(self, used_before: int) -> Seen:
+    def seen(self, used_before: int) -> AnswerSpeed:
         """What is known of its speed: the server's figures once it is complete, before that how its tokens arrive."""
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
-            return Seen(meter.usage, self.timings, self._cache_miss)
+            return AnswerSpeed(meter.usage, self.timings, self._cache_miss)
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        return Seen(usage, live=meter.tok_s, coming=not self.closed)
+        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
 
     @property
     def text(self) -> str:
         """The answer so far, as it is kept."""
         return self._keep.text if self._keep is not None else ""
 
-    async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: Shows) -> None:
+    async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: AnswerDisplay) -> None:
         """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), what came is kept."""
         try:
             async with aclosing(stream) as events:
@@ -143,7 +143,7 @@ class Answering:
             return {}
         return {"reread_tokens": again, "reread_why": self._cache_miss}
 
-    def _take(self, event: StreamEvent, shown: Shows) -> None:
+    def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
         if isinstance(event, (TextDelta, ReasoningDelta)):
             if first:
@@ -154,23 +154,23 @@ class Answering:
             keep = self._keep
             if keep is not None:
                 self._saving(lambda: keep.add(**piece))
-        elif isinstance(event, PrefillDone):
+        elif isinstance(event, PromptProgress):
             self.meter.prompt_tokens = event.total
             if first:
                 shown.progress(f"reading the prompt… {event.done:,} of {event.total:,} tokens")
-        elif isinstance(event, Waiting):
+        elif isinstance(event, WaitNote):
             if first or self._tools:
                 shown.progress(printable(event.note) + "…")
-        elif isinstance(event, LeftOut):
+        elif isinstance(event, MessagesLeftOut):
             self.meter.left_out = event.messages
-        elif isinstance(event, ToolRan):
+        elif isinstance(event, ToolResult):
             call = event.call
             self._tools.append(
                 {"name": call.name, "arguments": call.arguments, "result": event.result, "allowed": event.allowed}
             )
             shown.progress("")
             shown.tool(event)
-        elif isinstance(event, Done):
+        elif isinstance(event, AnswerDone):
             self.meter.usage = event.usage
             self.reason = event.reason
             self._cache_miss = event.cache_miss
@@ -193,15 +193,15 @@ TRY_EVERY_S = 1.0
 WAIT_SHARE = 5.0
 
 
-class Owing:
+class UnsavedAnswers:
     """Tried again by a timer, and before anything else is asked."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._owed: list[tuple[Answering, Callable[[StoredMessage], None]]] = []
+        self._owed: list[tuple[AnswerStream, Callable[[StoredMessage], None]]] = []
         self._next_s = 0.0
 
-    def add(self, answering: Answering, then: Callable[[StoredMessage], None]) -> None:
+    def add(self, answering: AnswerStream, then: Callable[[StoredMessage], None]) -> None:
         """Remember an answer if it is owed; `then` is told of its turn once it is written."""
         if answering.owed:
             self._owed.append((answering, then))

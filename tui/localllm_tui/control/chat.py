@@ -7,12 +7,12 @@ from typing import Protocol
 
 from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.client import ChatClient, ListedModel
-from localllm_tui.control.interfaces import Desk, MakesEngine, ToolHost
+from localllm_tui.control.interfaces import EngineFactory, ModelService, ToolHost
 from localllm_tui.control.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ChatOptions:
     """`model` is the name the server knows; how long its context is, the server tells.
 
     `resume` is a conversation's id to open at the start; `attached` are files for the first question (name, text);
@@ -29,8 +29,8 @@ class Opening:
     system: str | None = None
     attached: tuple[tuple[str, str], ...] = ()
     greeting: str = ""
-    own: MakesEngine | None = None
-    desk: Desk | None = None
+    own: EngineFactory | None = None
+    desk: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
 

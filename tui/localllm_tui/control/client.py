@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 from localllm_tui.control.attachments import as_sent
-from localllm_tui.control.interfaces import Engine
+from localllm_tui.control.interfaces import ChatEngine
 
 if TYPE_CHECKING:
     import httpx  # read when the first request is made: the screen is there before
@@ -61,7 +61,7 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PromptProgress:
     """`done` of `total` prompt tokens are read."""
 
     done: int
@@ -69,14 +69,14 @@ class PrefillDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitNote:
     """What the server says it is doing before it answers (queued, loading)."""
 
     note: str
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class MessagesLeftOut:
     """The conversation did not fit: the server left out this many of its oldest messages."""
 
     messages: int
@@ -98,7 +98,7 @@ class AnswerTimings:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class AnswerDone:
     """The answer is complete: OpenAI's finish reason, the usage and the timings where the server sent them, and why not
     more of the prompt was known, in the server's words."""
 
@@ -118,7 +118,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolRan:
+class ToolResult:
     """What became of a call: what the tool said, or why it did not run."""
 
     call: ToolCall
@@ -126,7 +126,9 @@ class ToolRan:
     allowed: bool
 
 
-StreamEvent: TypeAlias = TextDelta | ReasoningDelta | PrefillDone | Waiting | LeftOut | ToolCall | ToolRan | Done
+StreamEvent: TypeAlias = (
+    TextDelta | ReasoningDelta | PromptProgress | WaitNote | MessagesLeftOut | ToolCall | ToolResult | AnswerDone
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +158,12 @@ class ChatClient:
     api_key: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     transport: httpx.AsyncBaseTransport | None = None
-    engine: Engine | None = None
+    engine: ChatEngine | None = None
     _http: httpx.AsyncClient | None = field(default=None, init=False, repr=False)
     _counts: bool = field(default=True, init=False, repr=False)
 
     @classmethod
-    def of(cls, engine: Engine, sampling: Mapping[str, Any]) -> ChatClient:
+    def of(cls, engine: ChatEngine, sampling: Mapping[str, Any]) -> ChatClient:
         """A client of this engine."""
         return cls(engine.base_url, engine.api_key, sampling, engine=engine)
 
@@ -201,7 +203,7 @@ class ChatClient:
         """Whether a request would be taken up now."""
         return self.engine is None or self.engine.progress().state != "loading"
 
-    async def _until_ready(self, model: str) -> AsyncGenerator[Waiting, None]:
+    async def _until_ready(self, model: str) -> AsyncGenerator[WaitNote, None]:
         """Wait for the engine, saying how far it is. Raises what loading `model` ended in, if that was waited for: later
         it is asked for again."""
         if self.engine is None:
@@ -211,7 +213,7 @@ class ChatClient:
             waited = True
             if (words := progress.words(self.engine.model)) != said:
                 said = words
-                yield Waiting(said)
+                yield WaitNote(said)
             await asyncio.sleep(_LOOK_S)
         if progress.error is not None and (progress.down or (waited and model == self.engine.model)):
             raise progress.error
@@ -286,7 +288,7 @@ class ChatClient:
     ) -> AsyncGenerator[StreamEvent, None]:
         """Ask `model` to continue `messages`; ends after exactly one Done, or raises LocalLLMError.
 
-        `compact` lets the server leave out the oldest messages when not all fit; LeftOut tells how many.
+        `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut tells how many.
         `goes_on`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
         `tools` are offered: what the model asks for comes as ToolCalls before Done.
 
@@ -362,7 +364,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
         raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
     for call in calls.values():
         yield call
-    yield Done(reason, usage, cache_miss, timings)
+    yield AnswerDone(reason, usage, cache_miss, timings)
 
 
 def _take_call(calls: dict[int, ToolCall], piece: Mapping[str, Any]) -> None:
@@ -393,11 +395,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 def _comment(comment: str) -> StreamEvent | None:
     found = _PREFILL.search(comment)
     if found:
-        return PrefillDone(int(found[1]), int(found[2]))
+        return PromptProgress(int(found[1]), int(found[2]))
     found = _LEFT_OUT.fullmatch(comment)
     if found:
-        return LeftOut(int(found[1]), int(found[2]))
-    return None if _NO_NEWS.fullmatch(comment) else Waiting(_SAID.get(comment, comment))
+        return MessagesLeftOut(int(found[1]), int(found[2]))
+    return None if _NO_NEWS.fullmatch(comment) else WaitNote(_SAID.get(comment, comment))
 
 
 def _usage(usage: Mapping[str, Any]) -> AnswerUsage:

@@ -13,7 +13,7 @@ from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import Chat
 from localllm_tui.control.keys import APP, CHAT, COMPOSER, KEYS, MODELS, SLIDER, TURN, label_of, remapped
 
-Runs: TypeAlias = Callable[[Chat, str], Awaitable[None]]
+CommandAction: TypeAlias = Callable[[Chat, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Command:
     """
 
     name: str
-    run: Runs | None
+    run: CommandAction | None
     help: str
     argument: str = ""
     palette: str = ""
     aliases: tuple[str, ...] = ()
-    insist: Runs | None = None
+    insist: CommandAction | None = None
     screen: str = ""
     keys: str = ""
     label: str = ""
@@ -178,7 +178,7 @@ def suggestion(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HelpEntry:
     """`how` it is asked for, and `what` it does."""
 
     how: str
@@ -186,14 +186,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class HelpSection:
     """Entries that belong together."""
 
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HelpEntry, ...]
 
 
-def help_sections() -> tuple[Section, ...]:
+def help_sections() -> tuple[HelpSection, ...]:
     """All keys and commands."""
     return (
         _key_section("In the input", COMPOSER),
@@ -204,19 +204,21 @@ def help_sections() -> tuple[Section, ...]:
     )
 
 
-def command_section(*, plain: bool = False) -> Section:
+def command_section(*, plain: bool = False) -> HelpSection:
     """The slash commands; `plain`: those that work without a screen."""
-    return Section("Commands", tuple(Entry(c.usage, c.help) for c in COMMANDS if c.run is not None or not plain))
+    return HelpSection(
+        "Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.run is not None or not plain)
+    )
 
 
-def _key_section(title: str, *owners: str) -> Section:
-    keys = [Entry(k.label_now, k.help) for owner in owners for k in KEYS if k.owner == owner and k.help]
+def _key_section(title: str, *owners: str) -> HelpSection:
+    keys = [HelpEntry(k.label_now, k.help) for owner in owners for k in KEYS if k.owner == owner and k.help]
     if CHAT in owners:
-        keys += [Entry(c.label_now, c.help) for c in COMMANDS if c.label_now]
-    return Section(title, tuple(keys))
+        keys += [HelpEntry(c.label_now, c.help) for c in COMMANDS if c.label_now]
+    return HelpSection(title, tuple(keys))
 
 
-def section_text(section: Section) -> str:
+def section_text(section: HelpSection) -> str:
     """A section as lines, aligned."""
     width = max(len(e.how) for e in section.entries)
     return "\n".join([section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)])

@@ -11,7 +11,7 @@ from localllm.conversation.history import History, StoredMessage, TurnGoneError
 from localllm.errors import NotFoundError
 
 
-class Branches:
+class ConversationTree:
     """A conversation of `history`; a new one (`conv_id` None) has no place there before `create`.
 
     Every method that changes something has written the change when it returns. `path` is the branch that is shown, its

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
-from localllm_tui.control.conversation_tree import Branches
+from localllm_tui.control.conversation_tree import ConversationTree
 from localllm_tui.control.formatting import title_of
 from localllm_tui.control.session import Session
 
@@ -100,7 +100,7 @@ _Reader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, str, dict[str, Any
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedConversation:
     """A conversation read from a file. `head` is the turn to show (0: the newest); ids are the file's own."""
 
     title: str
@@ -109,7 +109,7 @@ class Imported:
     head: int = 0
 
 
-def read(path: Path) -> list[Imported]:
+def read(path: Path) -> list[ImportedConversation]:
     """The conversations in a file. Raises UsageError for one that can't be read, or is none of the formats known."""
     try:
         found = json.loads(path.expanduser().read_text(encoding="utf-8-sig"))
@@ -126,11 +126,11 @@ def read(path: Path) -> list[Imported]:
     return conversations
 
 
-def store(history: History, conversations: Iterable[Imported], model: str) -> list[str]:
+def store(history: History, conversations: Iterable[ImportedConversation], model: str) -> list[str]:
     """Write them to the history, each as a new conversation; returns their ids. `model` is for those that name none."""
     ids = []
     for imported in conversations:
-        tree = Branches(history, None)
+        tree = ConversationTree(history, None)
         tree.create(imported.title or "Untitled", imported.model or model)
         places = tree.add_all(imported.turns)
         if places.get(imported.head):
@@ -139,7 +139,7 @@ def store(history: History, conversations: Iterable[Imported], model: str) -> li
     return ids
 
 
-def _conversations(found: Any) -> Iterable[Imported]:
+def _conversations(found: Any) -> Iterable[ImportedConversation]:
     if isinstance(found, Mapping):
         if found.get("format") == FORMAT:
             if int(found["version"]) > FORMAT_VERSION:
@@ -159,7 +159,7 @@ def _conversations(found: Any) -> Iterable[Imported]:
                 yield from _conversations(one)
 
 
-def _ours(found: Mapping[str, Any]) -> Imported:
+def _ours(found: Mapping[str, Any]) -> ImportedConversation:
     turns = tuple(
         StoredMessage(
             int(m["id"]), _role(m["role"]), str(m["content"]), m.get("reasoning"), dict(m.get("meta") or {}),
@@ -167,10 +167,12 @@ def _ours(found: Mapping[str, Any]) -> Imported:
         )
         for m in found["messages"]
     )  # fmt: skip
-    return Imported(str(found.get("title") or ""), str(found.get("model") or ""), turns, int(found.get("head") or 0))
+    return ImportedConversation(
+        str(found.get("title") or ""), str(found.get("model") or ""), turns, int(found.get("head") or 0)
+    )
 
 
-def _messages(found: list[Any], title: str) -> Imported:
+def _messages(found: list[Any], title: str) -> ImportedConversation:
     """A list of messages, as the chat completions API has them."""
     turns: list[StoredMessage] = []
     parent = 0
@@ -180,10 +182,10 @@ def _messages(found: list[Any], title: str) -> Imported:
             continue
         turns.append(StoredMessage(len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent))
         parent = parent if role == "system" else turns[-1].id
-    return Imported(title or _title(turns), "", tuple(turns))
+    return ImportedConversation(title or _title(turns), "", tuple(turns))
 
 
-def _chatgpt(found: Mapping[str, Any]) -> Imported:
+def _chatgpt(found: Mapping[str, Any]) -> ImportedConversation:
     """`mapping` is a tree of nodes, many of them empty or for tools; `current_node` is its head."""
     nodes: Mapping[str, Any] = found["mapping"]
 
@@ -201,7 +203,7 @@ def _chatgpt(found: Mapping[str, Any]) -> Imported:
     return _tree(str(found.get("title") or ""), nodes, str(found.get("current_node") or ""), turn, "parent", "children")
 
 
-def _open_webui(found: Mapping[str, Any]) -> Imported:
+def _open_webui(found: Mapping[str, Any]) -> ImportedConversation:
     """`history.messages` is a tree by id; `currentId` is its head."""
     chat = found["chat"]
     past = chat["history"]
@@ -219,7 +221,7 @@ def _open_webui(found: Mapping[str, Any]) -> Imported:
 
 def _tree(
     title: str, nodes: Mapping[str, Any], head: str, turn: _Reader, parent_key: str, children_key: str
-) -> Imported:
+) -> ImportedConversation:
     """A tree of nodes as turns; nodes that are none give their children to their parent."""
     turns: list[StoredMessage] = []
     place: dict[str, int] = {}
@@ -238,7 +240,7 @@ def _tree(
         place[name] = parent
         todo += [(child, parent) for child in reversed(nodes[name].get(children_key) or ()) if child in nodes]
     models = [str(t.meta["model"]) for t in turns if "model" in t.meta]
-    return Imported(title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0))
+    return ImportedConversation(title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0))
 
 
 def _role(role: Any) -> str:

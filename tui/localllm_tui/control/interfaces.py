@@ -27,7 +27,7 @@ MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """What a person wants of a model: `machine` "" is this one, `memory_gb` 0 what it has, `longest_wait_s` 0 however long."""
 
     purpose: str = "chat"
@@ -38,44 +38,41 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A plan as it is shown. `ref` is what is pulled, `installed` the name of its files on this disk ("": not there);
-    `wait_s` until an answer begins, thoughts included; `tok_s` predicted, from `tok_s_low` to `tok_s_high`."""
+class PlanChoice:
+    """A plan that can be pulled: `plan` as `localllm recommend --json` prints it (localllm/planner/recommend.schema.json).
 
-    ref: str
-    name: str
-    quant: str
-    fits: str
-    total_bytes: int
-    limit_bytes: int
-    n_ctx: int
-    kv_type: str
-    tok_s: float
-    tok_s_low: float
-    tok_s_high: float
-    ttft_s: float
+    `wait_s` until an answer begins, thoughts included; `installed` the name of its files on this disk ("": not there).
+    """
+
+    plan: Mapping[str, Any]
     wait_s: float
-    quality: float
-    file_bytes: int
-    why: str
-    reasons: tuple[str, ...] = ()
     installed: str = ""
+
+    @property
+    def ref(self) -> str:
+        """What is pulled."""
+        return f"{self.plan['model']}:{self.plan['variant']['quant']}"
+
+    @property
+    def title(self) -> str:
+        """Its model's name and its quant."""
+        return f"{self.plan['name']} {self.plan['variant']['quant']}"
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanList:
     """What fits, best first: `machine` in a line, `n_too_slow` that answer too late. `left_out`: how many others there
     are, by why they are left out ("too large")."""
 
-    wish: Wish
+    wish: PlanRequest
     machine: str
-    offers: tuple[Offer, ...]
+    choices: tuple[PlanChoice, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
     n_too_slow: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class InstalledModel:
     """Files of a model on this disk: `owner` in words; `ours` may be removed here. `fit`: what loading them would take."""
 
     name: str
@@ -98,26 +95,26 @@ class PullProgress:
     left_s: float | None = None
 
 
-class Desk(Protocol):
+class ModelService(Protocol):
     """Knows what there is. Every method may take a while, and is called from a thread; all raise LocalLLMError."""
 
-    def plan(self, wish: Wish) -> Planned:
+    def plan(self, wish: PlanRequest) -> PlanList:
         """Every model that fits, planned anew."""
         ...
 
-    def explain(self, wish: Wish, ref: str, columns: int) -> Sequence[str]:
+    def explain(self, wish: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
         ...
 
-    def on_disk(self) -> Sequence[OnDisk]:
+    def on_disk(self) -> Sequence[InstalledModel]:
         """What is installed, whoever keeps it."""
         ...
 
-    def fit(self, model: OnDisk) -> str:
+    def fit(self, model: InstalledModel) -> str:
         """What loading it here would take and give, in a sentence."""
         ...
 
-    def remove(self, model: OnDisk) -> int:
+    def remove(self, model: InstalledModel) -> int:
         """Remove its files; returns the bytes freed."""
         ...
 
@@ -131,7 +128,7 @@ State = Literal["loading", "ready", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EngineProgress:
     """How far an engine is with its first model: `share` of it is loaded, from 0 to 1. `failed` with `error`; what asks it
     for another model, or for this one again, may all the same unless it is `down`."""
 
@@ -147,7 +144,7 @@ class Progress:
         return f"loading {model}" + (f" {self.share:.0%}" if self.share > 0 else "")
 
 
-class Engine(Protocol):
+class ChatEngine(Protocol):
     """An OpenAI-compatible server at `base_url` (…/v1), or behind a Unix socket, and the `model` of it to ask first."""
 
     @property
@@ -171,7 +168,7 @@ class Engine(Protocol):
         """Begin to load, in a thread; once is enough."""
         ...
 
-    def progress(self) -> Progress:
+    def progress(self) -> EngineProgress:
         """How far it is."""
         ...
 
@@ -180,14 +177,14 @@ class Engine(Protocol):
         ...
 
 
-def is_here(engine: Engine) -> bool:
+def is_here(engine: ChatEngine) -> bool:
     """Whether what is asked stays on this machine."""
     host = urlsplit(engine.base_url).hostname or ""
     return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")
 
 
 # Makes an engine of the chat's own with a model: what a chat goes on with whose server went away.
-MakesEngine = Callable[[str], Engine]
+EngineFactory = Callable[[str], ChatEngine]
 
 
 @dataclass(frozen=True, slots=True)

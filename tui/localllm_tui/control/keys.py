@@ -11,7 +11,7 @@ from enum import Enum
 from localllm.errors import UsageError
 
 
-class Moment(Enum):
+class KeyContext(Enum):
     """What the person is doing, which decides what keys are hinted at."""
 
     WRITING = "writing"
@@ -42,7 +42,7 @@ class Key:
     help: str = ""
     priority: bool = False
     caught: bool = False
-    hints: Mapping[Moment, str] = field(default_factory=dict)
+    hints: Mapping[KeyContext, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -124,15 +124,15 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL 
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={Moment.WRITING: "sends", Moment.EDITING: "puts it beside the old one"},
+        hints={KeyContext.WRITING: "sends", KeyContext.EDITING: "puts it beside the old one"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
-        "new line (Shift+Enter where the terminal tells it apart)", hints={Moment.WRITING: "new line"},
+        "new line (Shift+Enter where the terminal tells it apart)", hints={KeyContext.WRITING: "new line"},
     ),
     Key(
         CHAT, "escape", "Esc", "stop", "stop the answer and keep its text",
-        hints={Moment.ANSWERING: "stops", Moment.EDITING: "leaves it"},
+        hints={KeyContext.ANSWERING: "stops", KeyContext.EDITING: "leaves it"},
     ),
     Key(
         APP, "ctrl+c", "Ctrl+C", "interrupt", "copy the selected text; else stop the answer; twice: quit", priority=True
@@ -151,75 +151,75 @@ KEYS = (
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
     Key(
         CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select", "select a turn, to change, retry, copy or remove it", priority=True,
-        hints={Moment.WRITING: "turns"},
+        hints={KeyContext.WRITING: "turns"},
     ),
     Key(
         TURN, "up", "Up, Down", "select(-1)", "the turn before, the turn after"
     ),
     Key(TURN, "down", "Down", "select(1)"),
     Key(
-        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is", hints={Moment.SELECTING: "edit"}
+        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is", hints={KeyContext.SELECTING: "edit"}
     ),
-    Key(TURN, "r", "R", "turn('again')", "another answer", hints={Moment.SELECTING: "again"}),
+    Key(TURN, "r", "R", "turn('again')", "another answer", hints={KeyContext.SELECTING: "again"}),
     Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
-    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={Moment.SELECTING: "copy"}),
+    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={KeyContext.SELECTING: "copy"}),
     Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
     *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
     Key(
-        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here", hints={Moment.SELECTING: "branch"}
+        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here", hints={KeyContext.SELECTING: "branch"}
     ),
     Key(
         TURN, "d,delete", "D", "turn('remove')", "twice: remove it, and what follows it",
-        hints={Moment.SELECTING: "delete"},
+        hints={KeyContext.SELECTING: "delete"},
     ),
     Key(
-        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions", hints={Moment.SELECTING: "version"}
+        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions", hints={KeyContext.SELECTING: "version"}
     ),
     Key(TURN, "right", "Right", "turn('version', 1)"),
     Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
-    Key(TURN, "escape,q,i", "Esc", "unselect", hints={Moment.SELECTING: "back"}),
+    Key(TURN, "escape,q,i", "Esc", "unselect", hints={KeyContext.SELECTING: "back"}),
     Key(CHAT, "f5", "F5, F6, F7", "pull(1)", "on the first run: pull one of the models named, then use it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
-    Key(APPROVAL, "y", "Y", "yes", hints={Moment.APPROVING: "runs it, this once"}),
-    Key(APPROVAL, "n,escape,q", "N", "no", hints={Moment.APPROVING: "does not"}),
-    Key(MODELS, "enter", "Enter", hints={Moment.MODELS: "pulls, uses", Moment.ON_DISK: "uses"}),
+    Key(APPROVAL, "y", "Y", "yes", hints={KeyContext.APPROVING: "runs it, this once"}),
+    Key(APPROVAL, "n,escape,q", "N", "no", hints={KeyContext.APPROVING: "does not"}),
+    Key(MODELS, "enter", "Enter", hints={KeyContext.MODELS: "pulls, uses", KeyContext.ON_DISK: "uses"}),
     Key(
         MODELS, "left_square_bracket,left", "←→", "step('context', -1)", "a shorter, a longer context",
-        hints={Moment.MODELS: "context"},
+        hints={KeyContext.MODELS: "context"},
     ),
     Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
     Key(MODELS, "p", "P", "step('purpose', 1)", "another purpose (Tab goes to every slider)"),
-    Key(MODELS, "m", "M", "machine", "another machine, by its name", hints={Moment.MODELS: "machine"}),
-    Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={Moment.MODELS: "why"}),
+    Key(MODELS, "m", "M", "machine", "another machine, by its name", hints={KeyContext.MODELS: "machine"}),
+    Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={KeyContext.MODELS: "why"}),
     Key(MODELS, "space", "Space", "mark", "mark a plan to compare it"),
-    Key(MODELS, "c", "C", "compare", "the marked plans side by side", hints={Moment.MODELS: "compare"}),
+    Key(MODELS, "c", "C", "compare", "the marked plans side by side", hints={KeyContext.MODELS: "compare"}),
     Key(
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
-        hints={Moment.MODELS: "disk", Moment.ON_DISK: "plans"},
+        hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
     ),
     Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
     Key(
         MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",
-        hints={Moment.ON_DISK: "removes"},
+        hints={KeyContext.ON_DISK: "removes"},
     ),
-    Key(MODELS, "escape,q", "Esc", "close", hints={Moment.MODELS: "back", Moment.ON_DISK: "back"}),
+    Key(MODELS, "escape,q", "Esc", "close", hints={KeyContext.MODELS: "back", KeyContext.ON_DISK: "back"}),
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
     Key(SLIDER, "home", "Home", "first"),
     Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
-    Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={Moment.HELP: "closes"}),
-    Key(FILES, "enter", "Enter", hints={Moment.FILING: "sends it along"}),
-    Key(FILES, "escape", "Esc", "close", hints={Moment.FILING: "closes"}),
-    Key(PICKER, "enter", "Enter", hints={Moment.CHOOSING: "opens"}),
-    Key(PICKER, "right", "Right, Left", hints={Moment.CHOOSING: "unfolds"}),
-    Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={Moment.CHOOSING: "removes"}),
-    Key(PICKER, "escape", "Esc", "close", hints={Moment.CHOOSING: "closes"}),
+    Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
+    Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along"}),
+    Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes"}),
+    Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens"}),
+    Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),
+    Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={KeyContext.CHOOSING: "removes"}),
+    Key(PICKER, "escape", "Esc", "close", hints={KeyContext.CHOOSING: "closes"}),
 )  # fmt: skip
 
 
-def hints(moment: Moment, *, without: str = "") -> str:
+def hints(moment: KeyContext, *, without: str = "") -> str:
     """What the keys do at `moment`, in a line for a frame; `without` the one of that id, which has nothing to do now."""
     shown = (k for k in KEYS if moment in k.hints and (not without or k.id != without))
     return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[moment]}" for k in shown)

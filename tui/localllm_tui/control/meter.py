@@ -21,7 +21,7 @@ from localllm_tui.control.session import Session
 _GAP = "  "
 
 
-class Meter:
+class AnswerMeter:
     """Counts one answer. While it streams a delta counts as a token; the server's usage replaces the count."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class StatusFigures:
     """What the status line shows. Tokens, tokens per second, seconds; None: not known (yet)."""
 
     model: str
@@ -96,7 +96,7 @@ class Numbers:
     drafted_share: float | None = None
 
     @classmethod
-    def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> Numbers:
+    def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> StatusFigures:
         """From an answer's `meta`."""
         return cls(
             model,
@@ -109,13 +109,13 @@ class Numbers:
         )
 
     @classmethod
-    def so_far(cls, model: str, n_ctx: int | None, meter: Meter, used_before: int) -> Numbers:
+    def so_far(cls, model: str, n_ctx: int | None, meter: AnswerMeter, used_before: int) -> StatusFigures:
         """From an answer on its way; `used_before`: the context in use when it was asked for."""
         used = meter.used or used_before + meter.tokens  # until the server counts
         return cls(model, meter.tok_s, meter.ttft_s, used, n_ctx, meter.usage.cached if meter.usage else None)
 
 
-def status_text(n: Numbers, width: int) -> str:
+def status_text(n: StatusFigures, width: int) -> str:
     """The status line in at most `width` cells: words where there is room, short names where there is not."""
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = _parts(n, words, cells)
@@ -127,7 +127,7 @@ def status_text(n: Numbers, width: int) -> str:
     return elide(_GAP.join([elide(n.model, max(room, 1)), *parts]), width)
 
 
-def _parts(n: Numbers, words: bool, bar_cells: int) -> list[str]:
+def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
     parts = []
     if n.tok_s is not None:
         parts.append(f"{n.tok_s:.1f} tok/s")
@@ -153,7 +153,7 @@ def _seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class UnsentMessage:
     """What is in the input: its text, the files that go with it, and the question it is another version of (None: it is new)."""
 
     text: str
@@ -171,14 +171,14 @@ class Typed:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TokenCosts:
     """Tokens: the conversation as it is, and with what is typed (None: nothing is). None: the server can't tell."""
 
     said: int | None = None
     asked: int | None = None
 
     @classmethod
-    async def of(cls, client: ChatClient, model: str, session: Session, typed: Typed) -> Cost:
+    async def of(cls, client: ChatClient, model: str, session: Session, typed: UnsentMessage) -> TokenCosts:
         """Counted by the server, where it did not count already."""
         said = session.used_tokens if session.counted else await client.count(model, session.context())
         asked = None if typed.empty else await client.count(model, typed.messages(session))
@@ -193,7 +193,7 @@ class Cost:
         return f"{self.asked:,} of {n_ctx:,} tokens" + (": too long" if self.asked >= n_ctx else " in all")
 
 
-async def check_fits(client: ChatClient, model: str, session: Session, typed: Typed, n_ctx: int | None) -> None:
+async def check_fits(client: ChatClient, model: str, session: Session, typed: UnsentMessage, n_ctx: int | None) -> None:
     """Raise ContextLengthError for a question that the server would refuse for its length: unsent, it can be changed.
 
     A server that can't count is left to refuse by itself.

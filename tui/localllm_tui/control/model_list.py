@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from localllm.errors import LocalLLMError
 from localllm_tui.control.formatting import amount, bar, elide, span
-from localllm_tui.control.interfaces import Desk, Offer, OnDisk, PullProgress
+from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PullProgress
 from localllm_tui.control.terminal import printable
 
 
@@ -56,7 +56,7 @@ class Pull:
 class Pulls:
     """All downloads of a chat, the newest last."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ModelService) -> None:
         self._desk = desk
         self._pulls: dict[str, Pull] = {}
 
@@ -129,7 +129,7 @@ def context_words(tokens: int) -> str:
 
 
 def catalog_head(width: int) -> str:
-    """The names of the columns of `offer_line`."""
+    """The names of the columns of `plan_line`."""
     name, wide = _room(width)
     columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
     if wide:
@@ -137,46 +137,51 @@ def catalog_head(width: int) -> str:
     return columns + f" {'tok/s':>9} {'answers':>8}"
 
 
-def offer_line(offer: Offer, width: int, pull: Pull | None = None) -> str:
+def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None) -> str:
     """One plan; `●` is installed, `↓` on its way."""
+    plan, memory = choice.plan, choice.plan["memory"]
     name, wide = _room(width)
-    mark = "●" if offer.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
-    shown = elide(printable(offer.name), name)
-    line = f"{mark} {shown}{' ' * (name - cell_len(shown))} {elide(offer.quant, 9):9} {amount(offer.total_bytes):>8}"
+    mark = "●" if choice.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
+    shown = elide(printable(plan["name"]), name)
+    line = f"{mark} {shown}{' ' * (name - cell_len(shown))} {elide(plan['variant']['quant'], 9):9}"
+    line += f" {amount(memory['total_bytes']):>8}"
     if wide:
-        share = bar(offer.total_bytes, max(1, offer.limit_bytes))
-        line += f" {share} {context_words(offer.n_ctx):>8}"
-    speed = f"{_rate(offer.tok_s_low)}–{_rate(offer.tok_s_high)}"
-    return f"{line} {speed:>9} {span(offer.wait_s):>8}"
+        share = bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
+        line += f" {share} {context_words(plan['n_ctx']):>8}"
+    speed = plan["decode_tok_s"]
+    return f"{line} {_rate(speed['low']) + '–' + _rate(speed['high']):>9} {span(choice.wait_s):>8}"
 
 
-def offer_details(offer: Offer, width: int, pull: Pull | None = None) -> list[str]:
+def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None) -> list[str]:
     """What is known of one plan, in a few lines."""
+    plan, memory = choice.plan, choice.plan["memory"]
     lines = [
-        f"{offer.name} {offer.quant}: {_FITS.get(offer.fits, offer.fits)}, {amount(offer.total_bytes)} of "
-        f"{amount(offer.limit_bytes)} with {offer.n_ctx:,} tokens of {offer.kv_type} context",
-        *textwrap.wrap(printable(offer.why), max(20, width)),
+        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {amount(memory['total_bytes'])} of "
+        f"{amount(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} context",
+        *textwrap.wrap(printable(plan["why"]), max(20, width)),
     ]
     if pull is not None:
         lines.append(pull.words())
-    elif offer.installed:
+    elif choice.installed:
         lines.append("installed: Enter uses it here")
     else:
-        lines.append(f"Enter pulls {amount(offer.file_bytes)}: {offer.ref}")
+        lines.append(f"Enter pulls {amount(plan['variant']['bytes'])}: {choice.ref}")
     return [elide(line, width) for line in lines]
 
 
-def compare(offers: Sequence[Offer]) -> list[tuple[str, ...]]:
+def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
     """Rows of a table, a column for each plan; the first row is its head."""
+    plans = [c.plan for c in choices]
+    speeds = [p["decode_tok_s"] for p in plans]
     return [
-        ("", *(f"{o.name} {o.quant}" for o in offers)),
-        ("memory", *(amount(o.total_bytes) for o in offers)),
-        ("download", *("installed" if o.installed else amount(o.file_bytes) for o in offers)),
-        ("context", *(f"{context_words(o.n_ctx)} {o.kv_type}" for o in offers)),
-        ("tokens/s", *(f"{_rate(o.tok_s_low)} to {_rate(o.tok_s_high)}" for o in offers)),
-        ("first token", *(span(o.ttft_s) for o in offers)),
-        ("answers after", *(span(o.wait_s) for o in offers)),
-        ("quality, points", *(f"{round(o.quality)}" for o in offers)),
+        ("", *(c.title for c in choices)),
+        ("memory", *(amount(p["memory"]["total_bytes"]) for p in plans)),
+        ("download", *("installed" if c.installed else amount(c.plan["variant"]["bytes"]) for c in choices)),
+        ("context", *(f"{context_words(p['n_ctx'])} {p['kv_type']}" for p in plans)),
+        ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
+        ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
+        ("answers after", *(span(c.wait_s) for c in choices)),
+        ("quality, points", *(f"{round(p['quality']['points'])}" for p in plans)),
     ]
 
 
@@ -186,7 +191,7 @@ def disk_head(width: int) -> str:
     return f"  {'model':{name}} {'quant':9} {'size':>8}  kept by"
 
 
-def disk_line(model: OnDisk, width: int, *, in_use: bool) -> str:
+def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     """One model on this disk; `▸` answers now."""
     name = _disk_name(width)
     shown = elide(printable(model.name), name)
@@ -194,7 +199,7 @@ def disk_line(model: OnDisk, width: int, *, in_use: bool) -> str:
     return elide(f"{line} {amount(model.size_bytes):>8}  {model.owner}", width)
 
 
-def disk_details(model: OnDisk, fit: str, width: int) -> list[str]:
+def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
     """What is known of files on this disk."""
     may = "Delete twice removes them" if model.ours else "remove them there: they are not localllm's"
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
@@ -224,26 +229,27 @@ STARTER = (
 )
 
 
-def first_run_lines(starter: str, offers: Sequence[Offer], pulls: Pulls, *, planned: bool) -> list[str]:
+def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *, planned: bool) -> list[str]:
     """The page; until it is `planned` it says that it is looked up."""
     if not planned:
         return [STARTER, "", "Planning what this machine could run …"]
-    best = worth_pulling(starter, offers)
+    best = worth_pulling(starter, choices)
     if not best:
         return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
     said = [STARTER, "", "Worth having on this machine; one key pulls one, while you chat on:"]
-    for key, offer in zip(FIRST_RUN_KEYS, best, strict=False):
-        pull = pulls.of(offer.ref)
+    for key, choice in zip(FIRST_RUN_KEYS, best, strict=False):
+        pull = pulls.of(choice.ref)
         if pull is not None and pull.done:
-            said.append(f"  {key}  {offer.name} is here: {key} uses it")
+            said.append(f"  {key}  {choice.plan['name']} is here: {key} uses it")
         elif pull is not None:
             said.append(f"  {key}  {pull.words()}")
         else:
-            speed = f"{offer.tok_s_low:.0f} to {offer.tok_s_high:.0f} tokens/s"
-            said.append(f"  {key}  {offer.name} {offer.quant}: {amount(offer.file_bytes)}, {speed}")
+            speed = choice.plan["decode_tok_s"]
+            rate = f"{speed['low']:.0f} to {speed['high']:.0f} tokens/s"
+            said.append(f"  {key}  {choice.title}: {amount(choice.plan['variant']['bytes'])}, {rate}")
     return [*said, "  F4  all models, with what each needs and why"]
 
 
-def worth_pulling(starter: str, offers: Sequence[Offer]) -> list[Offer]:
+def worth_pulling(starter: str, choices: Sequence[PlanChoice]) -> list[PlanChoice]:
     """The best plans that are not the starter itself."""
-    return [o for o in offers if not starter.startswith(o.ref.partition(":")[0])][:FIRST_RUN_SHOWN]
+    return [c for c in choices if not starter.startswith(c.ref.partition(":")[0])][:FIRST_RUN_SHOWN]

@@ -14,7 +14,7 @@ from localllm_tui.control.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SpeedRange:
     """A predicted figure with its range."""
 
     value: float = 0.0
@@ -23,7 +23,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Physics:
+class ModelPhysics:
     """A served model on its machine, as localllm/planner/serialise.py tells it. `kv_points`: (depth, bytes read)."""
 
     device: str
@@ -34,14 +34,14 @@ class Physics:
     kv_points: tuple[tuple[int, int], ...]
     flops_per_token: float
     n_batch: int
-    decode: Spread
-    prefill: Spread
+    decode: SpeedRange
+    prefill: SpeedRange
     kv_type: str = ""
     quant: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Physics | None:
+    def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
         """From a server's words; None where it does not say, or says something else."""
         try:
             weights = said["weights"]
@@ -82,12 +82,12 @@ class Physics:
         return self.bandwidth_gbps * 1e9 / max(1.0, self.token_bytes(depth))
 
 
-def _spread(said: Mapping[str, Any]) -> Spread:
-    return Spread(float(said["value"]), float(said["low"]), float(said["high"]))
+def _spread(said: Mapping[str, Any]) -> SpeedRange:
+    return SpeedRange(float(said["value"]), float(said["low"]), float(said["high"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AnswerSpeed:
     """An answer as the server measured it, or as it comes (`live`: tokens per second as they arrive, None: measured).
 
     `coming`: it is on its way. One that was stopped is not, and the server never tells how long its parts took."""
@@ -123,7 +123,7 @@ class Seen:
         """Prompt tokens per second, of those that were computed."""
         return self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
 
-    def achieved_gbps(self, physics: Physics) -> float | None:
+    def achieved_gbps(self, physics: ModelPhysics) -> float | None:
         """Bytes that its steps read, per second, in GB: of this answer alone, whoever else was in them."""
         rate = self.steps_s
         return None if rate is None else rate * physics.token_bytes(self.depth) / 1e9
@@ -147,16 +147,16 @@ _PLOT_ROWS = 7
 _BAR = 12
 
 
-def panel_lines(physics: Physics | None, seen: Seen | None, width: int = PANEL_WIDTH) -> list[str]:
+def panel_lines(physics: ModelPhysics | None, seen: AnswerSpeed | None, width: int = PANEL_WIDTH) -> list[str]:
     """The panel, line by line, in at most `width` cells each."""
     if physics is None:
         return ["This server does not say what", "a token costs it."]
-    shown = seen or Seen()
+    shown = seen or AnswerSpeed()
     text = [*_token(physics, shown), "", *_answer(physics, shown), "", *_time(shown), "", *_memory(physics)]
     return [line[:width] for line in (*text, "", *roof(physics, shown, width))]
 
 
-def headline(physics: Physics, seen: Seen) -> str:
+def headline(physics: ModelPhysics, seen: AnswerSpeed) -> str:
     """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory can do"."""
     said = f"each token reads {gb(physics.token_bytes(seen.depth))}"
     achieved = seen.achieved_gbps(physics)
@@ -166,12 +166,12 @@ def headline(physics: Physics, seen: Seen) -> str:
     return f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
 
 
-def _of_bandwidth(achieved: float, physics: Physics) -> str:
+def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
     digits = 0 if achieved >= 10 else 1
     return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
 
 
-def _token(physics: Physics, seen: Seen) -> list[str]:
+def _token(physics: ModelPhysics, seen: AnswerSpeed) -> list[str]:
     kv = physics.kv_bytes(seen.depth)
     rows = [("weights", float(physics.dense_bytes)), ("experts", float(physics.routed_bytes)), ("KV cache", kv)]
     rows = [(name, n) for name, n in rows if n or name == "KV cache"]
@@ -184,7 +184,7 @@ def _token(physics: Physics, seen: Seen) -> list[str]:
     ]
 
 
-def _answer(physics: Physics, seen: Seen) -> list[str]:
+def _answer(physics: ModelPhysics, seen: AnswerSpeed) -> list[str]:
     achieved, rate = seen.achieved_gbps(physics), seen.tok_s
     as_it_came = "" if seen.live is None else ", as it arrives" if seen.coming else ", as it arrived"
     head = f"THIS ANSWER{as_it_came}"
@@ -206,7 +206,7 @@ def _answer(physics: Physics, seen: Seen) -> list[str]:
     ]
 
 
-def _time(seen: Seen) -> list[str]:
+def _time(seen: AnswerSpeed) -> list[str]:
     took, usage = seen.timings, seen.usage
     if seen.live is not None and not seen.coming:
         return ["TIME", "  not told of a stopped answer"]
@@ -231,7 +231,7 @@ def _time(seen: Seen) -> list[str]:
     return rows
 
 
-def _memory(physics: Physics) -> list[str]:
+def _memory(physics: ModelPhysics) -> list[str]:
     needs = physics.memory
     total, limit = float(needs.get("total_bytes") or 0), float(needs.get("limit_bytes") or 0)
     if not total:
@@ -244,7 +244,7 @@ def _memory(physics: Physics) -> list[str]:
     ]
 
 
-def roof(physics: Physics, seen: Seen, width: int = PANEL_WIDTH) -> list[str]:
+def roof(physics: ModelPhysics, seen: AnswerSpeed, width: int = PANEL_WIDTH) -> list[str]:
     """The roofline, log-log: GFLOP/s over FLOPs per byte, with decode (d) and prefill (p) where they ran, or are planned
     where nothing was measured (in brackets in the legend)."""
     decode, prefill = seen.tok_s or physics.decode.value, seen.prefill_tok_s or physics.prefill.value

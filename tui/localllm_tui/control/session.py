@@ -9,7 +9,7 @@ from typing import Any
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import NotFoundError, UsageError
 from localllm_tui.control.attachments import files_of, with_files
-from localllm_tui.control.conversation_tree import Branches
+from localllm_tui.control.conversation_tree import ConversationTree
 from localllm_tui.control.formatting import title_of
 
 # An answer is written this often while it streams: what a kill -9 can cost.
@@ -37,7 +37,7 @@ class Session:
         self.history = history
         self.model = model
         self.now = now
-        self.tree = Branches(history, conv_id)
+        self.tree = ConversationTree(history, conv_id)
         self._system = system
         stored = history.get(conv_id) if conv_id else None
         self.title = stored.title if stored is not None else ""
@@ -241,7 +241,7 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> Answer:
+    def answer(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> PendingAnswer:
         """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these.
 
         `goes_on`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
@@ -249,12 +249,12 @@ class Session:
         """
         last = self.turns[-1] if self.turns else None
         if goes_on:
-            return Answer.more(self, self._to_go_on(to or last))
+            return PendingAnswer.more(self, self._to_go_on(to or last))
         to = to or self.last_question
         question = self.tree.parent(to) if to.role == "assistant" else to
         if question is None:
             raise UsageError("there is no question before this answer", hint="ask one, and it is answered")
-        return Answer(self, question)
+        return PendingAnswer(self, question)
 
     def _to_go_on(self, turn: StoredMessage | None) -> StoredMessage:
         if turn is None:
@@ -318,7 +318,7 @@ class Session:
         return asked
 
 
-class Answer:
+class PendingAnswer:
     """An answer while it streams. Nothing is stored, and no other version touched, before its first text."""
 
     def __init__(self, session: Session, question: StoredMessage, begun: StoredMessage | None = None) -> None:
@@ -334,7 +334,7 @@ class Answer:
         self._next_save_s = float("-inf")
 
     @classmethod
-    def more(cls, session: Session, begun: StoredMessage) -> Answer:
+    def more(cls, session: Session, begun: StoredMessage) -> PendingAnswer:
         """More of an answer that there is."""
         return cls(session, session.tree.parent(begun) or begun, begun)
 

@@ -107,7 +107,7 @@ TIDY_AFTER_S = 3.0
 _NEVER = 1_000_000
 
 
-class Tidying:
+class DeferredGc:
     """From `begin` to `end` all objects are looked at only when `quiet` says that nobody waits; young ones as ever."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control.client import ChatClient, Done, StreamEvent, TextDelta, ToolCall, ToolRan, Waiting
+from localllm_tui.control.client import AnswerDone, ChatClient, StreamEvent, TextDelta, ToolCall, ToolResult, WaitNote
 from localllm_tui.control.interfaces import ToolHost, ToolSpec
 from localllm_tui.control.terminal import printable
 
@@ -19,7 +19,7 @@ MOST_CHARS = 20_000
 NOT_ALLOWED = "The person did not allow this call."
 
 
-Approves = Callable[[ToolCall, ToolSpec], Awaitable[bool]]
+ToolApprover = Callable[[ToolCall, ToolSpec], Awaitable[bool]]
 
 
 class ToolBox:
@@ -85,24 +85,24 @@ class ToolBox:
             for name, spec in self.specs().items()
         ]
 
-    async def run(self, call: ToolCall, approves: Approves) -> ToolRan:
+    async def run(self, call: ToolCall, approves: ToolApprover) -> ToolResult:
         """What became of a call: nothing runs without a yes, and what a tool says is text, never an error of ours."""
         spec = self.specs().get(call.name)
         if spec is None:
-            return ToolRan(call, f"There is no tool {call.name}.", allowed=False)
+            return ToolResult(call, f"There is no tool {call.name}.", allowed=False)
         try:
             arguments = json.loads(call.arguments or "{}")
             if not isinstance(arguments, dict):
                 raise ValueError
         except ValueError:
-            return ToolRan(call, "The arguments are not a JSON object.", allowed=False)
+            return ToolResult(call, "The arguments are not a JSON object.", allowed=False)
         if not await approves(call, spec):
-            return ToolRan(call, NOT_ALLOWED, allowed=False)
+            return ToolResult(call, NOT_ALLOWED, allowed=False)
         try:
             said = await self._hosts[spec.host].call(spec.name, arguments)
         except LocalLLMError as e:
             said = f"The call failed: {e.message}"
-        return ToolRan(call, _cut(printable(said)), allowed=True)
+        return ToolResult(call, _cut(printable(said)), allowed=True)
 
 
 async def stream_with_tools(
@@ -110,7 +110,7 @@ async def stream_with_tools(
     model: str,
     messages: Sequence[Mapping[str, Any]],
     box: ToolBox,
-    approves: Approves,
+    approves: ToolApprover,
     **more: Any,
 ) -> AsyncGenerator[StreamEvent, None]:
     """`client.stream`, with the tools of `box` on offer: what the model asks for is done between its parts, and it goes on
@@ -119,13 +119,13 @@ async def stream_with_tools(
     for rounds in range(MOST_ROUNDS + 1):
         calls: list[ToolCall] = []
         text = ""
-        done: Done | None = None
+        done: AnswerDone | None = None
         offered = box.offered() if rounds < MOST_ROUNDS else []
         async with aclosing(client.stream(model, said, tools=offered, **more)) as events:
             async for event in events:
                 if isinstance(event, ToolCall):
                     calls.append(event)
-                elif isinstance(event, Done):
+                elif isinstance(event, AnswerDone):
                     done = event
                 else:
                     text += event.text if isinstance(event, TextDelta) else ""
@@ -136,7 +136,7 @@ async def stream_with_tools(
             return
         said.append({"role": "assistant", "content": text, "tool_calls": [_as_asked(call) for call in calls]})
         for call in calls:
-            yield Waiting(f"{call.name} waits for your yes")
+            yield WaitNote(f"{call.name} waits for your yes")
             ran = await box.run(call, approves)
             yield ran
             said.append({"role": "tool", "tool_call_id": call.id, "content": ran.result})

@@ -9,7 +9,7 @@ from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.formatting import ago, elide, how_many
-from localllm_tui.control.keys import Moment, hints
+from localllm_tui.control.keys import KeyContext, hints
 from localllm_tui.control.terminal import printable
 
 
@@ -33,14 +33,14 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     return "\n\n".join(lines)
 
 
-def footer(moment: Moment, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
+def footer(moment: KeyContext, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
     """The line under the input: what the keys do at `moment`, or the commands that `typed` can become.
 
     `queued`: a question waits for the answer to end. `alone`: the turn that is selected has no other version.
     """
-    if moment is Moment.ANSWERING:
+    if moment is KeyContext.ANSWERING:
         return hints(moment) + (" · sent when this answer ends" if queued else "")
-    if moment is Moment.SELECTING:
+    if moment is KeyContext.SELECTING:
         return hints(moment, without="turn.version-back" if alone else "")
     found = commands.matching(typed)
     typed_whole = [c for c in found if typed == f"/{c.name}"]
@@ -49,20 +49,20 @@ def footer(moment: Moment, typed: str, width: int, *, queued: bool = False, alon
         return f"/{command.name} · {command.help}"
     if found:
         return elide("  ".join(f"/{c.name}" for c in found), width)
-    return hints(moment) + (" · F1 help" if moment is Moment.WRITING else "")
+    return hints(moment) + (" · F1 help" if moment is KeyContext.WRITING else "")
 
 
 CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"
 CONTINUED_BESIDE = "Another window has gone on with this conversation too: what was said there stands beside this (◂ ▸, F2 selects a turn)"
 
 
-def title(moment: Moment, attached: Sequence[str], costs: str) -> str:
+def title(moment: KeyContext, attached: Sequence[str], costs: str) -> str:
     """The line above the input: what is written there, with which files, and what sending it costs."""
-    if moment is Moment.ANSWERING:
+    if moment is KeyContext.ANSWERING:
         return "answering"
-    if moment is Moment.SELECTING:
+    if moment is KeyContext.SELECTING:
         return "a turn is selected"
-    said = "message" if moment is Moment.WRITING else "changing what was said"
+    said = "message" if moment is KeyContext.WRITING else "changing what was said"
     if attached:
         said += elide(f" + {', '.join(attached)}", 50)
     return said + (f" · {costs}" if costs else "")

@@ -10,7 +10,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.worker import Worker
 
-from localllm_tui.control.meter import Cost
+from localllm_tui.control.meter import TokenCosts
 
 
 def start(
@@ -29,20 +29,22 @@ PAUSE_S = 0.25
 _GROUP = "count"
 
 
-class Counting:
+class TokenCounter:
     """`cost` is what `count` last found; `show` is called when it changes."""
 
-    def __init__(self, screen: Screen[Any], count: Callable[[], Awaitable[Cost]], show: Callable[[], None]) -> None:
+    def __init__(
+        self, screen: Screen[Any], count: Callable[[], Awaitable[TokenCosts]], show: Callable[[], None]
+    ) -> None:
         self._screen = screen
         self._count = count
         self._show = show
         self._timer: Timer | None = None
-        self.cost = Cost()
+        self.cost = TokenCosts()
 
     def afresh(self) -> None:
         """Forget what was counted, for another conversation is on screen, and count."""
         self._screen.workers.cancel_group(self._screen, _GROUP)
-        self.cost = Cost()
+        self.cost = TokenCosts()
         self.soon()
 
     def soon(self) -> None:

@@ -18,21 +18,21 @@ from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import command_actions, commands, titles
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.session import Session
-from localllm_tui.control.terminal import KeyboardTerminal, Tidying
+from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal
 from localllm_tui.messages import FilesDropped, MuchPasted, ScrollTranscript, TurnAsked, TurnClicked
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_catalog import ChatCatalogScreen
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
-from localllm_tui.widgets.turns import Earlier
+from localllm_tui.widgets.turns import EarlierTurns
 
 # A screen over this one is read when it is asked for: together they are a twentieth of the way to the first paint.
 if TYPE_CHECKING:
-    from localllm_tui.screens.picker import Place
+    from localllm_tui.screens.picker import TurnPlace
 
 STATUS_EVERY_S = 0.2
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
@@ -44,14 +44,14 @@ class ChatScreen(ChatCatalogScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
 
-    def __init__(self, opening: Opening, copy: Callable[[str], bool]) -> None:
+    def __init__(self, opening: ChatOptions, copy: Callable[[str], bool]) -> None:
         super().__init__(opening)
         self._copy_with_tool = copy
         self._terminal = KeyboardTerminal()
         self.titles_after_s: float | None = TITLE_AFTER_S  # of quiet; None: no titles are made
         self._quiet_since_s = time.monotonic()
         self._removing = 0  # the turn that the next D removes
-        self._tidying = Tidying()
+        self._tidying = DeferredGc()
 
     async def on_mount(self) -> None:
         self._tidying.begin()
@@ -252,14 +252,16 @@ class ChatScreen(ChatCatalogScreen):
 
     async def choose(self, words: str, *, within: bool = False) -> None:
         """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
-        from localllm_tui.screens.picker import Picker
+        from localllm_tui.screens.picker import ConversationPicker
 
-        def chosen(place: Place | None) -> None:
+        def chosen(place: TurnPlace | None) -> None:
             self.call_later(self._after_choice, place)
 
-        await self.app.push_screen(Picker(self.history, words, within=self._session.id if within else None), chosen)
+        await self.app.push_screen(
+            ConversationPicker(self.history, words, within=self._session.id if within else None), chosen
+        )
 
-    async def _after_choice(self, place: Place | None) -> None:
+    async def _after_choice(self, place: TurnPlace | None) -> None:
         try:
             if place is not None:
                 await command_actions.resume(self, place.conversation_id, place.turn_id)
@@ -280,7 +282,7 @@ class ChatScreen(ChatCatalogScreen):
         after = next((i + 1 for i, v in enumerate(views) if v.turn_id == keep.question.id), len(views))
         stay = set(views[:after])
         await self.transcript.remove_children(
-            [w for w in self.transcript.children if w not in stay and not isinstance(w, Earlier)]
+            [w for w in self.transcript.children if w not in stay and not isinstance(w, EarlierTurns)]
         )
         self._last = None
         await self._start_answer(keep)

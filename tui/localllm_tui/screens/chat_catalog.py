@@ -8,13 +8,13 @@ from textual.timer import Timer
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import model_list
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import Offer, Wish
+from localllm_tui.control.interfaces import PlanChoice, PlanRequest
 from localllm_tui.control.model_list import Pulls
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_streaming import ChatStreamingScreen
-from localllm_tui.widgets.turns import FirstRun
+from localllm_tui.widgets.turns import FirstRunPage
 
 _LOOK_S = 0.1
 _WAY_ON = "What you type is kept. /model shows what else is installed here, /retry asks again once that is settled."
@@ -23,12 +23,12 @@ _WAY_ON = "What you type is kept. /model shows what else is installed here, /ret
 class ChatCatalogScreen(ChatStreamingScreen):
     """Starts the engine once the screen is there and says how far it is; pulls models while one chats."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: ChatOptions) -> None:
         super().__init__(opening)
         self.model_service = opening.desk
         self.pulls = Pulls(opening.desk) if opening.desk is not None else None
         self._starter = opening.model if opening.first_run and opening.desk is not None else ""
-        self._offers: list[Offer] | None = None
+        self._choices: list[PlanChoice] | None = None
         self._makes_own = opening.own
         self._looking: Timer | None = None
         self._troubled: LocalLLMError | None = None
@@ -106,43 +106,43 @@ class ChatCatalogScreen(ChatStreamingScreen):
         await super().redraw()
         if self._starter and not self.session.turns and self.pulls is not None:
             said = model_list.first_run_lines(
-                self._starter, self._offers or (), self.pulls, planned=self._offers is not None
+                self._starter, self._choices or (), self.pulls, planned=self._choices is not None
             )
-            await self.transcript.mount(FirstRun(said))
-            if self._offers is None:
+            await self.transcript.mount(FirstRunPage(said))
+            if self._choices is None:
                 start(self, self._plan_first_run, "first run")
 
     async def _remove_welcome(self) -> None:
         await super()._remove_welcome()
-        await self.transcript.query(FirstRun).remove()
+        await self.transcript.query(FirstRunPage).remove()
 
     async def _plan_first_run(self) -> None:
         assert self.model_service is not None
         try:
-            self._offers = [*(await asyncio.to_thread(self.model_service.plan, Wish())).offers]
+            self._choices = [*(await asyncio.to_thread(self.model_service.plan, PlanRequest())).choices]
         except LocalLLMError:
-            self._offers = []
+            self._choices = []
         self._show_first_run()
 
     def _show_first_run(self) -> None:
         assert self.pulls is not None
         said = model_list.first_run_lines(
-            self._starter, self._offers or (), self.pulls, planned=self._offers is not None
+            self._starter, self._choices or (), self.pulls, planned=self._choices is not None
         )
-        for page in self.transcript.query(FirstRun):
+        for page in self.transcript.query(FirstRunPage):
             page.update("\n".join(said))
 
     async def action_pull(self, nth: int) -> None:
         """Pull one of the plans of the first run, counted from 1; use it once it is here."""
-        best = model_list.worth_pulling(self._starter, self._offers or ()) if self._starter else []
+        best = model_list.worth_pulling(self._starter, self._choices or ()) if self._starter else []
         if self.pulls is None or nth > len(best):
             return
-        offer = best[nth - 1]
-        pull = self.pulls.of(offer.ref)
+        choice = best[nth - 1]
+        pull = self.pulls.of(choice.ref)
         if pull is not None and pull.done:
             await self.run_command("model", pull.name)
         else:
-            self.pulls.start(offer.ref)
+            self.pulls.start(choice.ref)
             self.show_pulls()
 
 

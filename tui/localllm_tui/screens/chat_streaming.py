@@ -11,12 +11,12 @@ from textual.worker import Worker, WorkerCancelled
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.control import commands
-from localllm_tui.control.answering import Answering, Owing
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.answering import AnswerStream, UnsavedAnswers
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ToolCall
 from localllm_tui.control.interfaces import ToolSpec
-from localllm_tui.control.meter import Typed, check_fits
-from localllm_tui.control.session import Answer
+from localllm_tui.control.meter import UnsentMessage, check_fits
+from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.tools import stream_with_tools
 from localllm_tui.control.wording import CONTINUED_BESIDE, CONTINUED_ELSEWHERE, full_context, note_under, way_on
@@ -24,7 +24,7 @@ from localllm_tui.messages import QuestionSubmitted
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.turns import Note, Question
+from localllm_tui.widgets.turns import ChatNote, QuestionView
 
 CONTEXT_WARNING = 0.9
 # A start's speed is known after an answer or two.
@@ -34,12 +34,12 @@ NOTICE_ASKS = 8
 class ChatStreamingScreen(ChatViewScreen):
     """Asks, one answer at a time."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: ChatOptions) -> None:
         super().__init__(opening)
         self._worker: Worker[None] | None = None
         self._leaving = self._save_failed = False
         self._notice_asks = NOTICE_ASKS
-        self._owing = Owing()
+        self._owing = UnsavedAnswers()
 
     @property
     def answering(self) -> bool:
@@ -75,7 +75,7 @@ class ChatStreamingScreen(ChatViewScreen):
                 self._session.change_answer(editing, text)
                 await self._end_edit()
                 return
-            typed = Typed(text, tuple(self.attached), editing)
+            typed = UnsentMessage(text, tuple(self.attached), editing)
             await check_fits(self.client, self.model, self._session, typed, self.n_ctx)
             before = self._session.id
             if editing is None:
@@ -84,12 +84,12 @@ class ChatStreamingScreen(ChatViewScreen):
             self.attached = []
             if editing is not None:
                 await self._end_edit()
-                await self.transcript.query(Note).remove()  # its "no answer yet"
+                await self.transcript.query(ChatNote).remove()  # its "no answer yet"
             else:
                 self._drafts.save(before, "")
                 self.composer.replace_text("")
                 await self._remove_welcome()
-                await self.transcript.mount(Question.of(turn, place=self._session.place(turn)))
+                await self.transcript.mount(QuestionView.of(turn, place=self._session.place(turn)))
         except LocalLLMError as e:
             await self.trouble(e, "What you typed is still in the input.")
             return
@@ -121,10 +121,10 @@ class ChatStreamingScreen(ChatViewScreen):
 
     async def _remove_welcome(self) -> None:
         if len(self._session.turns) == 1:
-            await self.transcript.query(Note).remove()
+            await self.transcript.query(ChatNote).remove()
 
-    async def _start_answer(self, keep: Answer) -> None:
-        self._answering = Answering(keep, self._not_saved)
+    async def _start_answer(self, keep: PendingAnswer) -> None:
+        self._answering = AnswerStream(keep, self._not_saved)
         view = AnswerView(self.model, keep.text, keep.reasoning)
         await self.transcript.mount(view)
         view.start()
@@ -136,13 +136,13 @@ class ChatStreamingScreen(ChatViewScreen):
         self._show_state()
         self._show_numbers()
 
-    async def _count_prompt(self, keep: Answer, answering: Answering) -> None:
+    async def _count_prompt(self, keep: PendingAnswer, answering: AnswerStream) -> None:
         """Tell the meter of an answer on its way how long the prompt is; the server does so only at the end."""
         tokens = await self.client.count(self.model, keep.messages)
         if tokens and not answering.closed and not answering.meter.prompt_tokens:
             answering.meter.prompt_tokens = tokens
 
-    async def _stream(self, keep: Answer, answering: Answering, view: AnswerView) -> None:
+    async def _stream(self, keep: PendingAnswer, answering: AnswerStream, view: AnswerView) -> None:
         """Take one answer from the server; whatever ends it, the screen says how it ended."""
         trouble: LocalLLMError | None = None
         try:
@@ -171,9 +171,9 @@ class ChatStreamingScreen(ChatViewScreen):
 
     async def _approves(self, call: ToolCall, spec: ToolSpec) -> bool:
         """Ask the person. An answer that is stopped meanwhile takes its question away."""
-        from localllm_tui.screens.dialogs import Approval
+        from localllm_tui.screens.dialogs import ToolApproval
 
-        asked = Approval(call, spec)
+        asked = ToolApproval(call, spec)
         try:
             said: bool = await self.app.push_screen(asked, wait_for_dismiss=True)
             return said is True
@@ -187,7 +187,7 @@ class ChatStreamingScreen(ChatViewScreen):
             self._queued = False
             await self.on_question_submitted(QuestionSubmitted(self.composer.text))
 
-    async def _show_end(self, view: AnswerView, answering: Answering, trouble: LocalLLMError | None) -> None:
+    async def _show_end(self, view: AnswerView, answering: AnswerStream, trouble: LocalLLMError | None) -> None:
         turn = answering.turn
         if turn is not None:
             if self._session.tree.holds(turn.id):
@@ -197,7 +197,7 @@ class ChatStreamingScreen(ChatViewScreen):
         else:
             await view.remove()
             await self.redraw()  # a retry that came to nothing leaves what there was
-            await self.transcript.query(Note).remove()
+            await self.transcript.query(ChatNote).remove()
             if trouble is None:
                 stopped = answering.reason == "stopped"
                 how = "Stopped before the answer began" if stopped else "The model gave an empty answer"

@@ -14,24 +14,24 @@ from textual.widget import Widget
 from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import commands, sampling, wording
-from localllm_tui.control.answering import Answering
+from localllm_tui.control.answering import AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.chat import Opening
+from localllm_tui.control.chat import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.interfaces import is_here
-from localllm_tui.control.keys import Moment
+from localllm_tui.control.keys import KeyContext
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.meter import Cost, Numbers, Typed
-from localllm_tui.control.physics import Physics, Seen, headline
+from localllm_tui.control.meter import StatusFigures, TokenCosts, UnsentMessage
+from localllm_tui.control.physics import AnswerSpeed, ModelPhysics, headline
 from localllm_tui.control.session import Session
 from localllm_tui.control.tools import ToolBox
-from localllm_tui.screens.background import Counting
+from localllm_tui.screens.background import TokenCounter
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.line_filters import title
 from localllm_tui.widgets.status import HeadLine, StatusLine
 from localllm_tui.widgets.transcript import Transcript
-from localllm_tui.widgets.turns import UNANSWERED, Earlier, Later, Note, Trouble, view_of
+from localllm_tui.widgets.turns import UNANSWERED, ChatNote, EarlierTurns, ErrorNote, LaterTurns, view_of
 
 EARLIER_SHOWN = 3
 # A long conversation opens with its newest turns: each is a widget tree, and a hundred take seconds to lay out.
@@ -48,13 +48,13 @@ class ChatViewScreen(Screen[None]):
     ChatViewScreen { layout: vertical; }
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: ChatOptions) -> None:
         super().__init__()
         self.client = opening.client
         self.history = opening.history
         self.model = opening.model
         self.n_ctx: int | None = None
-        self.physics: Physics | None = None
+        self.physics: ModelPhysics | None = None
         self.listed: ListedModel | None = None
         self.tools = ToolBox(opening.tools)
         self.greeting = opening.greeting
@@ -62,9 +62,9 @@ class ChatViewScreen(Screen[None]):
         self.attached: list[tuple[str, str]] = list(opening.attached)
         self._session = Session(opening.history, opening.model, conv_id=opening.resume, system=opening.system)
         self._drafts = Drafts(opening.history.path.parent / "drafts")
-        self._counting = Counting(self, self._count, self.show_counts)
+        self._counting = TokenCounter(self, self._count, self.show_counts)
         self._columns = 0
-        self._answering: Answering | None = None
+        self._answering: AnswerStream | None = None
         self._editing: StoredMessage | None = None
         self._draft = ""  # what was in the input when an edit began
         # The turns on screen: from the first to the last but one; None: to the end.
@@ -146,11 +146,11 @@ class ChatViewScreen(Screen[None]):
             engine = self.client.engine
             elsewhere = engine.where if engine is not None and not is_here(engine) else ""
             text = wording.welcome(self.model, self.greeting, self._earlier(), elsewhere)
-            widgets.append(Note(text, markdown=True))
+            widgets.append(ChatNote(text, markdown=True))
         elif self._last is not None:
-            widgets.append(Later(len(turns) - self._last))
+            widgets.append(LaterTurns(len(turns) - self._last))
         elif self._session.unanswered:
-            widgets.append(Note(UNANSWERED))
+            widgets.append(ChatNote(UNANSWERED))
         await self.transcript.mount_all(widgets)
         await self._mount_earlier()
         self.composer.recall = [typed_in(t) for t in turns if t.role == "user"]
@@ -175,7 +175,7 @@ class ChatViewScreen(Screen[None]):
 
     async def _mount_earlier(self) -> None:
         if self._first:
-            await self.transcript.mount(Earlier(self._first), before=0)
+            await self.transcript.mount(EarlierTurns(self._first), before=0)
 
     async def on_earlier_wanted(self) -> None:
         """Turns above the first one shown come in, and what was on screen stays where it is."""
@@ -185,7 +185,7 @@ class ChatViewScreen(Screen[None]):
         self.transcript.release()
         self.transcript.following = False
         first = next(iter(self.transcript.views), None)
-        await self.transcript.query(Earlier).remove()
+        await self.transcript.query(EarlierTurns).remove()
         sent = {t.id for t in self._session.alive}
         views = [view_of(self._session, t, sent) for t in self._session.turns[self._first : end]]
         await self.transcript.mount_all(views, before=0)
@@ -195,12 +195,12 @@ class ChatViewScreen(Screen[None]):
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
         """Say something that is no part of the conversation."""
-        await self.transcript.mount(Note(text, markdown=markdown))
+        await self.transcript.mount(ChatNote(text, markdown=markdown))
         self.transcript.follow(always=True)
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
         """Say what went wrong, and the way on."""
-        await self.transcript.mount(Trouble(error.message, error.hint, way_on))
+        await self.transcript.mount(ErrorNote(error.message, error.hint, way_on))
         self.transcript.follow(always=True)
 
     # -- what the frames say -------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ class ChatViewScreen(Screen[None]):
     def _show_state(self) -> None:
         """The input's frame says what is going on and what the keys do now."""
         box = self.composer
-        moment = Moment.ANSWERING if self.answering else Moment.EDITING if self._editing else Moment.WRITING
+        moment = KeyContext.ANSWERING if self.answering else KeyContext.EDITING if self._editing else KeyContext.WRITING
         if self.transcript.selected is not None:
-            moment = Moment.SELECTING
+            moment = KeyContext.SELECTING
         names, costs = [name for name, _ in self.attached], self._counting.cost.words(self.n_ctx)
         box.border_title = title(wording.title(moment, names, costs))
         self._show_head()
@@ -260,18 +260,18 @@ class ChatViewScreen(Screen[None]):
     def _show_numbers(self) -> None:
         answering, session, said = self._answering, self._session, self._counting.cost.said
         if answering is not None and not answering.closed:
-            n = Numbers.so_far(self.model, self.n_ctx, answering.meter, session.used_tokens)
+            n = StatusFigures.so_far(self.model, self.n_ctx, answering.meter, session.used_tokens)
         else:
             answer = session.last_answer
             used = session.used_tokens if session.counted or said is None else said
-            n = Numbers.of(self.model, self.n_ctx, answer.meta if answer else {}, used)
+            n = StatusFigures.of(self.model, self.n_ctx, answer.meta if answer else {}, used)
         self.query_one(StatusLine).show(n)
         self._show_head()
         if self.query_one(GlassPanel).wanted:
             self.query_one(GlassPanel).show(self.physics, self.seen)
 
     @property
-    def seen(self) -> Seen | None:
+    def seen(self) -> AnswerSpeed | None:
         """What is known of the newest answer's speed; None before the first."""
         answering = self._answering
         return answering.seen(self.session.used_tokens) if answering is not None else None
@@ -281,16 +281,16 @@ class ChatViewScreen(Screen[None]):
             self._show_numbers()
             self._show_state()
 
-    def _typed(self) -> Typed:
+    def _typed(self) -> UnsentMessage:
         """What is in the input; a command is nothing to send."""
         text = self.composer.text.strip()
         asked = "" if commands.parse(text) is not None else commands.question(text)
-        return Typed(asked, tuple(self.attached), self._editing)
+        return UnsentMessage(asked, tuple(self.attached), self._editing)
 
-    async def _count(self) -> Cost:
+    async def _count(self) -> TokenCosts:
         if self.answering or (self._editing is not None and self._editing.role == "assistant"):
             return self._counting.cost
-        return await Cost.of(self.client, self.model, self._session, self._typed())
+        return await TokenCosts.of(self.client, self.model, self._session, self._typed())
 
     async def _ask_models(self) -> None:
         if self.n_ctx is None:
@@ -302,7 +302,7 @@ class ChatViewScreen(Screen[None]):
     def _learn_context(self, models: list[ListedModel]) -> None:
         named = next((m for m in models if m.name == self.model), None)
         self.n_ctx = named.n_ctx if named is not None else None
-        self.physics = Physics.of(named.physics) if named is not None else None
+        self.physics = ModelPhysics.of(named.physics) if named is not None else None
         self.listed = named
         self._counting.afresh()
         self.show_counts()

@@ -16,26 +16,26 @@ from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.client import ToolCall
-from localllm_tui.control.commands import Section, help_sections
+from localllm_tui.control.commands import HelpSection, help_sections
 from localllm_tui.control.interfaces import ToolSpec
-from localllm_tui.control.keys import APPROVAL, GLASS, HELP, Moment, hints
-from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, panel_lines
+from localllm_tui.control.keys import APPROVAL, GLASS, HELP, KeyContext, hints
+from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.chat_view import ChatViewScreen
 from localllm_tui.widgets.glass import LEAST_COLUMNS, GlassPanel
 from localllm_tui.widgets.line_filters import title as frame_title
 
 
-class Reading(ModalScreen[None]):
+class TextDialog(ModalScreen[None]):
     """Scrolls; any of its keys closes it."""
 
     DEFAULT_CSS = """
-    Reading { align: center middle; }
-    Reading > VerticalScroll {
+    TextDialog { align: center middle; }
+    TextDialog > VerticalScroll {
         width: 96%; max-width: 116; height: auto; max-height: 90%;
         border: round $accent; padding: 0 1; background: $surface;
     }
-    Reading Static { height: auto; }
+    TextDialog Static { height: auto; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
 
@@ -46,7 +46,7 @@ class Reading(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = frame_title(self._title)
-            box.border_subtitle = hints(Moment.HELP)
+            box.border_subtitle = hints(KeyContext.HELP)
             if self._rows:
                 yield Static(_table(self._rows), markup=False)
             yield Static(printable("\n".join(self._lines)), markup=False)
@@ -81,7 +81,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "keys and commands"
-            box.border_subtitle = hints(Moment.HELP)
+            box.border_subtitle = hints(KeyContext.HELP)
             for section in help_sections():
                 yield Static(_key_table(section), markup=False)
 
@@ -92,7 +92,7 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss(None)
 
 
-def _key_table(section: Section) -> Table:
+def _key_table(section: HelpSection) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=section.title)
     table.title_justify, table.title_style = "left", "bold"
     table.add_column(ratio=1, overflow="fold")
@@ -118,13 +118,13 @@ class GlassScreen(ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
 
-    def __init__(self, read: Callable[[], tuple[Physics | None, Seen | None]]) -> None:
+    def __init__(self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None]]) -> None:
         super().__init__()
         self._read = read
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
-            box.border_subtitle = hints(Moment.HELP)
+            box.border_subtitle = hints(KeyContext.HELP)
             yield Static("", markup=False)
 
     def on_mount(self) -> None:
@@ -138,16 +138,16 @@ class GlassScreen(ModalScreen[None]):
         self.query_one(Static).update("\n".join(panel_lines(*self._read())))
 
 
-class Approval(ModalScreen[bool]):
+class ToolApproval(ModalScreen[bool]):
     """Dismisses with True for a yes alone."""
 
     DEFAULT_CSS = """
-    Approval { align: center bottom; }
-    Approval > VerticalScroll {
+    ToolApproval { align: center bottom; }
+    ToolApproval > VerticalScroll {
         width: 96%; max-width: 110; height: auto; max-height: 70%;
         border: heavy $warning; padding: 0 1; background: $surface;
     }
-    Approval Static { height: auto; }
+    ToolApproval Static { height: auto; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
 
@@ -158,7 +158,7 @@ class Approval(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "the model asks for a tool"
-            box.border_subtitle = hints(Moment.APPROVING)
+            box.border_subtitle = hints(KeyContext.APPROVING)
             about = " ".join(self._spec.description.split())
             said = f"{self._spec.host}: {self._spec.name}" + (f" – {about}" if about else "")
             yield Static(printable(said), markup=False)

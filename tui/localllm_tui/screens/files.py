@@ -22,7 +22,7 @@ from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import below
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import elide
-from localllm_tui.control.keys import FILES, Moment, hints
+from localllm_tui.control.keys import FILES, KeyContext, hints
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.background import start
@@ -56,7 +56,7 @@ class FilePicker(ModalScreen[Path | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = title(f"a file below {self._folder}")
-            box.border_subtitle = hints(Moment.FILING)
+            box.border_subtitle = hints(KeyContext.FILING)
             yield Input(placeholder="part of its name")
             yield OptionList()
             yield Static("reading the folder…", id="found", markup=False)

@@ -21,8 +21,8 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import interfaces
 from localllm_tui.control.formatting import amount, elide
-from localllm_tui.control.interfaces import Desk, Offer, OnDisk, Planned, Wish
-from localllm_tui.control.keys import MODELS, Moment, hints
+from localllm_tui.control.interfaces import InstalledModel, ModelService, PlanChoice, PlanList, PlanRequest
+from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import (
     Pulls,
     catalog_head,
@@ -31,12 +31,12 @@ from localllm_tui.control.model_list import (
     disk_details,
     disk_head,
     disk_line,
-    offer_details,
-    offer_line,
+    plan_details,
+    plan_line,
 )
 from localllm_tui.screens.background import start
 from localllm_tui.screens.chat_catalog import ChatCatalogScreen
-from localllm_tui.screens.dialogs import Reading
+from localllm_tui.screens.dialogs import TextDialog
 from localllm_tui.widgets.slider import Slider
 
 _LOOK_S = 0.2
@@ -69,12 +69,12 @@ class ModelsScreen(ModalScreen[str | None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
 
-    def __init__(self, desk: Desk, pulls: Pulls, *, current: str = "", wish: Wish | None = None) -> None:
+    def __init__(self, desk: ModelService, pulls: Pulls, *, current: str = "", wish: PlanRequest | None = None) -> None:
         super().__init__()
         self._desk, self._pulls, self._current = desk, pulls, current
-        self._wish = wish or Wish()
-        self._planned: Planned | None = None
-        self._disk: Sequence[OnDisk] | None = None
+        self._wish = wish or PlanRequest()
+        self._planned: PlanList | None = None
+        self._disk: Sequence[InstalledModel] | None = None
         self._fits: dict[str, str] = {}
         self._shows_disk = False
         self._marked: list[str] = []
@@ -106,7 +106,7 @@ class ModelsScreen(ModalScreen[str | None]):
             yield OptionList()
             yield Static("", id="details", markup=False)
             yield Static("", id="pulls", markup=False)
-            yield Static(hints(Moment.MODELS), id="keys", markup=False)
+            yield Static(hints(KeyContext.MODELS), id="keys", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
@@ -123,8 +123,8 @@ class ModelsScreen(ModalScreen[str | None]):
         self._shows_disk = False
         self._replan()
 
-    def _asked(self) -> Wish:
-        return Wish(
+    def _asked(self) -> PlanRequest:
+        return PlanRequest(
             self.query_one("#purpose", Slider).value,
             self.query_one("#context", Slider).value,
             self.query_one("#device", Slider).value,
@@ -160,9 +160,9 @@ class ModelsScreen(ModalScreen[str | None]):
         return max(40, self.size.width - 5)
 
     @property
-    def offers(self) -> tuple[Offer, ...]:
+    def choices(self) -> tuple[PlanChoice, ...]:
         """What is listed, where plans are."""
-        return self._planned.offers if self._planned is not None else ()
+        return self._planned.choices if self._planned is not None else ()
 
     def _list(self) -> None:
         listed = self.query_one(OptionList)
@@ -175,7 +175,7 @@ class ModelsScreen(ModalScreen[str | None]):
             total = sum(m.size_bytes for m in found)
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
         else:
-            rows = [(o.ref, self._line(o)) for o in self.offers]
+            rows = [(o.ref, self._line(o)) for o in self.choices]
             self.query_one("#columns", Static).update(catalog_head(self._room))
             said = _summary(self._planned)
         self.query_one("#machine", Static).update(elide(said, self._room))
@@ -185,35 +185,35 @@ class ModelsScreen(ModalScreen[str | None]):
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
         self._show_details()
 
-    def _line(self, offer: Offer) -> str:
-        mark = "+" if offer.ref in self._marked else ""
-        return offer_line(offer, self._room, self._pulls.of(offer.ref)) + mark
+    def _line(self, choice: PlanChoice) -> str:
+        mark = "+" if choice.ref in self._marked else ""
+        return plan_line(choice, self._room, self._pulls.of(choice.ref)) + mark
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
         return (option.id or "") if option is not None else ""
 
     @property
-    def _offer(self) -> Offer | None:
+    def _choice(self) -> PlanChoice | None:
         key = self._highlighted_key()
-        return None if self._shows_disk else next((o for o in self.offers if o.ref == key), None)
+        return None if self._shows_disk else next((o for o in self.choices if o.ref == key), None)
 
     @property
-    def _model(self) -> OnDisk | None:
+    def _model(self) -> InstalledModel | None:
         key = self._highlighted_key()
         return next((m for m in self._disk or () if m.path == key), None) if self._shows_disk else None
 
     def _show_keys(self) -> None:
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
-        said = hints(Moment.ON_DISK, without=without) if self._shows_disk else hints(Moment.MODELS)
+        said = hints(KeyContext.ON_DISK, without=without) if self._shows_disk else hints(KeyContext.MODELS)
         self.query_one("#keys", Static).update(said)
 
     def _show_details(self) -> None:
         self._show_keys()
         lines: list[str] = []
-        if (offer := self._offer) is not None:
-            lines = offer_details(offer, self._room, self._pulls.of(offer.ref))
+        if (choice := self._choice) is not None:
+            lines = plan_details(choice, self._room, self._pulls.of(choice.ref))
         elif (model := self._model) is not None:
             lines = disk_details(model, self._fits.get(model.path, ""), self._room)
             if model.path not in self._fits:
@@ -222,7 +222,7 @@ class ModelsScreen(ModalScreen[str | None]):
             lines = ["nothing fits: a shorter context or another purpose may"]
         self.query_one("#details", Static).update("\n".join(lines[:_DETAIL_LINES]))
 
-    async def _weigh(self, model: OnDisk) -> None:
+    async def _weigh(self, model: InstalledModel) -> None:
         try:
             self._fits[model.path] = await asyncio.to_thread(self._desk.fit, model)
         except LocalLLMError as e:
@@ -257,16 +257,16 @@ class ModelsScreen(ModalScreen[str | None]):
         if (model := self._model) is not None:
             self.dismiss(model.name)
             return
-        offer = self._offer
-        if offer is None:
+        choice = self._choice
+        if choice is None:
             return
-        pull = self._pulls.of(offer.ref)
-        if offer.installed or (pull is not None and pull.done):
-            self.dismiss(offer.installed or (pull.name if pull is not None else ""))
+        pull = self._pulls.of(choice.ref)
+        if choice.installed or (pull is not None and pull.done):
+            self.dismiss(choice.installed or (pull.name if pull is not None else ""))
         elif self._wish.machine:
             self.notify("that machine is simulated: come back to this one to pull", severity="warning")
         else:
-            self._pulls.start(offer.ref)
+            self._pulls.start(choice.ref)
             self._list()
 
     def action_close(self) -> None:
@@ -295,28 +295,30 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def action_why(self) -> None:
         """The arithmetic of the plan."""
-        if (offer := self._offer) is not None:
-            start(self, partial(self._explain, offer), "why")
+        if (choice := self._choice) is not None:
+            start(self, partial(self._explain, choice), "why")
 
-    async def _explain(self, offer: Offer) -> None:
+    async def _explain(self, choice: PlanChoice) -> None:
         try:
             columns = min(108, self.size.width - 8)
-            lines = await asyncio.to_thread(self._desk.explain, replace(self._wish), offer.ref, columns)
-            await self.app.push_screen(Reading(f"why {offer.name} {offer.quant}", [*lines, "", *offer.reasons]))
+            lines = await asyncio.to_thread(self._desk.explain, replace(self._wish), choice.ref, columns)
+            await self.app.push_screen(TextDialog(f"why {choice.title}", [*lines, "", *choice.plan["reasons"]]))
         except LocalLLMError as e:
             self.notify(e.message, severity="warning", markup=False)
 
     def action_mark(self) -> None:
         """Put the plan beside others, or take it away."""
-        if (offer := self._offer) is not None:
-            self._marked = [r for r in self._marked if r != offer.ref] + [offer.ref] * (offer.ref not in self._marked)
+        if (choice := self._choice) is not None:
+            self._marked = [r for r in self._marked if r != choice.ref] + [choice.ref] * (
+                choice.ref not in self._marked
+            )
             self._list()
 
     async def action_compare(self) -> None:
         """The marked plans side by side; without marks, the first three."""
-        marked = [o for o in self.offers if o.ref in self._marked] or [*self.offers[:3]]
+        marked = [o for o in self.choices if o.ref in self._marked] or [*self.choices[:3]]
         if marked and not self._shows_disk:
-            await self.app.push_screen(Reading("side by side", rows=compare(marked)))
+            await self.app.push_screen(TextDialog("side by side", rows=compare(marked)))
 
     def action_disk(self) -> None:
         """What is on this disk, or back to the plans."""
@@ -332,9 +334,9 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def action_stop(self) -> None:
         """Stop the download of the plan, else the newest."""
-        offer = self._offer
+        choice = self._choice
         running = self._pulls.running()
-        pull = self._pulls.of(offer.ref) if offer is not None else None
+        pull = self._pulls.of(choice.ref) if choice is not None else None
         if pull is None or pull.ended:
             pull = running[-1] if running else None
         if pull is not None:
@@ -357,7 +359,7 @@ class ModelsScreen(ModalScreen[str | None]):
             self._removing = ""
             start(self, partial(self._remove, model), "remove")
 
-    async def _remove(self, model: OnDisk) -> None:
+    async def _remove(self, model: InstalledModel) -> None:
         try:
             freed = await asyncio.to_thread(self._desk.remove, model)
             self.notify(f"removed {model.name}: {amount(freed)} freed", markup=False)
@@ -375,12 +377,12 @@ def _memory_words(gb: int) -> str:
     return f"{gb} GB" if gb else "as it has"
 
 
-def _summary(planned: Planned | None) -> str:
+def _summary(planned: PlanList | None) -> str:
     if planned is None:
         return "planning …"
     slow = f", {planned.n_too_slow} answer too late" if planned.n_too_slow else ""
     others = "".join(f", {n} {why}" for why, n in planned.left_out.items())
-    return f"{len(planned.offers)} fit{others}{slow} · {planned.machine}"
+    return f"{len(planned.choices)} fit{others}{slow} · {planned.machine}"
 
 
 async def open_models(chat: ChatCatalogScreen, _: str) -> None:

@@ -24,7 +24,7 @@ from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.formatting import ago, elide, how_many
-from localllm_tui.control.keys import PICKER, Moment, hints
+from localllm_tui.control.keys import PICKER, KeyContext, hints
 from localllm_tui.control.terminal import printable
 
 LISTED = 200
@@ -33,23 +33,23 @@ HITS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TurnPlace:
     """A conversation, and a turn of it (0: wherever it was left)."""
 
     conversation_id: str
     turn_id: int = 0
 
 
-class Picker(ModalScreen[Place | None]):
+class ConversationPicker(ModalScreen[TurnPlace | None]):
     """Dismisses with what was chosen, or None. `within` looks into one conversation alone."""
 
     DEFAULT_CSS = """
-    Picker { align: center middle; }
-    Picker > Vertical {
+    ConversationPicker { align: center middle; }
+    ConversationPicker > Vertical {
         width: 90%; max-width: 110; height: 80%;
         border: round $accent; padding: 0 1; background: $surface;
     }
-    Picker Tree { height: 1fr; border: none; background: transparent; }
+    ConversationPicker Tree { height: 1fr; border: none; background: transparent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
@@ -58,15 +58,15 @@ class Picker(ModalScreen[Place | None]):
         self.history = history
         self.query_text = query
         self.within = within
-        self._removing: Place | None = None
+        self._removing: TurnPlace | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "conversations" if self.within is None else "find in this conversation"
-            box.border_subtitle = hints(Moment.CHOOSING)
+            box.border_subtitle = hints(KeyContext.CHOOSING)
             looks_in = "titles and texts" if self.within is None else "all that was said here, on every branch"
             yield Input(self.query_text, placeholder=f"search {looks_in}")
-            tree: Tree[Place] = Tree("")
+            tree: Tree[TurnPlace] = Tree("")
             tree.show_root = False
             tree.guide_depth = 2
             yield tree
@@ -84,7 +84,7 @@ class Picker(ModalScreen[Place | None]):
         if place is not None:
             self.dismiss(place)
 
-    def on_tree_node_selected(self, event: Tree.NodeSelected[Place]) -> None:
+    def on_tree_node_selected(self, event: Tree.NodeSelected[TurnPlace]) -> None:
         if event.node.data is not None:
             self.dismiss(event.node.data)
 
@@ -107,7 +107,7 @@ class Picker(ModalScreen[Place | None]):
             moves[event.key]()
 
     @property
-    def _tree(self) -> Tree[Place]:
+    def _tree(self) -> Tree[TurnPlace]:
         return self.query_one(Tree)
 
     def action_close(self) -> None:
@@ -132,7 +132,7 @@ class Picker(ModalScreen[Place | None]):
             else:
                 self._fill(self.query_one(Input).value)
 
-    def _highlighted(self) -> Place | None:
+    def _highlighted(self) -> TurnPlace | None:
         node = self._tree.cursor_node
         return node.data if node is not None else None
 
@@ -155,9 +155,9 @@ class Picker(ModalScreen[Place | None]):
         for hit in self.history.search(query) if query.strip() else ():
             hits[hit.conversation_id].append(hit)
         for summary in found:
-            node = self._tree.root.add(_line(summary, self._width), Place(summary.id), allow_expand=True)
+            node = self._tree.root.add(_line(summary, self._width), TurnPlace(summary.id), allow_expand=True)
             for hit in hits[summary.id][:HITS_SHOWN]:
-                node.add_leaf(_hit(hit, self._width - 4), Place(summary.id, hit.message_id))
+                node.add_leaf(_hit(hit, self._width - 4), TurnPlace(summary.id, hit.message_id))
             if hits[summary.id]:
                 node.expand()
         if not found:
@@ -170,10 +170,10 @@ class Picker(ModalScreen[Place | None]):
             return "type what to find, or choose a turn"
         hits = [h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id]
         for hit in hits[:LISTED]:
-            self._tree.root.add_leaf(_hit(hit, self._width), Place(conv_id, hit.message_id))
+            self._tree.root.add_leaf(_hit(hit, self._width), TurnPlace(conv_id, hit.message_id))
         return f"{len(hits)} turn{'' if len(hits) == 1 else 's'}" if hits else "nothing found"
 
-    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Place]) -> None:
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace]) -> None:
         node = event.node
         if node.data is not None and not node.data.turn_id and not node.children:
             try:
@@ -194,7 +194,7 @@ class Picker(ModalScreen[Place | None]):
             node = node.parent
         node.collapse()
 
-    def _add_turns(self, node: TreeNode[Place], conv_id: str) -> None:
+    def _add_turns(self, node: TreeNode[TurnPlace], conv_id: str) -> None:
         """The questions of a conversation below `node`; what has versions has a branch for each."""
         turns = [t for t in self.history.tree(conv_id)[0] if t.role != "system"]
         after: dict[int, list[StoredMessage]] = defaultdict(list)
@@ -206,11 +206,11 @@ class Picker(ModalScreen[Place | None]):
             while len(following := after[turn_id]) == 1:
                 (turn,) = following
                 if turn.role == "user":
-                    below.add_leaf(_turn(turn, self._width - 4), Place(conv_id, turn.id))
+                    below.add_leaf(_turn(turn, self._width - 4), TurnPlace(conv_id, turn.id))
                 turn_id = turn.id
             for n, turn in enumerate(following, 1):
                 label = _turn(turn, self._width - 8, f"{n}/{len(following)} ")
-                todo.append((below.add(label, Place(conv_id, turn.id), expand=True), turn.id))
+                todo.append((below.add(label, TurnPlace(conv_id, turn.id), expand=True), turn.id))
 
     @property
     def _width(self) -> int:

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.conversation.history import StoredMessage
-from localllm_tui.control.client import ToolCall, ToolRan
+from localllm_tui.control.client import ToolCall, ToolResult
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.terminal import printable
 from localllm_tui.control.wording import note_under
@@ -54,7 +54,7 @@ class AnswerView(TurnView):
         self._words = len(reasoning.split())
         self._pending = self._pending_thought = ""
         self._note = note
-        self._ran: list[ToolRan] = []
+        self._ran: list[ToolResult] = []
         self._timer: Timer | None = None
         self._drawn = (0.0, float("-inf"))  # CPU seconds of this thread, and the time, at the last frame
 
@@ -101,7 +101,7 @@ class AnswerView(TurnView):
         self._pending += printable(text)
         self._pending_thought += printable(reasoning)
 
-    def tool(self, ran: ToolRan) -> None:
+    def tool(self, ran: ToolResult) -> None:
         """Show a call and what came of it, folded, above the text."""
         self.mount(ToolFold(ran), before=self._answer)
 
@@ -169,7 +169,7 @@ class ToolFold(Collapsible):
     ToolFold Contents { padding: 0 0 0 2; height: auto; }
     """
 
-    def __init__(self, ran: ToolRan) -> None:
+    def __init__(self, ran: ToolResult) -> None:
         said = f"{len(ran.result):,} characters" if ran.allowed else "did not run"
         call = " ".join(printable(f"{ran.call.name} {ran.call.arguments}").split())
         inside = Static(printable(f"{ran.call.arguments}\n→ {ran.result}"), markup=False)
@@ -182,7 +182,7 @@ class ToolFold(Collapsible):
             part.can_focus = False  # a click folds; the keys stay with the input
 
 
-def tool_ran(told: Mapping[str, Any]) -> ToolRan:
+def tool_ran(told: Mapping[str, Any]) -> ToolResult:
     """From what is kept with an answer."""
     call = ToolCall("", str(told.get("name", "")), str(told.get("arguments", "")))
-    return ToolRan(call, str(told.get("result", "")), bool(told.get("allowed")))
+    return ToolResult(call, str(told.get("result", "")), bool(told.get("allowed")))

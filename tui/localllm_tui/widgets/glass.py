@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.widgets import Static
 
-from localllm_tui.control.physics import PANEL_WIDTH, Physics, Seen, panel_lines
+from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
 
 # Narrower, the panel would leave the conversation less than 60 columns.
 LEAST_COLUMNS = 100
@@ -24,8 +24,8 @@ class GlassPanel(Static):
 
     def __init__(self) -> None:
         super().__init__("", id="glass", markup=False)
-        self.physics: Physics | None = None
-        self.seen: Seen | None = None
+        self.physics: ModelPhysics | None = None
+        self.seen: AnswerSpeed | None = None
 
     @property
     def wanted(self) -> bool:
@@ -42,7 +42,7 @@ class GlassPanel(Static):
         """Make room for the conversation where the terminal is `narrow`."""
         self.set_class(narrow, "narrow")
 
-    def show(self, physics: Physics | None, seen: Seen | None) -> None:
+    def show(self, physics: ModelPhysics | None, seen: AnswerSpeed | None) -> None:
         """Show these figures."""
         if (physics, seen) != (self.physics, self.seen):
             self.physics, self.seen = physics, seen

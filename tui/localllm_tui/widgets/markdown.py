@@ -33,7 +33,7 @@ _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MarkdownRow:
     """A line on screen. Its styles are names of `code.STYLES`, for a theme to say what they look like."""
 
     text: Text
@@ -46,12 +46,12 @@ class Row:
 class _Piece:
     """What is laid out at once: its rows, the line of the tail it begins at, and which item of a list it is, but the first."""
 
-    rows: list[Row]
+    rows: list[MarkdownRow]
     line: int
     number: int | None = None
 
 
-class Rows:
+class MarkdownRows:
     """A text that grows by `add`, as rows. `plain`: it is no Markdown."""
 
     def __init__(self, text: str = "", *, plain: bool = False) -> None:
@@ -60,13 +60,13 @@ class Rows:
         self.finished = 0  # the rows of what is before
         self._plain = plain
         self._width = 0
-        self._rows: list[Row] = []
+        self._rows: list[MarkdownRow] = []
         self._number: int | None = None  # of the item that the tail begins with, where its list began before
         # Where links lead may be said at the end, for all of the text.
         self._links: dict[str, Any] = {}
         self._links_came = False
 
-    def at(self, width: int) -> list[Row]:
+    def at(self, width: int) -> list[MarkdownRow]:
         """All rows, in so many columns."""
         if width != self._width:
             self._width = width
@@ -117,7 +117,7 @@ class Rows:
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
         for n, node in enumerate(nodes):
-            gap = [Row(Text(""))] if above else []
+            gap = [MarkdownRow(Text(""))] if above else []
             if node.type in _LISTS:
                 begun = self._number if n == 0 else None
                 for k, item in enumerate(node.children):
@@ -149,7 +149,7 @@ def _lines(text: str) -> list[str]:
 # -- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Row]:
+def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
     width = max(1, width)
     if node.type == "heading":
         yield from _wrapped(_inline(node, f"heading.{node.tag}"), width)
@@ -164,18 +164,18 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Row]:
     elif node.type == "table":
         yield from _table(node, width)
     elif node.type == "hr":
-        yield Row(Text("─" * width, "rule"))
+        yield MarkdownRow(Text("─" * width, "rule"))
     elif node.type == "html_block":
         yield from _wrapped(Text(node.content.rstrip("\n")), width)
     else:
         yield from _wrapped(_inline(node), width)
 
 
-def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[Row]:
+def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[MarkdownRow]:
     """Blocks below each other, a free row between them."""
     for n, node in enumerate(nodes):
         if n and not (tight and node.type in (*_LISTS, "paragraph")):
-            yield Row(Text(""))
+            yield MarkdownRow(Text(""))
         yield from _block(node, width, depth)
 
 
@@ -184,33 +184,33 @@ def _first(node: SyntaxTreeNode) -> int:
     return int(node.attrs.get("start", 1))
 
 
-def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[Row]:
+def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
     """An item of the list `node`."""
     bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
-    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [Row(Text(""))]
+    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [MarkdownRow(Text(""))]
     yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
 
 
-def _led(rows: Iterable[Row], first: Text, others: Text) -> Iterator[Row]:
+def _led(rows: Iterable[MarkdownRow], first: Text, others: Text) -> Iterator[MarkdownRow]:
     """The rows behind what leads each of them."""
     for n, row in enumerate(rows):
         lead = first if n == 0 else others
         yield replace(row, text=Text.assemble(lead, row.text), lead=len(lead) + row.lead)
 
 
-def _code(code: str, language: str, width: int) -> Iterator[Row]:
+def _code(code: str, language: str, width: int) -> Iterator[MarkdownRow]:
     lines = code.removesuffix("\n").expandtabs(4).split("\n")
     for start in range(0, len(lines), CODE_LINES):
         yield from _code_run("\n".join(lines[start : start + CODE_LINES]), language, width)
 
 
 @lru_cache(maxsize=256)
-def _code_run(code: str, language: str, width: int) -> Sequence[Row]:
+def _code_run(code: str, language: str, width: int) -> Sequence[MarkdownRow]:
     rows = _wrapped(highlighted(code, language), width - 4, fill="code.block")
     return [*_led(rows, Text("  ", "code.block"), Text("  ", "code.block"))]
 
 
-def _table(node: SyntaxTreeNode, width: int) -> Iterator[Row]:
+def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     parts = node.children
     lines = [
         [_inline(cell, "table.head" if part.type == "thead" else "") for cell in line.children]
@@ -222,9 +222,9 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[Row]:
     for n, line in enumerate(lines):
         cells = [[row.text for row in _wrapped(cell, room)] for cell, room in zip(line, widths, strict=True)]
         for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
-            yield Row(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
+            yield MarkdownRow(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
         if n == 0:
-            yield Row(Text("─┼─".join("─" * room for room in widths), "rule"))
+            yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
 
 
 def _beside(pieces: Sequence[Text]) -> Text:
@@ -261,11 +261,11 @@ def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
 # -- words -----------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[Row]:
+def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
     """The rows of a text that may have lines of its own."""
     for line in text.split("\n", allow_blank=True) if "\n" in text.plain else [text]:
         for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
-            yield Row(piece, soft=n > 0, fill=fill)
+            yield MarkdownRow(piece, soft=n > 0, fill=fill)
 
 
 def _inline(node: SyntaxTreeNode, style: str = "") -> Text:

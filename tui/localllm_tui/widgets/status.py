@@ -8,7 +8,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm_tui.control.formatting import elide
-from localllm_tui.control.meter import Numbers, status_text
+from localllm_tui.control.meter import StatusFigures, status_text
 from localllm_tui.control.terminal import printable
 
 _LEAST_COLUMNS = 10
@@ -21,9 +21,9 @@ class StatusLine(Widget):
 
     def __init__(self) -> None:
         super().__init__(id="status")
-        self._numbers: Numbers | None = None
+        self._numbers: StatusFigures | None = None
 
-    def show(self, numbers: Numbers) -> None:
+    def show(self, numbers: StatusFigures) -> None:
         """Show these numbers."""
         if numbers != self._numbers:
             self._numbers = numbers

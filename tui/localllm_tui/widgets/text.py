@@ -14,7 +14,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from localllm_tui.widgets.code import palette
-from localllm_tui.widgets.markdown import Row, Rows
+from localllm_tui.widgets.markdown import MarkdownRow, MarkdownRows
 
 _OPENED = ("http", "https", "mailto")
 
@@ -28,7 +28,7 @@ class GrowingText(Widget):
 
     def __init__(self, text: str = "", *, plain: bool = False, classes: str | None = None) -> None:
         super().__init__(classes=classes)
-        self.rows = Rows(text, plain=plain)
+        self.rows = MarkdownRows(text, plain=plain)
         self._strips: dict[int, Strip] = {}
         self._drawn_as: tuple[int, str, Style] | None = None
         self._look: Console
@@ -81,7 +81,7 @@ class GrowingText(Widget):
             strip = self._strips[y] = self._strip(rows[y], y)
         return strip
 
-    def _strip(self, row: Row, y: int, selected: tuple[int, int] | None = None) -> Strip:
+    def _strip(self, row: MarkdownRow, y: int, selected: tuple[int, int] | None = None) -> Strip:
         width, base = self.size.width, self.rich_style
         text = row.text
         if selected is not None:

@@ -19,15 +19,15 @@ from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.transcript import TurnView
 
 
-class Question(TurnView):
+class QuestionView(TurnView):
     """What the user said."""
 
     DEFAULT_CSS = """
-    Question { border-left: heavy $accent; }
+    QuestionView { border-left: heavy $accent; }
     """
 
     @classmethod
-    def of(cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False) -> Question:
+    def of(cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False) -> QuestionView:
         """A stored question: what was typed, and the names of the files. `left_out`: it failed, and is not sent on."""
         view = cls(typed_in(turn), list(turn.meta.get("attached", ())), left_out=left_out)
         view.pictures = urls_in(files_of(turn)[0])
@@ -58,11 +58,11 @@ class Question(TurnView):
             yield Static("not answered, and left out of what the model gets", classes="note", markup=False)
 
 
-class Earlier(Static):
+class EarlierTurns(Static):
     """Stands for the turns before the first one shown."""
 
     DEFAULT_CSS = """
-    Earlier { padding: 0 2; text-style: dim; margin-top: 1; }
+    EarlierTurns { padding: 0 2; text-style: dim; margin-top: 1; }
     """
 
     def __init__(self, hidden: int) -> None:
@@ -72,12 +72,12 @@ class Earlier(Static):
         self.post_message(EarlierWanted())
 
 
-class Note(Vertical):
+class ChatNote(Vertical):
     """Something the chat itself says, as Markdown or plain text; kept out of the conversation."""
 
     DEFAULT_CSS = """
-    Note { margin-top: 1; padding-left: 2; }
-    Note > Static { text-style: dim; }
+    ChatNote { margin-top: 1; padding-left: 2; }
+    ChatNote > Static { text-style: dim; }
     """
 
     def __init__(self, text: str, *, markdown: bool = False) -> None:
@@ -89,12 +89,12 @@ class Note(Vertical):
         yield GrowingText(self.text) if self.markdown else Static(printable(self.text), markup=False)
 
 
-class Trouble(Vertical):
+class ErrorNote(Vertical):
     """An error, what to do about it, and the way on."""
 
     DEFAULT_CSS = """
-    Trouble { margin-top: 1; padding-left: 1; border-left: double $error; }
-    Trouble > .message { text-style: bold; }
+    ErrorNote { margin-top: 1; padding-left: 1; border-left: double $error; }
+    ErrorNote > .message { text-style: bold; }
     """
 
     def __init__(self, message: str, hint: str = "", way_on: str = "") -> None:
@@ -110,11 +110,11 @@ class Trouble(Vertical):
             yield Static(way_on, markup=False)
 
 
-class Later(Static):
+class LaterTurns(Static):
     """Stands for the turns after the last one shown."""
 
     DEFAULT_CSS = """
-    Later { padding: 0 2; text-style: dim; margin-top: 1; }
+    LaterTurns { padding: 0 2; text-style: dim; margin-top: 1; }
     """
 
     def __init__(self, hidden: int) -> None:
@@ -124,22 +124,22 @@ class Later(Static):
         self.post_message(LaterWanted())
 
 
-def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> Question | AnswerView:
+def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
     """A turn of the branch that is shown; `sent` are the ids of those the model gets."""
     place = session.place(turn)
     if turn.role == "assistant":
         return AnswerView.of(turn, session.model, place)
-    return Question.of(turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1])
+    return QuestionView.of(turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1])
 
 
 UNANSWERED = "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
 
 
-class FirstRun(Static):
+class FirstRunPage(Static):
     """Shows these lines."""
 
     DEFAULT_CSS = """
-    FirstRun { margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
+    FirstRunPage { margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
     """
 
     def __init__(self, said: Sequence[str]) -> None:

@@ -10,29 +10,29 @@ import pytest
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library import store
-from localllm_tui.control.interfaces import Wish
+from localllm_tui.control.interfaces import PlanRequest
 
 
 def test_plans_change_with_every_wish() -> None:
     desk = LocalModelService()
-    usual = desk.plan(Wish(machine="M4 Max 128GB"))
+    usual = desk.plan(PlanRequest(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
-    first = usual.offers[0]
-    assert first.ref.endswith(f":{first.quant}")
-    assert first.total_bytes <= first.limit_bytes
-    longer = desk.plan(Wish(machine="M4 Max 128GB", context=131072))
+    first = usual.choices[0]
+    assert first.ref.endswith(f":{first.plan['variant']['quant']}")
+    assert first.plan["memory"]["total_bytes"] <= first.plan["memory"]["limit_bytes"]
+    longer = desk.plan(PlanRequest(machine="M4 Max 128GB", context=131072))
     assert longer.left_out["of a shorter context"] > usual.left_out.get("of a shorter context", 0)
     # Memory holds more than it can read in time: the two are not one reason.
-    assert desk.plan(Wish(machine="DGX Spark")).left_out["too slow"] > 0
-    assert desk.plan(Wish(machine="M1 8GB")).left_out["too large"] > 0
-    small = desk.plan(Wish(machine="M4 Max 128GB", memory_gb=8))
-    assert all(o.total_bytes <= 8 * 2**30 for o in small.offers)
-    soon = desk.plan(Wish(machine="M4 Max 128GB", longest_wait_s=2))
-    assert soon.n_too_slow == len(usual.offers) - len(soon.offers) > 0
-    assert all(o.wait_s <= 2 for o in soon.offers)
-    assert any("KV cache" in line for line in desk.explain(Wish(machine="M4 Max 128GB"), first.ref, 80))
+    assert desk.plan(PlanRequest(machine="DGX Spark")).left_out["too slow"] > 0
+    assert desk.plan(PlanRequest(machine="M1 8GB")).left_out["too large"] > 0
+    small = desk.plan(PlanRequest(machine="M4 Max 128GB", memory_gb=8))
+    assert all(o.plan["memory"]["total_bytes"] <= 8 * 2**30 for o in small.choices)
+    soon = desk.plan(PlanRequest(machine="M4 Max 128GB", longest_wait_s=2))
+    assert soon.n_too_slow == len(usual.choices) - len(soon.choices) > 0
+    assert all(o.wait_s <= 2 for o in soon.choices)
+    assert any("KV cache" in line for line in desk.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80))
     with pytest.raises(LocalLLMError):
-        desk.plan(Wish(machine="a toaster"))
+        desk.plan(PlanRequest(machine="a toaster"))
 
 
 def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_model: Path, tmp_path: Path) -> None:
