@@ -149,9 +149,6 @@ class SequencePool:
         # However it comes back, the sequence is in use again: its copies in the cache are the last to go.
         if source.kind != "none":
             self.kv.touch(prompt[:-1])
-        # A new sequence's cells come behind those in use, and what attention reads ends with the last of them: beside 3,000 idle
-        # ones a stream was 15 % slower to its end, also after they had gone.
-        self._evict_exported(busy=True, keep=source.idle)
         sequence = None
         if source.kind == "idle" and source.idle is not None:
             sequence = self._take_idle(source.idle, source.length, source.state)
@@ -310,9 +307,8 @@ class SequencePool:
         self._evict_exported(busy=True)
         seconds = eviction.export_time_s(self._backend.capabilities, n_tokens, prefill_tok_s)
         begun = clock()
-        for _ in range(tunables.EXPORT_FIRST_PIECES if seconds > 0 else 0):
-            if not self.tick(busy=True, live=live) or clock() - begun >= seconds:
-                return
+        while clock() - begun < seconds and self.tick(busy=True, live=live):
+            pass
 
     def make_room(self, cells: int, *, live: int, keep: IdleSequence | None = None) -> bool:
         """Evict idle sequences (exporting them first) until `cells` are free and one more sequence than `live` fits."""
@@ -346,10 +342,9 @@ class SequencePool:
     def _has_room(self, cells: int, live: int) -> bool:
         return self._backend.cells_free() >= cells and live + len(self._idle) <= self._backend.info.n_seq_max
 
-    def _evict_exported(self, *, busy: bool, keep: IdleSequence | None = None) -> None:
+    def _evict_exported(self, *, busy: bool) -> None:
         for idle in eviction.may_leave(self._idle, self._backend.capabilities, busy=busy):
-            if idle is not keep:
-                self._drop(idle)
+            self._drop(idle)
 
     def _evict(self, idle: IdleSequence) -> None:
         self._export_all(idle)

@@ -47,8 +47,6 @@ EXPORT_FIRST_TOKENS = 128
 EXPORT_FIRST_SHARE = 0.1
 # seconds; and no longer than a step beside which others wait (scheduler.LONE_STEP_S)
 EXPORT_FIRST_S = 0.35
-# pieces; however a clock goes
-EXPORT_FIRST_PIECES = 64
 
 # --- writing to disk -------------------------------------------------------------------------------------------------
 
