@@ -1,1 +1,1 @@
-"""The KV cache outside the context: a radix tree over token ids, its blocks in memory and on disk, and how they come back."""
+"""The KV cache outside the context: a radix tree over token ids, its blocks in memory and on disk."""

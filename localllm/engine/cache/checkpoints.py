@@ -1,4 +1,4 @@
-"""Where the state of a model that can't go back is kept while a prompt is read: points that later prompts may go on from."""
+"""Checkpoints: where the state of a model that can't rewind is kept, so that later prompts may go on from there."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ class Signs:
 
 
 def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, interval: int | None) -> list[int]:
-    """Points of `prompt`, whose first `n_kv` tokens are held: before its last two turns, for they are what an answer is
-    asked for again from, or that is rendered in another way next time (not before the answer's where the question is short:
-    a step and a state for each turn would cost more than reading it again); and near its end where no turn begins there. Where
-    states are kept apart from KV also where it leaves what was known (the first `known` tokens), since what branches twice
-    branches again, one in every `interval` tokens (None: none), where a turn begins if one does, and where the last paragraph
-    begins: instructions or a document stand before it, and the next question goes on from there (Gemma's template has both in
-    one turn). Of a long end with neither in it a few points, ever nearer to it."""
+    """Points of `prompt`, whose first `n_kv` tokens are held, at which its state is to be kept:
+
+    * before its last two turns: an answer is asked for again from there, or rendered in another way next time. Not before the
+      answer's where the question is short: a step and a state for each turn would cost more than reading it again
+    * near its end, where no turn begins there
+
+    And where states are kept apart from KV, every `interval` tokens (None: they aren't):
+
+    * where it leaves what was known (its first `known` tokens): what branches twice branches again
+    * one in every `interval` tokens, where a turn begins if one does
+    * where the last paragraph begins: instructions or a document stand before it, and the next question goes on from there
+      (Gemma's template has both in one turn)
+    * of a long end with neither in it a few points, ever nearer to it"""
     n = len(prompt)
     control = [i for i in range(n) if signs.is_control(prompt[i])]
     turns = [i for i in control if prompt[i] == prompt[control[-1]]]

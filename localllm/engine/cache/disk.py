@@ -3,7 +3,7 @@
 One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
 counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes, in the
 pauses between requests if there are any, and another reads (kv_file.py); the engine never waits for either. What the
-writer did becomes true for the engine when the engine reads its `news`, so that a block changes on one thread only.
+writer did becomes true for the engine when that calls `sync`, so that a block changes on one thread only.
 
 The directory is bounded, and smaller where the disk is nearly full: least recently used files go first. Recency is that of
 the engine's cache while it runs, and is kept in the files' time stamps (the ends of a sequence a little older than its
@@ -61,8 +61,8 @@ def _opened(path: Path) -> Readable:
 @dataclass(slots=True, eq=False, kw_only=True)
 class DiskBlock(Block):
     """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file; `again`: it was used since it was made. `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is
-    the writer's alone; all else is the engine's thread's."""
+    file; `again`: it was used since it was made. `used_ns`: when it was used, `stamp_ns`: what its file says of that,
+    which is the writer's alone; all else is the engine's thread's."""
 
     path: Path
     tier: DiskTier
@@ -219,7 +219,7 @@ class DiskTier:
         return bool(self._outcomes) or self._told.wait(seconds)
 
     def touch(self, block: DiskBlock, at_ns: int) -> None:
-        """A block was used, at that time. One that was held back is worth writing after all, on a day that has bytes left."""
+        """A block was used, at that time. One that was held back is worth writing after all, if the day has bytes left."""
         tokens = self._held_back.get(block)
         _, used_up = self.budget.known()
         # While it is pending, what the writer decided is not known here yet.
@@ -235,8 +235,8 @@ class DiskTier:
         self._held_back.pop(block, None)
 
     def snapshot(self) -> dict[str, int]:
-        """Its counters, as NO_DISK names them. What others wrote today is as new as our last write: the engine's thread, which
-        asks, reads no files."""
+        """Its counters, as NO_DISK names them. What others wrote today is as new as our last write: the engine's thread,
+        which asks, reads no files."""
         today_bytes, used_up = self.budget.known()
         return {
             "disk_written_bytes": self.written_bytes,
@@ -267,8 +267,8 @@ class DiskTier:
         return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / tunables.READ_LATE_S)[1])
 
     def load(self, block: Block, rest: Callable[[float], object] = lambda _: None) -> memoryview | None:
-        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right. `rest` is called
-        after each piece with the seconds it took."""
+        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right. `rest` is
+        called after each piece with the seconds it took."""
         assert isinstance(block, DiskBlock)
         started = time.monotonic()
         data = None

@@ -1,8 +1,8 @@
-"""What leaves first where room is short: memory, the context, the disk. Changing how the cache evicts is changing this file.
+"""What leaves first where room is short: changing how the cache evicts is changing this file.
 
-memory    The blocks unused the longest, whichever tree has them. One with a copy on disk is demoted: it loses its memory, never
-          its place. One that is being written is waited for. Only one without a copy is evicted. What is locked stays, and
-          nothing is evicted for what was used longer ago.
+memory    The blocks unused the longest, whichever tree has them. One with a copy on disk is demoted: it loses its
+          memory, never its place. One that is being written is waited for. Only one without a copy is evicted.
+          What is locked stays, and nothing is evicted for what was used longer ago.
 context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read.
 disk      The files unused the longest, of all models, but none for what was used longer ago.
 
@@ -28,8 +28,8 @@ Kind = Literal["kv", "state", "snapshot"]
 
 
 def depth(start: int, stop: int, kind: Kind) -> int:
-    """Of blocks that were used together the deeper one leaves first: the end of a sequence before its beginning, but the shorter
-    snapshot before the longer."""
+    """Of blocks that were used together the deeper one leaves first: the end of a sequence before its beginning, but the
+    shorter snapshot before the longer."""
     return {"kv": start, "state": stop, "snapshot": -stop}[kind]
 
 
@@ -38,8 +38,8 @@ def depth(start: int, stop: int, kind: Kind) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`. This one is in memory only;
-    `pending` is True while a copy is being made elsewhere, after which a block can be demoted."""
+    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`. This one is in memory
+    only; `pending` is True while a copy is being made elsewhere, after which a block can be demoted."""
 
     data: bytes | memoryview | None
     start: int
@@ -106,9 +106,9 @@ class EvictablePool(ABC):
 
 @dataclass(eq=False)
 class CacheBudget:
-    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds where there is one,
-    so that files can be compared by it, but always on. `changes` grows with everything that may make room or changes what is
-    found: who was refused, or remembers what it found, asks again."""
+    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds where there
+    is one, so that files can be compared by it, but always on. `changes` grows with everything that may make room or
+    changes what is found: who was refused, or remembers what it found, asks again."""
 
     capacity_bytes: int
     uses: int = 0
@@ -128,8 +128,8 @@ class CacheBudget:
     def make_room(
         self, need_bytes: int, *, prefix: Tokens | None = None, used: int | None = None, force: bool = False
     ) -> Space:
-        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `prefix`, or more
-        recent than `used` (None: now). `force`: what is being written is not waited for."""
+        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `prefix`, or
+        more recent than `used` (None: now). `force`: what is being written is not waited for."""
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
             return "free"
@@ -162,9 +162,9 @@ class CacheBudget:
         return sorted(found, key=lambda c: (c.last_used, -c.depth))
 
     def _evict(self, n_bytes: int, keep: set[Block], until: int, *, pending: bool, all_or_nothing: bool = True) -> int:
-        """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that was
-        used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two sequences could
-        else take turns at losing what the other can't use. Returns the bytes freed."""
+        """Free up to `n_bytes` from the blocks unused the longest; `pending` ones only if told to, and none evicted that
+        was used after `until` or is to be kept. `all_or_nothing`: nothing is evicted unless that is enough, for two
+        sequences could else take turns at losing what the other can't use. Returns the bytes freed."""
         freed, lost = 0, 0
         doomed: list[Candidate] = []
         for candidate in self._candidates():
@@ -187,8 +187,8 @@ class CacheBudget:
 
 
 def state_interval(n_tokens: int, token_bytes: float, state_bytes: int, capacity_bytes: int) -> int:
-    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a state and all of the cache
-    take: a power of two, so that the points of sequences that begin alike fall together."""
+    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a state and all of the
+    cache take: a power of two, so that the points of sequences that begin alike fall together."""
     interval = float(tunables.STATE_INTERVAL_TOKENS)
     if token_bytes:
         interval = max(interval, state_bytes / token_bytes / tunables.STATE_COST)
@@ -233,8 +233,8 @@ class IdleSequence:
 
 
 def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool) -> list[IdleSequence]:
-    """Those that leave the context: every token held there slows every other sequence, where KV lies in this machine's memory.
-    Unless others are `busy` one stays, for the next turn of the chat just answered."""
+    """Those that leave the context: every token held there slows every other sequence, where KV lies in this machine's
+    memory. Unless others are `busy` one stays, for the next turn of the chat just answered."""
     if able.kv_on_device:
         return []
     return [i for i in (idle if busy else idle[:-1]) if i.exported]
@@ -279,8 +279,8 @@ def file_time_ns(last_used_ns: int, depth: int) -> int:
 
 
 def files_to_remove(files: Iterable[StoredFile], excess_bytes: int, used_ns: int) -> tuple[list[StoredFile], bool]:
-    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two sequences would else be
-    written by turns, for ever. And whether they are enough."""
+    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two sequences would
+    else be written by turns, for ever. And whether they are enough."""
     found = []
     for file in sorted(files):
         if excess_bytes <= 0 or file.used_ns > used_ns:

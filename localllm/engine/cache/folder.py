@@ -1,9 +1,9 @@
 """The folder of all models' cached prefixes: what lies in it, clearing it, and how much may be written into it in a day.
 
-Nothing here needs the engine to stand still. Its files are whole or absent, one that is gone is a miss, and a folder that is
-gone is made again, so a server may run while it is cleared. What was written in a day is a count that outlives restarts: each
-model's folder has one file for the day, to which each write adds a line with its bytes. That needs no lock between processes,
-and is done before the bytes are written, so that a crash forgets nothing.
+Nothing here needs the engine to stand still. Its files are whole or absent, one that is gone is a miss, and a folder that
+is gone is made again, so a server may run while it is cleared. What was written in a day is a count that outlives
+restarts: each model's folder has one file for the day, to which each write adds a line with its bytes. That needs no lock
+between processes, and is done before the bytes are written, so that a crash forgets nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LONGEST_LABEL_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefixes:
-    """One model's `folder`: so many files and bytes, and what was written into it today. `model` is its name, None where the
-    folder doesn't say; `used_s`: when one of its files was last used (None: there are none)."""
+    """One model's `folder`: so many files and bytes, and what was written into it today. `model` is its name, None where
+    the folder doesn't say; `used_s`: when one of its files was last used (None: there are none)."""
 
     folder: Path
     model: str | None

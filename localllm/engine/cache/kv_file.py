@@ -6,9 +6,9 @@ before they are needed.
 The whole sequence's tokens are in each file, not only the block's own: a block is of use only behind exactly those tokens,
 and a restarted engine enters it into its tree although the files before it may be gone.
 
-The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right one of any kind. A file is
-hashed when it is written and when it is read, beside those who compute, so what the hash costs is what counts: 0.56 ns a byte,
-where SHA-256 without the processor's help takes 4.1. One damaged file of 4 billion passes.
+The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right one of any kind. A file
+is hashed when it is written and when it is read, beside those who compute, so what the hash costs is what counts: 0.56 ns
+a byte, where SHA-256 without the processor's help takes 4.1. One damaged file of 4 billion passes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _FIXED_BYTES = len(_MAGIC) + _LENGTHS.size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvEntry:
-    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the `state` behind the sequence. `identity`
-    names all that gives the bytes their meaning."""
+    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the `state` behind the
+    sequence. `identity` names all that gives the bytes their meaning."""
 
     identity: str
     tokens: Tokens
@@ -82,8 +82,8 @@ class KvEntry:
 
 
 def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
-    """What the file says it holds, in how many bytes and since when (ns), its data not read; None for anything that is not a
-    file of ours under that name."""
+    """What the file says it holds, in how many bytes and since when (ns), its data not read; None for anything that is
+    not a file of ours under that name."""
     try:
         with path.open("rb") as f:
             stat = path.stat()
@@ -104,8 +104,8 @@ def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
 
 
 def read_data(f: Readable, identity: str, rest: Callable[[float], object]) -> memoryview | None:
-    """The exported KV in a file's bytes, read and hashed in pieces that each take a moment, with a `rest` after each, which is
-    told how long that took, in seconds; None where the checksum or the identity is not right. Raises OSError."""
+    """The exported KV in a file's bytes, read and hashed in pieces that each take a moment, with a `rest` after each,
+    which is told how long that took, in seconds; None where the checksum or the identity is not right. Raises OSError."""
     raw = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8)
     f.seek(0)
     whole, read_bytes, checksum = raw.data, 0, 0
@@ -162,8 +162,8 @@ class _Read:
 
 
 class ReadAhead:
-    """Reads and checks files before they are needed, in a thread of its own. `read` gives a block's data, or None where its file
-    is gone or damaged; it is called in that thread.
+    """Reads and checks files before they are needed, in a thread of its own. `read` gives a block's data, or None where
+    its file is gone or damaged; it is called in that thread.
 
     The engine's thread says what it will want, and never waits for it while it has anything else to do: a block of a large
     model has 64 MB, which a hard disk takes half a second for. What was read stays here until it is released, and no more
@@ -249,8 +249,8 @@ class ReadAhead:
     # --- the reader's thread -------------------------------------------------------------------------------------
 
     def rest(self, took_s: float) -> None:
-        """After a piece that took so long: unless the engine waits for it, rest as long, so that a thread that was displaced
-        by this one computes again."""
+        """After a piece that took so long: unless the engine waits for it, rest as long, so that a thread that was
+        displaced by this one computes again."""
         self._awaited.wait(min(took_s, tunables.READ_REST_S))
 
     def _read_all(self) -> None:

@@ -1,5 +1,5 @@
-"""How much of a prompt is known: what it has in common with sequences in the context and blocks in the cache, which of those
-to restore, and why the rest is computed although it was known once."""
+"""How much of a prompt is known: what it has in common with sequences in the context and blocks in the cache, which of
+those to restore, and why the rest is computed although it was known once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class RunningSequence(Protocol):
 
 
 class PromptMatch:
-    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what is O(context) must not be
-    done in each of them."""
+    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what is O(context) must not
+    be done in each of them."""
 
     def __init__(self, prompt: Seq[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
@@ -78,8 +78,8 @@ ShouldLoad = Callable[[Block, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`: what
-    must follow the last part (None: nothing). `known`: how far the prompt followed any sequence."""
+    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`:
+    what must follow the last part (None: nothing). `known`: how far the prompt followed any sequence."""
 
     match: Match
     parts: tuple[CachedPart, ...]
@@ -138,8 +138,8 @@ def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, sh
 
 
 class PrefixHistory:
-    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed although it was known once
-    must be countable, or nobody sees that a cache is too small. A collision costs a wrong count, nothing else."""
+    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed although it was known
+    once must be countable, or nobody sees that a cache is too small. A collision costs a wrong count, nothing else."""
 
     def __init__(self) -> None:
         self._prefixes: OrderedDict[int, None] = OrderedDict()

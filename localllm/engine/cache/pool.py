@@ -4,12 +4,13 @@ running   a running request's sequence: shared by forking, which costs nothing w
 idle      a finished request's sequence, still in the context: taken over whole, which costs nothing either
 cached    blocks in the prefix cache (memory, disk): imported by copying
 
-A finished sequence is exported piece by piece between steps and, once all of it is exported, stays in the context only until
-somebody else comes: every token held in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
-One that could not be exported (yet) stays as long as nobody needs its cells: that costs speed, dropping it costs a prefill.
+A finished sequence is exported piece by piece between steps and, once all of it is exported, stays in the context only
+until somebody else comes: every token held in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
+One that could not be exported (yet) stays while nobody needs its cells: that costs speed, dropping it costs a prefill.
 
-Where KV lies on a device, reading it out is what costs: there every sequence stays while there are cells and sequences for it,
-and is exported between requests, or, once they run short, bit by bit between steps. Which leave first: cache/eviction.py.
+Where KV lies on a device, reading it out is what costs: there every sequence stays while there are cells and sequences
+for it, and is exported between requests, or, once they run short, bit by bit between steps. Which leave
+first: cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _STATES: dict[Space, ExportState] = {"free": "exporting", "pending": "awaiting",
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known sequence. `state`: the
-    state behind them, where the sequence that has them can't go back there by itself."""
+    """Where `length` of a prompt's tokens can come from. `known` is how far the prompt followed any known sequence.
+    `state`: the state behind them, where the sequence that has them can't go back there by itself."""
 
     kind: Literal["none", "running", "idle", "cached"]
     length: int
@@ -118,8 +119,8 @@ class SequencePool:
         return idle in self._idle
 
     def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
-        """How much of the `shared` tokens of a sequence that holds more a sequence could take over, and the state it needs for
-        that."""
+        """How much of the `shared` tokens of a sequence that holds more a sequence could take over, and the state it
+        needs for that."""
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared]) or (0, None)
@@ -162,7 +163,7 @@ class SequencePool:
         return Acquired(sequence, 0, Restoration(self.kv, self._backend, sequence, prompt, plan))
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
-        """Where a sequence left another in the middle of a turn the next one will: keep the state there while it can be had."""
+        """Where one sequence left another in the middle of a turn the next one will: keep the state while it is there."""
         if self.kv.states is None or source.state is not None:
             return
         point = self.kv.longest_state(prompt[: source.length])
@@ -210,7 +211,7 @@ class SequencePool:
         return False
 
     def _fork(self, sequence: int, length: int, state: Block | None) -> int | None:
-        """A fork of a sequence at `length`; None where it can't be had. Raises NoCellsError where there is no room for it."""
+        """A fork of a sequence at `length`; None where it can't be had. NoCellsError where there is no room for it."""
         try:
             if state is None:
                 return self._backend.fork(sequence, length)
@@ -299,8 +300,9 @@ class SequencePool:
         return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
 
     def make_way(self, n_tokens: int, *, live: int, prefill_tok_s: float | None, clock: Callable[[], float]) -> None:
-        """Before a step of `live` running requests that are to read `n_tokens` of prompts, and nothing else: exported sequences
-        leave, others are exported first as far as that pays. `prefill_tok_s`: how fast prompts are read (None: not known)."""
+        """Before a step of `live` running requests that are to read `n_tokens` of prompts, and nothing else: exported
+        sequences leave, others are exported first as far as that pays. `prefill_tok_s`: how fast prompts are read (None:
+        not known)."""
         if not live or not self._idle:
             return
         self._sync()

@@ -1,4 +1,4 @@
-"""What is kept of sequences outside the context, and how it gets there: KV in pieces, states at points, in memory and on disk.
+"""What is kept of sequences outside the context, in memory and on disk, and how it gets there:
 
 plain     pieces of KV: a sequence is taken up again anywhere
 states    pieces of KV, and states at points of the sequence: it is taken up where a state is
@@ -90,15 +90,15 @@ class KvStore:
     # --- what is held --------------------------------------------------------------------------------------------
 
     def missing(self, prefix: Tokens) -> tuple[int, int] | None:
-        """The first [start, stop) of `prefix` that is not held; None where all of it is, and it can be taken up at its end."""
+        """The first [start, stop) of `prefix` that is not held; None where all is, and it can be taken up at its end."""
         gap = self.cache.gap(prefix)
         if gap is None and self.states is not None and self.states.gap(prefix) is not None:
             return len(prefix), len(prefix)
         return gap
 
     def touch(self, prefix: Tokens) -> None:
-        """A sequence was used just now: what is held of it is the last to go. Of its states those that others are near to are
-        the first to go."""
+        """A sequence was used just now: what is held of it is the last to go. Of its states those that others are near to
+        are the first to go."""
         self.cache.match(prefix)
         if self.states is not None:
             self.states.prune_snapshots(prefix, self.state_interval(len(prefix)))
@@ -110,8 +110,8 @@ class KvStore:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def export_next(self, sequence: int, prefix: Tokens, used: int | None, *, force: bool) -> Space | None:
-        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found room, or None where nothing is
-        missing. `force`: its cells are needed, so what is being written is not waited for."""
+        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found room, or None where
+        nothing is missing. `force`: its cells are needed, so what is being written is not waited for."""
         space: Space | None = None
         if self.states is not None and self.states.gap(prefix) is not None:
             space = self.store_state(sequence, prefix, used, force=force)
@@ -146,8 +146,8 @@ class KvStore:
         force: bool = False,
         newer: bool = False,
     ) -> Space:
-        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was room. `newer`: a snapshot
-        rather than an older one of the same sequence."""
+        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was room. `newer`: a
+        snapshot rather than an older one of the same sequence."""
         n_tokens = len(prefix) - start
         along = None if newer else prefix
         space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=used, force=force)
@@ -165,8 +165,8 @@ class KvStore:
     def store_state(
         self, sequence: int, prefix: Tokens, used: int | None = None, *, force: bool = False, newer: bool = False
     ) -> Space:
-        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache. `newer`: rather than an older one
-        of the same sequence."""
+        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache. `newer`: rather than an
+        older one of the same sequence."""
         if self.states is None:
             return "full"
         n_bytes = self._backend.state_bytes(sequence)

@@ -179,8 +179,8 @@ class PrefixCache(EvictablePool):
     # --- writing -------------------------------------------------------------------------------------------------
 
     def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
-        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's length), which was last used at
-        `used`, in `uses` (None: now).
+        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's length), which was last
+        used at `used`, in `uses` (None: now).
 
         Returns False, storing nothing, when its tokens have their KV already, or there is no room for it now. A block
         that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""

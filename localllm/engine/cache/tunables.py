@@ -60,7 +60,7 @@ WRITE_WAITING_BYTES = 128 * 2**20
 # bytes; hashed and written, or read, at a time: half a millisecond's work
 FILE_PIECE_BYTES = 2**19
 # Beside steps there is a rest after each piece, so many times as long as it took, but no longer than so many seconds: one
-# busy thread more than processors stops all who meet at a barrier (70 MB in one go: one step of 250 ms, 20 times the others)
+# busy thread more than processors stops all who meet at a barrier (70 MB in one go: a step of 250 ms, 20 times the others)
 WRITE_RESTS, WRITE_REST_S = 20.0, 0.02
 # bytes; left to others on a disk that others write to
 DISK_FREE_BYTES = 2 * 10**9
