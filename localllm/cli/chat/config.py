@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from localllm.cli.compose.config_tables import check_keys, named_tables
 from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 
@@ -35,14 +36,10 @@ def tool_hosts() -> tuple[McpHost, ...]:
     """The programs of [mcp.NAME]; none is started. Raises UsageError."""
     from localllm_tui.mcp_host import McpHost
 
-    tables = read_config().get("mcp", {})
-    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise UsageError(f"{config_path()}: `mcp` holds one table per program: [mcp.NAME]")
     hosts = []
-    for name, table in tables.items():
+    for name, table in named_tables("mcp", "program").items():
         where = f"[mcp.{name}] of config.toml"
-        if unknown := sorted(set(table) - {"command", "args", "env"}):
-            raise UsageError(f"{where} has an unknown key: {unknown[0]}", hint="known: command, args, env")
+        check_keys(table, ("command", "args", "env"), where)
         command, args, env = table.get("command"), table.get("args", []), table.get("env", {})
         if not isinstance(command, str) or not command.strip():
             raise UsageError(f'{where} needs a command, such as "npx"')

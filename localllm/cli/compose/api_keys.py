@@ -1,4 +1,10 @@
-"""The key that `localllm serve` makes up for addresses that other machines reach: kept, so that clients stay set up."""
+"""Keys of the server: the one it makes up for addresses that other machines reach, kept so that clients stay set up, and those
+of config.toml.
+
+[keys.anna]                    # a key by a name: its hash, a variable or a file
+sha256 = "…"
+tokens_per_minute = 60000
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,21 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from localllm import paths
-from localllm.errors import LocalLLMError
+from localllm.cli.compose.config_tables import check_keys, named_tables, text_of, variable
+from localllm.errors import LocalLLMError, UsageError
 
-_KEY = re.compile(r"[A-Za-z0-9_-]{24,128}")
+if TYPE_CHECKING:
+    from localllm.server.http.accounts import NamedKey
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "parallel")
+_KEY = ("sha256", "env", "file", *_LIMITS)
+_LEAST_KEY_CHARS = 16
+_HEX = frozenset("0123456789abcdef")
+
+_MADE_UP = re.compile(r"[A-Za-z0-9_-]{24,128}")
 _LONGEST_FILE_BYTES = 4096
 
 
@@ -51,9 +67,67 @@ def _read(path: Path) -> str | None:
         return None
     if os.name == "posix" and path.stat().st_mode & 0o077:
         path.chmod(0o600)
-    return text if _KEY.fullmatch(text) else None
+    return text if _MADE_UP.fullmatch(text) else None
 
 
 def _write(path: Path, key: str) -> None:
     paths.private_dir(path.parent)
     paths.write_private(path, key + "\n")
+
+
+def load_keys() -> tuple[NamedKey, ...]:
+    """The named keys of config.toml. Raises UsageError that says which table is wrong, and how; never with the key."""
+    keys = tuple(_key(name, table) for name, table in named_tables("keys", "key").items())
+    for key in keys:
+        other = next(k for k in keys if k.digest == key.digest)
+        if other is not key:
+            raise UsageError(f"[keys.{other.name}] and [keys.{key.name}] of config.toml are the same key")
+    return keys
+
+
+def _key(name: str, table: dict[str, Any]) -> NamedKey:
+    from localllm.server.http.accounts import KeyLimits, NamedKey, digest_of
+
+    where = f"[keys.{name}] of config.toml"
+    check_keys(table, _KEY, where)
+    if not name.strip():
+        raise UsageError(f"{where} has no name")
+    if sum(k in table for k in ("sha256", "env", "file")) != 1:
+        raise UsageError(
+            f"{where} must say its key in one way: sha256, env or file", hint="`localllm usage --new-key NAME`"
+        )
+    if "sha256" in table:
+        text = text_of(table, "sha256", where).lower()
+        if len(text) != 64 or not set(text) <= _HEX:
+            raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
+        digest = bytes.fromhex(text)
+    else:
+        digest = digest_of(_secret(table, where).encode())
+    limits = {limit: _limit(table, limit, where) for limit in _LIMITS}
+    parallel = limits.pop("parallel")
+    return NamedKey(name, digest, KeyLimits(**limits, parallel=None if parallel is None else int(parallel)))
+
+
+def _secret(table: dict[str, Any], where: str) -> str:
+    if "env" in table:
+        key = variable(text_of(table, "env", where), where)
+    else:
+        path = Path(text_of(table, "file", where)).expanduser()
+        try:
+            key = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"{where}: {path} can't be read ({type(e).__name__})", hint="put the key there") from e
+    if len(key) < _LEAST_KEY_CHARS:
+        raise UsageError(f"the key of {where} has fewer than {_LEAST_KEY_CHARS} characters: it could be guessed")
+    return key
+
+
+def _limit(table: dict[str, Any], limit: str, where: str) -> float | None:
+    value = table.get(limit)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 10**12:
+        raise UsageError(f"{limit} in {where} must be a number of 1 or more, not {value!r}")
+    if limit == "parallel" and value != int(value):
+        raise UsageError(f"parallel in {where} must be a whole number, not {value!r}")
+    return float(value)

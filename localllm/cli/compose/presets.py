@@ -11,13 +11,13 @@ aliases = ["claude-*", "gpt-*"]
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm.cli.compose.config_tables import check_keys, named_tables, text_of
 from localllm.errors import UsageError
-from localllm.settings import Setting, Value, checked, config_path, read_config, setting
+from localllm.settings import Setting, Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
 LOADING = (
@@ -63,21 +63,12 @@ class Preset:
 
 def load_presets() -> tuple[Preset, ...]:
     """The presets of config.toml, in its order. Raises UsageError that names what is wrong, and where."""
-    tables = read_config().get("models", {})
-    if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
-        raise UsageError(f"{config_path()}: `models` holds one table per model: [models.NAME]")
-    return tuple(_preset(name, table) for name, table in tables.items())
+    return tuple(_preset(name, table) for name, table in named_tables("models", "model").items())
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
     where = f"[models.{name}] of config.toml"
-    for key in table:
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            raise UsageError(
-                f"{where} has an unknown key: {key}",
-                hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(KEYS))}",
-            )
+    check_keys(table, sorted(KEYS), where)
     aliases = table.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise UsageError(f"aliases in {where} must be a list of names")
@@ -85,21 +76,14 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     budget = _ranged(*_BUDGET, table["thinking_budget"], where) if "thinking_budget" in table else None
     return Preset(
         name,
-        _text(table, "model", where) or name,
+        text_of(table, "model", where, "") or name,
         tuple(aliases),
         {key: checked(setting(key), table[key], where) for key in LOADING if key in table},
         {s.name: _ranged(s, least, most, table[s.name], where) for s, least, most in _SAMPLING if s.name in table},
-        _text(table, "system", where),
+        text_of(table, "system", where, ""),
         None if budget is None or budget < 0 else int(budget),
         None if minutes is None else 60.0 * _ranged(setting("idle_unload_min"), 0, 10**6, minutes, where),
     )
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    value = table.get(key, "")
-    if not isinstance(value, str):
-        raise UsageError(f"{key} in {where} must be a text, not {value!r}")
-    return value
 
 
 def _ranged(number: Setting, least: float, most: float, value: Any, where: str) -> Any:
