@@ -14,7 +14,7 @@ from localllm.bench import plot
 from localllm.cli import all_commands
 from localllm.cli.bench import compare as bench_compare
 from localllm.cli.bench import full as bench_full
-from localllm.cli.commands import bench
+from localllm.cli.bench import measure
 from localllm.errors import UsageError
 
 
@@ -22,9 +22,9 @@ from localllm.errors import UsageError
 def test_all_of_it_is_measured_shown_and_compared(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
-        monkeypatch.setattr(bench, name, value)
-    for name, value in (("_ROUNDS", 2), ("_TOKENS", 8), ("_PROMPT", 600), ("_DEEP", 128), ("BATCHES", ())):
+    for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
+        monkeypatch.setattr(measure, name, value)
+    for name, value in (("ROUNDS", 2), ("TOKENS", 8), ("PROMPT", 600), ("DEEP", 128), ("BATCHES", ())):
         monkeypatch.setattr(bench_full, name, value)
     monkeypatch.setattr(bench_full, "DEPTHS", (16, 128, 512))
     monkeypatch.setattr(bench_full, "STREAMS", (1, 2))
@@ -78,8 +78,8 @@ def test_what_is_no_run_is_refused_before_anything_is_measured(text: str, tmp_pa
 _RATES = st.floats(0.01, 1e5)
 
 
-@given(st.lists(st.builds(plot.Point, st.integers(0, 2**20), _RATES, st.none() | _RATES), max_size=9))
-def test_the_picture_fits_and_shows_every_point(points: list[plot.Point]) -> None:
+@given(st.lists(st.builds(plot.PlotPoint, st.integers(0, 2**20), _RATES, st.none() | _RATES), max_size=9))
+def test_the_picture_fits_and_shows_every_point(points: list[plot.PlotPoint]) -> None:
     said = plot.lines(points)
     assert bool(said) == bool(points)
     assert all(len(line) <= 80 for line in said)

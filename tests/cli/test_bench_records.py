@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.cli.bench.measure import second_fastest
 from localllm.cli.commands import bench
 from localllm.cli.compose import measurements
 from localllm_catalog import catalog
@@ -55,7 +56,7 @@ def test_each_figure_says_of_how_long_a_context_it_is() -> None:
 
 @given(st.lists(st.floats(20, 100), min_size=3, max_size=8))
 def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(rates: list[float]) -> None:
-    found = bench.second_fastest(rates)
-    assert bench.second_fastest([*rates, 1.0]) == found
-    assert found <= bench.second_fastest([*rates, 1000.0]) <= max(rates)
-    assert bench.second_fastest(rates[:3]) == sorted(rates[:3])[1]
+    found = second_fastest(rates)
+    assert second_fastest([*rates, 1.0]) == found
+    assert found <= second_fastest([*rates, 1000.0]) <= max(rates)
+    assert second_fastest(rates[:3]) == sorted(rates[:3])[1]

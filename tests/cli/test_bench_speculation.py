@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from localllm.cli.bench import measure
 from localllm.cli.bench import speculation as bench_speculation
 from localllm.cli.commands import bench
 from localllm.cli.compose import measurements
@@ -77,10 +78,10 @@ def test_too_short_a_context_is_said_before_anything_is_measured(tiny_model: Pat
 def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench_speculation, "_TOKENS", {"prose": 32, "copy-edit": 96})
-    monkeypatch.setattr(bench_speculation, "_FUNCTIONS", 6)
+    for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(bench_speculation, "TOKENS", {"prose": 32, "copy-edit": 96})
+    monkeypatch.setattr(bench_speculation, "FUNCTIONS", 6)
     result = CliRunner().invoke(app, [str(smollm2), "--speculation", "--context", "1024", "--json"])
     assert result.exit_code == 0, result.output
     spoken = json.loads(result.stdout)["speculation"]
@@ -95,8 +96,8 @@ def test_the_prediction_knows_what_another_model_taught(
     few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
-    for name, value in (("_ROUNDS", 1), ("_PROMPT_TOKENS", 64), ("_DECODE_TOKENS", 16)):
-        monkeypatch.setattr(bench, name, value)
+    for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
+        monkeypatch.setattr(measure, name, value)
 
     def measured() -> dict[str, Any]:
         result = CliRunner().invoke(app, [str(few_layers), "--context", "1024", "--json"])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from engine.drive import GREEDY, run, settle
 from localllm import paths
 from localllm.cli.all_commands import app
-from localllm.cli.commands import models
+from localllm.cli.commands import cache
 from localllm.engine.core import Engine, EngineSettings
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
 from support.requests import request_for
@@ -95,7 +95,7 @@ def test_nobody_at_the_terminal_means_nothing_is_removed() -> None:
 def test_whoever_is_asked_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
     filled("alpha")
     before, asked = kv_files(), []
-    monkeypatch.setattr(models, "confirmed", lambda question: asked.append(question))
+    monkeypatch.setattr(cache, "confirmed", lambda question: asked.append(question))
     assert CliRunner().invoke(app, ["cache", "clear"]).exit_code == 0
     assert kv_files() == before
     assert "alpha" in asked[0]

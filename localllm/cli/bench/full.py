@@ -4,7 +4,7 @@ restart, each next to what was predicted."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ DEPTHS = (16, 128, 512, 2048, 8192, 32768, 131072)
 STREAMS = (1, 2, 4, 8)
 KV_TYPES = ("f16", "q8_0", "q4_0")
 BATCHES = (64, 256, 1024)
-_ROUNDS, _TOKENS = 3, 48
+ROUNDS, TOKENS = 3, 48
 # KV types and micro-batches differ where there is something to read; and the first token that a cache saves is of a prompt.
-_DEEP, _PROMPT = 2048, 1024
+DEEP, PROMPT = 2048, 1024
 # A depth whose prompt would take longer than this to read is left out, and said so.
 _MOST_PREFILL_S = 180.0
 _SETTLE_S = 1.0
@@ -49,7 +49,7 @@ class Sweep:
                     from localllm.cli.bench import speculation as bench_speculation
 
                     self.say("drafting off and on")
-                    self.found["speculation"] = await bench_speculation.measure(engine, _ROUNDS)
+                    self.found["speculation"] = await bench_speculation.measure(engine, ROUNDS)
             await self._restart(options, prompt)
         await self._variations()
         return self.found
@@ -63,19 +63,19 @@ class Sweep:
 
     async def _depths(self, engine: WorkerClient) -> None:
         """Decode and prefill at each depth that the context has room for; the prompt is read once for all rounds."""
-        from localllm.cli.bench.answer import answer, prompt_of
+        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
 
         rows: list[dict[str, Any]] = []
         prefill_tok_s = 0.0
         for depth in DEPTHS:
-            if depth + _TOKENS > engine.info.n_ctx:
+            if depth + TOKENS > engine.info.n_ctx:
                 break
             if prefill_tok_s and depth / prefill_tok_s > _MOST_PREFILL_S:
                 self.found["left_out"].append(f"depth {depth}: its prompt takes {depth / prefill_tok_s:.0f} s to read")
                 break
             self.say(f"depth {depth:,}")
             prompt = prompt_of(engine, self._fresh(), depth)
-            runs = [await answer(engine, f"depth-{depth}-{i}", prompt, _TOKENS, cache=True) for i in range(_ROUNDS)]
+            runs = [await answer(engine, f"depth-{depth}-{i}", prompt, TOKENS, cache=True) for i in range(ROUNDS)]
             prefill_tok_s = runs[0].prefill_tok_s
             rate = second_fastest([run.decode_tok_s for run in runs])
             rows.append(
@@ -92,7 +92,7 @@ class Sweep:
         from localllm.planner import decode_cost, speed
         from localllm.planner.streams import streamed
 
-        device, middle = detect(), depth + _TOKENS // 2
+        device, middle = detect(), depth + TOKENS // 2
         parts = streamed(plan.model, plan.variant)
         read = parts.total_bytes + decode_cost.kv_read_bytes(plan.model, middle, plan.settings.kv_type)
         bandwidth_gbps, _ = decode_cost.bandwidth_of(device)
@@ -107,7 +107,7 @@ class Sweep:
         """So many answers at once, together and each."""
         import asyncio
 
-        from localllm.cli.bench.answer import answer, prompt_of
+        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
 
         rows = []
         for n in STREAMS:
@@ -115,12 +115,12 @@ class Sweep:
                 break
             self.say(f"{n} streams at once")
             rates = []
-            for _ in range(_ROUNDS):
+            for _ in range(ROUNDS):
                 prompts = [prompt_of(engine, self._fresh(), 16) for _ in range(n)]
                 runs = await asyncio.gather(
-                    *(answer(engine, f"stream-{self._seed}-{i}", p, _TOKENS) for i, p in enumerate(prompts))
+                    *(answer(engine, f"stream-{self._seed}-{i}", p, TOKENS) for i, p in enumerate(prompts))
                 )
-                rates.append(n * (_TOKENS - 1) / max(run.decode_s for run in runs))
+                rates.append(n * (TOKENS - 1) / max(run.decode_s for run in runs))
             rate = second_fastest(rates)
             rows.append({"streams": n, "together_tok_s": rate, "each_tok_s": rate / n})
         self.found["streams"] = rows
@@ -129,10 +129,10 @@ class Sweep:
         """The time to a first token: cold, then the same prompt again with a few tokens more."""
         import asyncio
 
-        from localllm.cli.bench.answer import answer, prompt_of
+        from localllm.cli.bench.measure import answer, prompt_of
 
         self.say("first token, cold and warm")
-        prompt = prompt_of(engine, self._fresh(), min(_PROMPT, engine.info.n_ctx // 2))
+        prompt = prompt_of(engine, self._fresh(), min(PROMPT, engine.info.n_ctx // 2))
         cold = await answer(engine, "cold", prompt, 4, cache=True)
         await asyncio.sleep(_SETTLE_S)
         warm = await answer(engine, "warm", [*prompt, *prompt[:8]], 4, cache=True)
@@ -147,7 +147,7 @@ class Sweep:
 
     async def _restart(self, options: WorkerOptions, prompt: list[int]) -> None:
         """The same prompt in a new process: what the disk tier brings back."""
-        from localllm.cli.bench.answer import answer, prompt_of
+        from localllm.cli.bench.measure import answer, prompt_of
 
         self.say("first token after a restart, from disk")
         async with _engine(options) as engine:
@@ -173,7 +173,7 @@ class Sweep:
         ]
 
     async def _variation(self, name: str, **changed: Any) -> dict[str, Any] | None:
-        from localllm.cli.bench.answer import answer, prompt_of
+        from localllm.cli.bench.measure import answer, prompt_of, second_fastest
         from localllm.errors import LocalLLMError
 
         self.say(name)
@@ -183,9 +183,9 @@ class Sweep:
         )
         try:
             async with _engine(options) as engine:
-                n = min(_DEEP, engine.info.n_ctx // 2)
+                n = min(DEEP, engine.info.n_ctx // 2)
                 prompt = prompt_of(engine, self._fresh(), n)
-                runs = [await answer(engine, f"{i}", prompt, _TOKENS, cache=True) for i in range(_ROUNDS)]
+                runs = [await answer(engine, f"{i}", prompt, TOKENS, cache=True) for i in range(ROUNDS)]
                 return {
                     "depth": n,
                     "decode_tok_s": second_fastest([run.decode_tok_s for run in runs]),
@@ -195,11 +195,6 @@ class Sweep:
         except LocalLLMError as e:
             self.found["left_out"].append(f"{name}: {e.message}")
             return None
-
-
-def second_fastest(rates: Sequence[float]) -> float:
-    """Of three rounds the median; of more, what the machine does when left alone, without the one lucky round."""
-    return sorted(rates)[-2:][0]
 
 
 @asynccontextmanager

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("prose", "copy-edit")
 MODES = ("off", "auto")
-_TOKENS = {"prose": 96, "copy-edit": 192}
+TOKENS = {"prose": 96, "copy-edit": 192}
 # Greedy prose of a small model runs in circles, which drafts copy: a penalty over the whole answer keeps it prose.
 _PENALTY = {"prose": 1.1, "copy-edit": 1.0}
 # The engine times its verification steps while nobody asks; it allows itself a second for that.
 _PROBE_WAIT_S, _PROBE_LOOK_S = 2.0, 0.05
-_FUNCTIONS = 11  # about 400 tokens
+FUNCTIONS = 11  # about 400 tokens
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Runs:
         }
 
 
-def prompt(workload: str, seed: int, functions: int = _FUNCTIONS) -> str:
+def prompt(workload: str, seed: int, functions: int = FUNCTIONS) -> str:
     """Text to continue, another for every seed: the engine drafts from its latest answers too, so none may recur."""
     rng = random.Random(seed)
     if workload == "prose":
@@ -105,7 +105,7 @@ async def _decode(engine: WorkerClient, workload: str, seed: int, mode: str) -> 
     from localllm.errors import by_code
 
     tokens, n = await _fitting(engine, workload, seed)
-    sampling = Sampling(temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=_TOKENS[workload])
+    sampling = Sampling(temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=TOKENS[workload])
     generation = Generation(sampling, n, ignore_eos=True, cache_prompt=False)
     request = Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode)
     async for event in engine.submit(request):
@@ -122,10 +122,10 @@ async def _fitting(engine: WorkerClient, workload: str, seed: int) -> tuple[list
     """The prompt's tokens and how many to generate; a shorter file where the context is short."""
     from localllm.errors import UsageError
 
-    n = _TOKENS[workload]
-    for functions in range(_FUNCTIONS, 1, -1):
+    n = TOKENS[workload]
+    for functions in range(FUNCTIONS, 1, -1):
         tokens = await engine.tokenize(prompt(workload, seed, functions), add_bos=True)
-        share = n * functions // _FUNCTIONS
+        share = n * functions // FUNCTIONS
         if len(tokens) + share <= engine.info.n_ctx:
             return tokens, share
     raise UsageError(

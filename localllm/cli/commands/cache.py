@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.commands import models as models_command
+from localllm.cli.commands.options import Json, Yes
+from localllm.cli.commands.output import confirmed, gb, print_json, table
 
 if TYPE_CHECKING:
     from localllm.engine.cache.folder import ModelPrefixes
 
 app = typer.Typer(name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False)
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @app.callback(invoke_without_command=True)
-def cache(context: typer.Context, as_json: _Json = False) -> None:
+def cache(context: typer.Context, as_json: Json = False) -> None:
     """What is kept of earlier prompts, so that nothing is computed twice: where, how much, for which models."""
     if context.invoked_subcommand is not None:
         return
@@ -28,7 +27,7 @@ def cache(context: typer.Context, as_json: _Json = False) -> None:
     found, limits = survey(root), _limits()
     body = _body(str(root), found, limits)
     if as_json:
-        _print_json(body)
+        print_json(body)
     else:
         print("\n".join(_lines(body, found)))
 
@@ -38,8 +37,8 @@ def clear(
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Only this model's (default: all).")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: _Json = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk again."""
     import sys
@@ -49,16 +48,14 @@ def clear(
 
     found = cache_folder.survey(paths.prefixes_dir())
     chosen = found if model is None else _of(model, found)
-    n_files, size = sum(m.n_files for m in chosen), models_command.gb(sum(m.size_bytes for m in chosen))
-    if n_files and not yes and not models_command.confirmed(f"remove {n_files} file(s), {size}, of {_names(chosen)}?"):
+    n_files, size = sum(m.n_files for m in chosen), gb(sum(m.size_bytes for m in chosen))
+    if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {_names(chosen)}?"):
         return
     cleared = cache_folder.clear(chosen)
     if as_json:
-        _print_json(
-            {"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left}
-        )
+        print_json({"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left})
     else:
-        print(f"{cleared.n_files} file(s) removed, {models_command.gb(cleared.freed_bytes)} freed", file=sys.stderr)
+        print(f"{cleared.n_files} file(s) removed, {gb(cleared.freed_bytes)} freed", file=sys.stderr)
     if cleared.n_left:
         from localllm.errors import LocalLLMError
 
@@ -128,7 +125,7 @@ def _body(folder: str, found: list[ModelPrefixes], limits: dict[str, int]) -> di
 
 
 def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
-    gb, limits = models_command.gb, body["limits"]
+    limits = body["limits"]
     kept = f"of {gb(limits['capacity_bytes'])}" if limits["capacity_bytes"] > 0 else "and none are kept (cache_disk_gb)"
     written = f"{gb(body['written_today_bytes'])} of prefixes"
     if limits["daily_bytes"] > 0:
@@ -145,16 +142,10 @@ def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
         return [*lines, "", "no prefix is kept yet"]
     head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
     rows = [(_name(m), str(m.n_files), gb(m.size_bytes), gb(m.written_today_bytes), _when(m.used_s)) for m in found]
-    return [*lines, "", models_command.table([head, *rows], right=(1, 2, 3))]
+    return [*lines, "", table([head, *rows], right=(1, 2, 3))]
 
 
 def _when(used_s: float | None) -> str:
     import time
 
     return "" if used_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))
-
-
-def _print_json(body: Any) -> None:
-    import json
-
-    print(json.dumps(body, indent=2, ensure_ascii=False))

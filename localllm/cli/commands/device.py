@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.options import Json
+from localllm.cli.commands.output import print_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -26,10 +29,9 @@ def device(
         float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show usable memory, bandwidth and compute of this machine, or of one you name."""
-    import json
     import sys
 
     from localllm.device import ggml, in_use
@@ -55,7 +57,7 @@ def device(
         if build is not None:
             body["llama_cpp"] = ggml.to_json(build)
             body["differences"] = [vars_of(f) for f in ggml.differences(found, build)]
-        print(json.dumps(body, indent=2, ensure_ascii=False))
+        print_json(body)
         return
     print("\n".join(lines(found)))
     if build is not None:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.options import Json
+from localllm.cli.commands.output import print_json
+
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     accelerator: Annotated[
         bool,
         typer.Option(
@@ -39,7 +42,6 @@ def doctor(
         return
     if kv:
         measure_kv(kv)
-    import json
     from dataclasses import asdict, replace
 
     from localllm import paths
@@ -57,7 +59,7 @@ def doctor(
     ]  # fmt: skip
     if as_json:
         body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
-        print(json.dumps(body, indent=2, ensure_ascii=False))
+        print_json(body)
         return
     print("\n".join(lines(checks)))
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.options import Json
+
 if TYPE_CHECKING:
     from importlib import metadata
 
@@ -29,7 +31,7 @@ class Terms:
 
 def licences(
     models: Annotated[bool, typer.Option("--models", help="Also the licences of the catalog's models.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the licences of localllm, the libraries it runs with, and with --models those of the catalog's models.
 

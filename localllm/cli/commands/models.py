@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
+from localllm.cli.commands.options import Json, Quiet, Yes
+from localllm.cli.commands.output import confirmed, gb, print_json, table
+
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
-    from localllm_catalog.types import Model
 
 app = typer.Typer(name="models", help="Models on this disk.", rich_markup_mode=None, add_completion=False)
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
-_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -26,53 +25,8 @@ def models(context: typer.Context) -> None:
         list_models()
 
 
-def gb(n_bytes: float) -> str:
-    """`4.7 GB`, `98 MB`: bytes as lists show them (1 GB = 1e9 B)."""
-    if n_bytes >= 1e9:
-        return f"{n_bytes / 1e9:.1f} GB"
-    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
-
-
-def as_row(model: LocalModel) -> dict[str, Any]:
-    """A LocalModel as --json prints it."""
-    return {
-        "name": model.name,
-        "path": str(model.path),
-        "format": model.format,
-        "bytes": model.size_bytes,
-        "quant": model.quant,
-        "origin": model.origin,
-        "repo": model.repo,
-        "files": [str(f) for f in model.files],
-        "mmproj": str(model.mmproj) if model.mmproj is not None else None,
-    }
-
-
-def _print_json(body: Any) -> None:
-    import json
-
-    print(json.dumps(body, indent=2, ensure_ascii=False))
-
-
-def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _rows(found: list[LocalModel]) -> str:
-    head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
-    ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
-    rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
-    return table([head, *rows], right=(2,))
-
-
 @app.command("list", short_help="Every model on this disk, whoever put it there.")
-def list_models(as_json: _Json = False) -> None:
+def list_models(as_json: Json = False) -> None:
     """Every model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
     import sys
 
@@ -80,9 +34,9 @@ def list_models(as_json: _Json = False) -> None:
 
     found = store.scan()
     if as_json:
-        _print_json({"models": [as_row(m) for m in found]})
+        print_json({"models": [as_row(m) for m in found]})
     elif found:
-        print(_rows(found))
+        print(listing(found))
     else:
         print(
             "no model is on this disk yet: see `localllm recommend`, then `localllm pull ID`",
@@ -93,7 +47,7 @@ def list_models(as_json: _Json = False) -> None:
 @app.command(short_help="What a model is and where its files are.")
 def info(
     ref: Annotated[str, typer.Argument(metavar="MODEL", help="Installed name, catalog id, or path.")],
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """What a model is and where its files are; for one of the catalog that is not here, its variants."""
     from localllm.errors import ModelNotFoundError
@@ -114,93 +68,17 @@ def info(
 
         known = described(local, catalog) or catalog.recognise(local.name, local.repo)
     if as_json:
-        _print_json({"model": _facts(known), "local": as_row(local) if local is not None else None})
+        print_json({"model": facts(known), "local": as_row(local) if local is not None else None})
         return
-    print("\n".join(_info_lines(known, local)))
-
-
-def _facts(model: Model | None) -> dict[str, Any] | None:
-    if model is None:
-        return None
-    from localllm_catalog import shapes
-
-    return {
-        "id": model.id,
-        "name": model.name,
-        "architecture": model.architecture,
-        "params_total": model.params_total,
-        "params_active": model.params_active,
-        "layers": len(model.layers),
-        "native_context": model.native_context,
-        "kv_bytes_per_token_f16": shapes.kv_bytes_per_token(model),
-        "licence": model.licence,
-        "release_date": model.release_date,
-        "modality": list(model.modality),
-        "image_tokens": asdict(model.image_tokens) if model.image_tokens else None,
-        "variants": [
-            {
-                "format": v.format,
-                "quant": v.quant,
-                "repo": v.repo,
-                "files": list(v.files),
-                "bytes": v.file_bytes,
-                "exact": v.exact,
-                "mmproj": v.mmproj_file or None,
-                "mmproj_bytes": v.mmproj_bytes or None,
-            }
-            for v in model.variants
-        ],
-    }
-
-
-def _info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
-    facts: list[tuple[str, str]] = []
-    if local is not None:
-        facts += [
-            ("name", local.name),
-            ("path", str(local.path)),
-            ("size", f"{gb(local.size_bytes)} ({local.size_bytes:,} bytes in {len(local.files)} file(s))"),
-            ("quant", f"{local.quant or 'not said'} ({local.format})"),
-            ("from", local.origin + (f", {local.repo}" if local.repo else "")),
-        ]
-        if local.mmproj is not None:
-            facts.append(("projector", str(local.mmproj)))
-    if model is not None:
-        facts += _model_facts(model)
-    width = max(len(key) for key, _ in facts)
-    lines = [f"{key:<{width}}  {value}" for key, value in facts]
-    if local is None and model is not None:
-        head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
-        rows = [(v.quant, v.format, ("" if v.exact else "~") + gb(v.file_bytes), v.repo) for v in model.variants]
-        lines += ["", table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
-    return lines
-
-
-def _model_facts(model: Model) -> list[tuple[str, str]]:
-    from localllm.cli.compose.projector import image_facts
-    from localllm_catalog import shapes
-
-    size = f"{model.params_total / 1e9:.2f} B parameters"
-    if model.params_active != model.params_total:
-        size += f", {model.params_active / 1e9:.2f} B active per token"
-    facts = [
-        ("model", f"{model.name} ({model.architecture})"),
-        ("parameters", size),
-        ("context", f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes of KV each at f16"),
-    ]
-    if seen := image_facts(model):
-        facts.append(("images", seen))
-    if model.licence:
-        facts.append(("licence", model.licence))
-    return facts
+    print("\n".join(info_lines(known, local)))
 
 
 @app.command()
 def rm(
     refs: Annotated[list[str], typer.Argument(metavar="MODEL...", help="What to remove (NAME or NAME:QUANT).")],
-    yes: _Yes = False,
-    quiet: _Quiet = False,
-    as_json: _Json = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Remove models from the hub's cache. What other apps hold is theirs to remove."""
     import sys
@@ -219,7 +97,7 @@ def rm(
         return
     freed = {f"{m.name} {m.quant}".strip(): store.rm(m) for m in chosen}
     if as_json:
-        _print_json({"removed": [as_row(m) for m in chosen], "freed_bytes": sum(freed.values())})
+        print_json({"removed": [as_row(m) for m in chosen], "freed_bytes": sum(freed.values())})
     elif not quiet:
         for name, n_bytes in freed.items():
             print(f"removed {name}: {gb(n_bytes)} freed", file=sys.stderr)
@@ -241,29 +119,16 @@ def _handle(model: LocalModel) -> str:
     return f"{model.repo or model.name}:{model.quant}" if model.quant else model.repo or model.name
 
 
-def confirmed(question: str) -> bool:
-    """Ask on the terminal; without one, refuse with the flag that answers for the user."""
-    import sys
-
-    from localllm.errors import UsageError
-
-    if not sys.stdin.isatty():
-        raise UsageError("this removes files, and nobody is here to ask", hint="add --yes")
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 @app.command()
-def du(as_json: _Json = False) -> None:
+def du(as_json: Json = False) -> None:
     """Disk space by who holds it; shared files count once."""
-    from dataclasses import asdict
 
     from localllm.library import store
 
     usage = store.du()
     total = sum(u.size_bytes for u in usage)
     if as_json:
-        _print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
+        print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
         return
     rows = [(u.origin, str(u.n_models), gb(u.size_bytes)) for u in usage]
     print(table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", gb(total))], right=(1, 2)))
@@ -274,8 +139,8 @@ def verify(
     refs: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to check (default: all).")
     ] = None,
-    quiet: _Quiet = False,
-    as_json: _Json = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Read models and compare their hashes with the published ones. Exit code 4 if any is bad."""
     import sys
@@ -295,7 +160,7 @@ def verify(
             print(_verdict(results[-1]), flush=True)
     if as_json:
         rows = [{**as_row(r.model), "result": r.result, "detail": r.detail} for r in results]
-        _print_json({"models": rows})
+        print_json({"models": rows})
     if any(r.result == "bad" for r in results):
         from localllm.errors import ModelFileError
 
@@ -314,9 +179,9 @@ def _verdict(checked: Any) -> str:
 @app.command(short_help="Remove unfinished downloads and unused files.")
 def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
-    yes: _Yes = False,
-    quiet: _Quiet = False,
-    as_json: _Json = False,
+    yes: Yes = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Remove unfinished downloads and files that no model uses from the hub's cache."""
     import sys
@@ -333,7 +198,7 @@ def prune(
         freed = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
-        _print_json({"found": rows, "freed_bytes": freed})
+        print_json({"found": rows, "freed_bytes": freed})
     elif not quiet:
         print(f"{gb(freed)} freed" if waste and not dry_run else f"{gb(total)} could be freed", file=sys.stderr)
 
@@ -342,7 +207,7 @@ def prune(
 def adopt(
     folder: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="A folder with models of yours.")] = None,
     forget: Annotated[bool, typer.Option("--forget", help="Take FOLDER off the list; its files stay.")] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Use models where they lie, without copying. Without FOLDER: what other apps hold (nothing needs to be done)."""
     import sys
@@ -360,8 +225,8 @@ def adopt(
     else:
         found = [m for m in store.scan() if m.origin in ("lmstudio", "ollama", "llama.cpp", "folder")]
     if as_json:
-        _print_json({"models": [as_row(m) for m in found]})
+        print_json({"models": [as_row(m) for m in found]})
     elif found:
-        print(_rows(found))
+        print(listing(found))
     elif not forget:
         print("no other application's models were found", file=sys.stderr)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.options import Json
+
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
@@ -22,13 +24,13 @@ def pull(
     mmproj: Annotated[bool, typer.Option(help="Bring the image projector too, where there is one.")] = True,
     offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Download a model: picks the variant, checks the disk, resumes after any interruption, verifies hashes."""
-    import json
     import sys
 
-    from localllm.cli.commands.models import as_row, gb
+    from localllm.cli.commands.models_view import as_row
+    from localllm.cli.commands.output import gb, print_json
     from localllm.cli.compose.lookup import variant_choice
     from localllm.library.pull import pull as fetch
     from localllm.settings import Settings
@@ -46,7 +48,7 @@ def pull(
         if meter is not None:
             meter.close()
     if as_json:
-        print(json.dumps(as_row(found), indent=2, ensure_ascii=False))
+        print_json(as_row(found))
         return
     if not quiet:
         quant = f" {found.quant}" if found.quant else ""

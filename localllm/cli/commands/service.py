@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.cli.commands.options import Json
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def install(
 
 
 @app.command()
-def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, manager: ManagerName = None
-) -> None:
+def status(as_json: Json = False, manager: ManagerName = None) -> None:
     """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not run."""
     import json
     from dataclasses import asdict

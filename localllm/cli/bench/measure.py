@@ -1,0 +1,170 @@
+"""What `localllm bench` measures of one model: decode, prefill and memory, beside what was predicted; the planner learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from localllm.cli.compose.load_plan import LoadPlan
+    from localllm.engine.worker.client import WorkerClient
+
+ROUNDS = 3
+# Other programs only ever slow a round down: while the fastest is alone, further rounds are run, within this much.
+_MOST_ROUNDS = 8
+_MOST_SECONDS = 30.0
+_ALONE = 1.05
+DECODE_TOKENS = 64
+PROMPT_TOKENS = 512
+# A second answer with next to nothing before it: what it is faster by is attention's, the rest the weights' and layers'.
+SHORT_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Rates in tokens/s after and before the first token (0: nothing of the prompt had to be read), that token's time in
+    seconds, how many prompt tokens were known, and the seconds of decoding."""
+
+    decode_tok_s: float
+    prefill_tok_s: float
+    ttft_s: float
+    cached_tokens: int
+    decode_s: float
+
+
+def prompt_of(engine: WorkerClient, seed: int, n: int) -> list[int]:
+    """`n` tokens of this model's vocabulary, others for every seed."""
+    return [5 + (seed * 7919 + i * 104729) % (engine.info.n_vocab - 10) for i in range(n)]
+
+
+async def answer(engine: WorkerClient, name: str, prompt: list[int], n: int, *, cache: bool = False) -> Timed:
+    """`n` tokens behind `prompt`, without drafting. Raises the LocalLLMError that it ended in."""
+    from localllm.engine.messages import Failure, Finish, Generation, Request, Sampling
+    from localllm.errors import by_code
+
+    greedy = Generation(Sampling(temperature=0.0), n, ignore_eos=True, cache_prompt=cache)
+    async for event in engine.submit(Request(f"bench-{name}", prompt, greedy, draft="off")):
+        if isinstance(event, Failure):
+            raise by_code(event.code, event.message, hint=event.hint)
+        if isinstance(event, Finish):
+            t, usage = event.timings, event.usage
+            read = len(prompt) - usage.cached_tokens
+            return Timed(
+                (usage.completion_tokens - 1) / t.decode_s if t.decode_s else 0.0,
+                read / t.prefill_s if t.prefill_s else 0.0,
+                t.ttft_s,
+                usage.cached_tokens,
+                t.decode_s,
+            )
+    raise by_code("backend_error", "the measurement ended without a result")
+
+
+def second_fastest(rates: Sequence[float]) -> float:
+    """Of three rounds the median; of more, what the machine does when left alone, without the one lucky round."""
+    return sorted(rates)[-2:][0]
+
+
+async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
+    """Speed and memory of the model; `drafting`: also with drafting off and on."""
+    from dataclasses import replace
+
+    from localllm.cli.bench import speculation
+    from localllm.engine.worker.supervisor import Supervisor
+
+    options = load.options
+    # Whatever the settings say: each request then says whether it wants drafts.
+    if drafting and options.engine.get("draft") != "mtp":
+        options = replace(options, engine={**options.engine, "draft": "auto"})
+    supervisor = Supervisor(options)
+    try:
+        engine = await supervisor.engine()
+        n_prompt = min(PROMPT_TOKENS, engine.info.n_ctx // 2)
+        await _round(engine, 0, n_prompt)
+        short, decoded, prefilled = await _rounds(engine, n_prompt)
+        figures: dict[str, Any] = {
+            "decode_tok_s": second_fastest(decoded),
+            "short_tok_s": second_fastest(short),
+            "prefill_tok_s": second_fastest(prefilled),
+            "prompt_tokens": n_prompt,
+            "rounds": len(decoded),
+            "memory_bytes": engine.memory.total_bytes,
+            "n_ctx": engine.info.n_ctx,
+            "n_batch": engine.info.n_batch,
+        }
+        if drafting:
+            figures["speculation"] = await speculation.measure(engine, ROUNDS)
+        return figures
+    finally:
+        await supervisor.close()
+
+
+async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], list[float], list[float]]:
+    """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by round."""
+    import time
+
+    short: list[float] = []
+    decoded: list[float] = []
+    prefilled: list[float] = []
+    started = time.monotonic()
+    for i in range(max(ROUNDS, _MOST_ROUNDS)):
+        disagree = any(max(rates) > _ALONE * second_fastest(rates) for rates in (short, decoded) if rates)
+        if i >= ROUNDS and (not disagree or time.monotonic() - started > _MOST_SECONDS):
+            break
+        # In turn, so that a busy minute falls on both.
+        short.append((await _round(engine, 2 * i + 1, SHORT_PROMPT_TOKENS))[0])
+        rate, prefill = await _round(engine, 2 * i + 2, n_prompt)
+        decoded.append(rate)
+        prefilled.append(prefill)
+    return short, decoded, prefilled
+
+
+async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:
+    """(decode, prefill) in tokens/s of one request of `n` prompt tokens no cache has seen."""
+    run = await answer(engine, str(seed), prompt_of(engine, seed, n), DECODE_TOKENS)
+    return run.decode_tok_s, run.prefill_tok_s
+
+
+def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
+    """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
+    import datetime
+
+    from localllm.cli.compose import measurements
+    from localllm.device.detect import detect
+    from localllm.library.catalog import load_catalog
+    from localllm.planner.speed import Measured
+    from localllm.planner.verify import compare
+
+    plan = load.plan
+    if plan is None:
+        return {}
+    device, ran = detect(measure=True), plan.settings
+    record = measurements.Record(
+        machine=device.name, model=plan.model.id, quant=plan.variant.quant, backend=plan.backend,
+        decode_tok_s=figures["decode_tok_s"], depth=figures["prompt_tokens"] + DECODE_TOKENS // 2, kv_type=ran.kv_type,
+        prefill_tok_s=figures["prefill_tok_s"], prompt_tokens=figures["prompt_tokens"], file_bytes=plan.variant.file_bytes,
+        n_ctx=ran.n_ctx, slots=ran.slots, n_ubatch=ran.n_batch, memory_bytes=int(figures["memory_bytes"]),
+        predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(load.local.path),
+        short_tok_s=figures["short_tok_s"], short_depth=SHORT_PROMPT_TOKENS + DECODE_TOKENS // 2,
+        gpu_layers=ran.placement.gpu_layers, experts_on_host=ran.placement.experts_on_host, kv_on_host=ran.placement.kv_on_host,
+        layout=ran.placement.layout,
+    )  # fmt: skip
+    run = Measured(
+        plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,
+        record.prompt_tokens, record.date, record.short_tok_s, record.short_depth, placement=ran.placement, n_batch=ran.n_batch,
+    )  # fmt: skip
+    # What other models taught about this machine counts; this model's own runs would only be compared with themselves.
+    known = [o for o in measurements.load() if o.model != record.model]
+    others = measurements.for_planner(known, device.name, load_catalog().by_id)
+    result = compare(
+        device, run, others, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
+    )
+    measurements.keep(record)
+    return {
+        "predicted_decode_tok_s": result.decode[0],
+        "predicted_short_tok_s": None if result.decode_short is None else result.decode_short[0],
+        "predicted_prefill_tok_s": plan.prefill_tok_s.value,
+        "predicted_memory_bytes": plan.memory.total_bytes,
+        "basis": result.basis,
+        "causes": list(result.causes),
+    }

@@ -1,0 +1,113 @@
+"""How `localllm models` shows models: rows, and what is known of one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.commands.output import gb, table
+
+if TYPE_CHECKING:
+    from localllm.library.types import LocalModel
+    from localllm_catalog.types import Model
+
+
+def as_row(model: LocalModel) -> dict[str, Any]:
+    """A LocalModel as --json prints it."""
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "format": model.format,
+        "bytes": model.size_bytes,
+        "quant": model.quant,
+        "origin": model.origin,
+        "repo": model.repo,
+        "files": [str(f) for f in model.files],
+        "mmproj": str(model.mmproj) if model.mmproj is not None else None,
+    }
+
+
+def listing(found: list[LocalModel]) -> str:
+    """Models as a table, by name."""
+    head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
+    ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
+    rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]
+    return table([head, *rows], right=(2,))
+
+
+def facts(model: Model | None) -> dict[str, Any] | None:
+    """What the catalog or a header says of a model, as --json prints it."""
+    if model is None:
+        return None
+    from localllm_catalog import shapes
+
+    return {
+        "id": model.id,
+        "name": model.name,
+        "architecture": model.architecture,
+        "params_total": model.params_total,
+        "params_active": model.params_active,
+        "layers": len(model.layers),
+        "native_context": model.native_context,
+        "kv_bytes_per_token_f16": shapes.kv_bytes_per_token(model),
+        "licence": model.licence,
+        "release_date": model.release_date,
+        "modality": list(model.modality),
+        "image_tokens": asdict(model.image_tokens) if model.image_tokens else None,
+        "variants": [
+            {
+                "format": v.format,
+                "quant": v.quant,
+                "repo": v.repo,
+                "files": list(v.files),
+                "bytes": v.file_bytes,
+                "exact": v.exact,
+                "mmproj": v.mmproj_file or None,
+                "mmproj_bytes": v.mmproj_bytes or None,
+            }
+            for v in model.variants
+        ],
+    }
+
+
+def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
+    """The same for people, with where its files are."""
+    said: list[tuple[str, str]] = []
+    if local is not None:
+        said += [
+            ("name", local.name),
+            ("path", str(local.path)),
+            ("size", f"{gb(local.size_bytes)} ({local.size_bytes:,} bytes in {len(local.files)} file(s))"),
+            ("quant", f"{local.quant or 'not said'} ({local.format})"),
+            ("from", local.origin + (f", {local.repo}" if local.repo else "")),
+        ]
+        if local.mmproj is not None:
+            said.append(("projector", str(local.mmproj)))
+    if model is not None:
+        said += _model_facts(model)
+    width = max(len(key) for key, _ in said)
+    lines = [f"{key:<{width}}  {value}" for key, value in said]
+    if local is None and model is not None:
+        head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
+        rows = [(v.quant, v.format, ("" if v.exact else "~") + gb(v.file_bytes), v.repo) for v in model.variants]
+        lines += ["", table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
+    return lines
+
+
+def _model_facts(model: Model) -> list[tuple[str, str]]:
+    from localllm.cli.compose.projector import image_facts
+    from localllm_catalog import shapes
+
+    size = f"{model.params_total / 1e9:.2f} B parameters"
+    if model.params_active != model.params_total:
+        size += f", {model.params_active / 1e9:.2f} B active per token"
+    facts = [
+        ("model", f"{model.name} ({model.architecture})"),
+        ("parameters", size),
+        ("context", f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes of KV each at f16"),
+    ]
+    if seen := image_facts(model):
+        facts.append(("images", seen))
+    if model.licence:
+        facts.append(("licence", model.licence))
+    return facts

@@ -1,0 +1,41 @@
+"""How commands print: sizes, tables, JSON; and a question before something is removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def gb(n_bytes: float) -> str:
+    """`4.7 GB`, `98 MB`: bytes as lists show them (1 GB = 1e9 B)."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.1f} GB"
+    return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def print_json(body: Any) -> None:
+    """`body` on stdout."""
+    import json
+
+    print(json.dumps(body, indent=2, ensure_ascii=False))
+
+
+def confirmed(question: str) -> bool:
+    """Ask on the terminal; without one, refuse with the flag that answers for the user."""
+    import sys
+
+    from localllm.errors import UsageError
+
+    if not sys.stdin.isatty():
+        raise UsageError("this removes files, and nobody is here to ask", hint="add --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
