@@ -24,8 +24,8 @@ from localllm.server.http.errors import MethodError, RouteNotFoundError, headers
 from localllm.server.http.gate import SecurityGate, refuse
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
-from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter
+from localllm.server.models.served import ModelStore
 from localllm.server.proxy.middleware import ProxyMiddleware
 from localllm.server.serving import Server
 
@@ -33,14 +33,14 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class CsvResponse(PlainTextResponse):
-    """A table in text; a class of its own, so that our OpenAPI document says so."""
+    """text/csv, as a class so that the OpenAPI document says so."""
 
     media_type = "text/csv"
 
 
 class EdgeMiddleware:
-    """ASGI middleware: `/v1/completions/` is `/v1/completions` (editors are configured with either), HEAD is GET without
-    its body, and whatever nobody foresaw becomes one error object without a word about the inside."""
+    """ASGI middleware: strips trailing slashes, answers HEAD as GET without a body, and turns unexpected exceptions into
+    an error object that says nothing about internals."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -56,7 +56,7 @@ class EdgeMiddleware:
         async def sending(message: Message) -> None:
             nonlocal started, ended
             if headers_only and message["type"] == "http.response.body":
-                # The end at once: a stream of events may have none.
+                # End at once: an event stream may have no end.
                 if not ended:
                     ended = True
                     await send({"type": "http.response.body", "body": b""})
@@ -67,7 +67,7 @@ class EdgeMiddleware:
         try:
             await self.app(scope, receive, sending)
         except asyncio.CancelledError:
-            if scope["type"] == "http" and not started:  # the server stops: another one, or this one later, may answer
+            if scope["type"] == "http" and not started:  # the server stops
                 await refuse(send, BusyError("the server is stopping", hint="send the request again later"))
             raise
         except Exception as e:
@@ -79,8 +79,7 @@ class EdgeMiddleware:
 def create_app(
     models: ModelRouter, *, settings: ServerSettings | None = None, store: ModelStore | None = None
 ) -> FastAPI:
-    """The ASGI application that serves `models` under `settings`. `store`: where clients may fetch models to and remove
-    them from; without one they may not."""
+    """The ASGI application that serves `models`. `store`: where clients may pull models to and remove them from."""
     settings = settings or ServerSettings()
     app = FastAPI(
         title="localllm",
@@ -157,7 +156,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path of `request` answers."""
+    """The methods that the path of `request` answers."""
 
     def answers(method: str) -> bool:
         asked = {**request.scope, "method": method}
@@ -168,5 +167,5 @@ def _methods(request: Request) -> list[str]:
 
 
 def error_response(error: LocalLLMError) -> JSONResponse:
-    """`error` as OpenAI's clients expect it."""
+    """`error` in OpenAI's format."""
     return JSONResponse(error.to_openai(), status_code=error.http_status, headers=headers_of(error))

@@ -10,7 +10,7 @@ from localllm.server.models.router import ModelRouter
 from localllm.server.serving import Server
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Totals only ever grow; everything else is a gauge.
+# These are counters, all others gauges.
 _COUNTERS = {
     "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
     "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
@@ -19,13 +19,13 @@ _COUNTERS = {
 }  # fmt: skip
 # The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
-# The engine's counters of tokens computed although they were known (localllm/engine/host/metrics.py).
+# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 async def render(server: Server) -> str:
-    """The page. A model that is not loaded is reported as such and not woken."""
+    """The page. Does not load a model that is not loaded."""
     lines = [
         "# TYPE localllm_http_requests_total counter",
         f"localllm_http_requests_total {server.requests}",
@@ -48,7 +48,7 @@ async def render(server: Server) -> str:
 
 
 def _recomputed(snapshots: dict[str, dict[str, Any]]) -> list[str]:
-    """Tokens that had their KV once and were computed again, by reason: a cache that is too small shows here."""
+    """Tokens whose KV was computed again, by reason: shows a cache that is too small."""
     series = [
         f'localllm_recomputed_tokens_total{{model="{label(name)}",reason="{found[1]}"}} {value}'
         for name, s in snapshots.items()
@@ -74,5 +74,5 @@ async def _snapshots(models: ModelRouter) -> dict[str, dict[str, Any]]:
 
 
 def _number(value: float) -> str:
-    """Every digit of a whole number: a counter rounded to six of them stands still for thousands of tokens."""
+    """Whole numbers in full: a counter rounded to six digits would stand still."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -25,9 +25,8 @@ from localllm.server.http.accounts import Accounts, caller
 from localllm.server.http.asgi import IGNORED, ignored_header, request_id
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
-from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.served import ModelDefaults
+from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
 
 log = logging.getLogger("localllm.server")

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.server.models.installed import StoreProgress
 from localllm.server.models.router import ServedModel
+from localllm.server.models.served import StoreProgress
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 

@@ -12,8 +12,8 @@ from localllm.server.app import create_app
 from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
-from localllm.server.models.installed import ModelStore
 from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.served import ModelStore
 
 
 class Running:

@@ -22,7 +22,7 @@ _LOOK_AGAIN_S = 1.0
 
 
 class DiskModels:
-    """The models on this disk (implements localllm.server.models.installed.InstalledModels). Their names are known from the start; what
+    """The models on this disk (implements localllm.server.models.served.InstalledModels). Their names are known from the start; what
     each would be is found out in a thread, or when it is asked for. `named` were named at the start, with
     their files; with `only` no others are offered, and those answer to all their names."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
-    from localllm.server.models.installed import StoreProgress
+    from localllm.server.models.served import StoreProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class LibraryStore:
         """See ModelStore.pull."""
         from localllm.cli.compose.lookup import variant_choice
         from localllm.library.pull import pull
-        from localllm.server.models.installed import StoreProgress
+        from localllm.server.models.served import StoreProgress
 
         def hear(p: DownloadProgress) -> None:
             on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))

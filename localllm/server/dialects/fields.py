@@ -1,9 +1,8 @@
 """Request bodies: each field is honoured within its range, refused with the reason, or named as ignored.
 
-The pydantic models are the honoured ones. REFUSED names fields we know and can't honour, with the values that mean
-"off" and so change nothing. HINTS are known fields without any effect on an answer here. Everything else is tolerated
-(editors send odd ones) and named in the response header `x-localllm-ignored`: what changes the answer is refused, what
-does not is named.
+The pydantic models hold the honoured fields; those of sampling are made of `engine.messages.Sampling`, whose dataclass
+says each one's range. REFUSED are known fields that can't be honoured, with the values that mean "off". HINTS are known
+fields without effect on an answer. Any other field is accepted and named in the response header `x-localllm-ignored`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Constraint: TypeAlias = tuple[str, str]
 
 
 def only_one(**named: Constraint | None) -> Constraint | None:
-    """The one constraint among those a body gives by these names; raises RequestError when it gives several."""
+    """The one constraint that is given; raises RequestError if there are several, by their field names."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         names = list(given)
@@ -32,7 +31,7 @@ def only_one(**named: Constraint | None) -> Constraint | None:
 
 
 def of_schema(schema: Mapping[str, Any] | None) -> Constraint | None:
-    """The constraint of a JSON schema; None for none."""
+    """The constraint of a JSON schema."""
     return None if schema is None else ("json_schema", json.dumps(schema))
 
 
@@ -70,7 +69,7 @@ Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
-# Of a dialect that has no such field.
+# For dialects without such a field.
 _ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
 
 # field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
@@ -109,8 +108,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
     "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
 }
-# What no model here has a control for: the answer is none the worse for them, so they are taken, and named
-# unless they say what holds anyway.
+# Accepted without effect, and named as ignored unless the value says what holds anyway.
 NAMED: Mapping[str, tuple[Any, ...]] = {"store": (None, False), "verbosity": (None, "medium")}
 HINTS = frozenset(
     {
@@ -120,7 +118,7 @@ HINTS = frozenset(
 )  # fmt: skip
 
 
-# Places in the queue by OpenAI's `service_tier`; every other tier is the usual one.
+# Scheduling priority by OpenAI's `service_tier`; 0 for any other.
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
@@ -134,7 +132,7 @@ class RequestBody(BaseModel):
 
 
 class ReasoningFields(BaseModel):
-    """`reasoning`: how hard, and how long at most."""
+    """`reasoning`: effort, and a token budget."""
 
     model_config = ConfigDict(extra="allow")
     effort: Effort | None = None
@@ -148,19 +146,19 @@ class ReasoningFields(BaseModel):
 
 
 def limit_of(budget: int | None) -> int | None:
-    """A sent budget as a limit on the reasoning; -1 is none."""
+    """A reasoning budget as a limit; -1 is none."""
     return None if budget is None or budget < 0 else budget
 
 
 class LoopFields(BaseModel):
-    """`repetition_detection`: an answer that repeats one pattern so often ends."""
+    """`repetition_detection`: ends an answer that repeats one pattern."""
 
     max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 switches it off")
     min_pattern_size: int = Field(0, ge=0, le=4096, description="0 means 1")
     min_count: int = Field(2, ge=2, le=MAX_TOKENS, description="times in a row")
 
     def limits(self) -> LoopLimits | None:
-        """None where it is off. Raises RequestError."""
+        """The limits; None where it is off. Raises RequestError."""
         if not self.max_pattern_size:
             return None
         if self.min_pattern_size > self.max_pattern_size:
@@ -169,27 +167,26 @@ class LoopFields(BaseModel):
 
 
 def _body_field(declared: Any) -> tuple[Any, Any]:
-    """One numeric parameter of `Sampling` as pydantic takes it: None where it was not sent."""
+    """A numeric parameter of `Sampling` as an optional pydantic field."""
     number, limits = get_args(declared)
     least = {"gt" if limits.above else "ge": limits.least}
     return number | None, Field(None, **least, le=limits.most, description=limits.about or None)
 
 
 _DECLARED = get_type_hints(Sampling, include_extras=True)
-# The parameters that JSON writes otherwise; every other one is a number, with the name and the range of `Sampling`.
-_WRITTEN_OTHERWISE = ("logit_bias", "dry_sequence_breakers")
+# Parameters with a JSON form of their own; all others are numbers, with the name and the range of `Sampling`.
+_OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
 if TYPE_CHECKING:
     _SamplingNumbers = BaseModel
 else:
     _SamplingNumbers = create_model(
         "_SamplingNumbers",
-        **{name: _body_field(kind) for name, kind in _DECLARED.items() if name not in _WRITTEN_OTHERWISE},
+        **{name: _body_field(kind) for name, kind in _DECLARED.items() if name not in _OWN_JSON_FORM},
     )
 
 
 class GenerationFields(_SamplingNumbers):
-    """What every dialect that generates honours under the same names: the parameters of `Sampling`, and what ends an
-    answer. None takes the model's own default."""
+    """Fields that all generating dialects share: sampling, and what ends an answer. None takes the model's default."""
 
     dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
@@ -214,8 +211,8 @@ class GenerationFields(_SamplingNumbers):
     def generation_up_to(
         self, longest: int | None, default: Sampling, *, limit: str = "max_tokens", within: str = ""
     ) -> Generation:
-        """These fields over the model's defaults. `limit` is the dialect's name of the longest answer, `within` the
-        object these fields stand in. Raises RequestError."""
+        """The generation with these fields over the model's defaults. `limit` is the dialect's name for max_tokens,
+        `within` the path of the object that holds these fields. Raises RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(f"min_tokens is {self.min_tokens} and {limit} {longest}", param=f"{within}min_tokens")
         return Generation(
@@ -229,7 +226,7 @@ class GenerationFields(_SamplingNumbers):
 
 
 class SamplingFields(RequestBody, GenerationFields):
-    """A body that generates, in the words of OpenAI, llama.cpp and vLLM."""
+    """A generating body with the fields of OpenAI, llama.cpp and vLLM."""
 
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=4096)
@@ -244,7 +241,7 @@ class SamplingFields(RequestBody, GenerationFields):
     json_schema: dict[str, Any] | None = Field(None, description="a JSON schema the answer must match")
 
     def sent_sampling(self) -> dict[str, Any]:
-        """The same, with what other dialects lack."""
+        """The same, with the fields that only these bodies have."""
         sent = super().sent_sampling()
         if self.repetition_penalty is not None:
             sent.setdefault("repeat_penalty", self.repetition_penalty)
@@ -291,7 +288,7 @@ class SamplingFields(RequestBody, GenerationFields):
 
 
 class ReasonedFields(SamplingFields):
-    """How an answer to a conversation is made: reasoning may come before it."""
+    """A body of a chat, which may have a reasoning budget, under the names of several servers."""
 
     reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
     thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
@@ -300,7 +297,7 @@ class ReasonedFields(SamplingFields):
     reasoning_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
 
     def thinking_tokens(self) -> int | None:
-        """The longest reasoning asked for, by the first of its names that is sent; None = no limit."""
+        """The reasoning budget, by the first of its names that is sent; None = no limit."""
         named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
         sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
         return limit_of(next((n for n in sent if n is not None), None))
@@ -321,7 +318,7 @@ Fields = TypeVar("Fields", bound=RequestBody)
 
 
 def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:
-    """`body` as `kind`, and the names of the fields nobody knows. Raises RequestError or UnsupportedError."""
+    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError or UnsupportedError."""
     for name, (reason, off) in REFUSED.items():
         if name in body and name not in kind.model_fields and body[name] not in off:
             raise UnsupportedError(f"{name} is not supported: {reason}", param=name)
@@ -329,7 +326,7 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
         fields = kind.model_validate(body)
     except ValidationError as e:
         first = e.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Unions report one error per member, with the member's type in the path: the field is what helps.
+        # Unions report one error per member, with the member's type in the path, which is left out here.
         path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
         raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
     extra = fields.model_extra or {}

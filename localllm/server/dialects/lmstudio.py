@@ -18,12 +18,12 @@ from localllm.server.serving import Server
 
 
 def kind(model: ServedModel) -> str:
-    """What it is, in the newer form's words, which know two kinds."""
+    """Its type in v1, which has only these two."""
     return "embedding" if model.embeds else "llm"
 
 
 def entry_v0(model: ServedModel) -> dict[str, Any]:
-    """One entry of the older list."""
+    """One entry of the v0 list."""
     body = {
         "id": model.name,
         "object": "model",
@@ -40,7 +40,7 @@ def entry_v0(model: ServedModel) -> dict[str, Any]:
 
 
 def entry_v1(model: ServedModel) -> dict[str, Any]:
-    """One entry of the newer list."""
+    """One entry of the v1 list."""
     info, details = model.info, model.details
     size_bytes = info.weights_bytes if info else int(details.get("bytes", 0))
     bits = round(8 * info.weights_bytes / info.n_params, 2) if info and info.n_params else None
@@ -80,8 +80,7 @@ def _parameters(count: int) -> str:
 
 
 class LoadFields(RequestBody):
-    """POST /api/v1/models/load. How a model is loaded is not a request's to say: what it sends of that is named as
-    ignored."""
+    """POST /api/v1/models/load. Load parameters are named as ignored: a request can't change how a model is loaded."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     echo_load_config: bool = False
@@ -98,12 +97,12 @@ def routes(server: Server) -> APIRouter:
 
     @router.get("/api/v0/models")
     async def list_v0() -> dict[str, Any]:
-        """The models, in the older form."""
+        """The models, in the v0 form."""
         return {"object": "list", "data": [entry_v0(m) for m in server.models.list()]}
 
     @router.get("/api/v0/models/{model_id:path}")
     async def one_v0(model_id: str) -> dict[str, Any]:
-        """One model, in the older form."""
+        """One model, in the v0 form."""
         return entry_v0(server.models.resolve(model_id))
 
     @router.get("/api/v1/models")

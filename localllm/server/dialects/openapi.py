@@ -56,7 +56,7 @@ _ERROR_SCHEMAS: dict[str, Any] = {
 
 
 def _errors_of(path: str) -> dict[str, Any]:
-    """What any route may answer when it refuses: its dialect's object; the gate before all of them speaks OpenAI's."""
+    """The error responses of any route: in its dialect's format, or in OpenAI's from the gate."""
     forms = ["Error"]
     if path.startswith("/v1/messages"):
         forms.append("AnthropicError")
@@ -68,11 +68,10 @@ def _errors_of(path: str) -> dict[str, Any]:
 
 
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:
-    """Route metadata: a required JSON body of that form, the keys a whole answer has, and the media type of a streamed
-    one."""
+    """OpenAPI metadata of a route: its body, the keys of a whole answer, and the media type of a streamed one."""
     assert _BODIES.setdefault(model.__name__, model) is model, f"two bodies are named {model.__name__}"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-    # Without keys it is an object, or a list of them: llama.cpp answers several choices so.
+    # Without keys: an object, or a list of them (llama.cpp's several choices).
     form = {"type": "object", "required": list(keys)} if keys else {"type": ["object", "array"]}
     answer: dict[str, Any] = {"application/json": {"schema": form}}
     if streams:
@@ -87,7 +86,7 @@ _BODIES: dict[str, type[BaseModel]] = {}
 
 
 def install(app: FastAPI) -> None:
-    """Make `app.openapi()` include the bodies named by `body_of`."""
+    """Make `app.openapi()` include the bodies that `body_of` names."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -79,8 +79,7 @@ def routes(server: Server) -> APIRouter:
 
 
 def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The reranker of that name; no name means the first one. Raises UnsupportedError for a model that does not rank,
-    saying what would help."""
+    """The reranker of that name; without a name the first. Raises UnsupportedError for a model that is none."""
     ranking = [m for m in models.list() if m.ranks]
     model = ranking[0] if ranking and not name else models.resolve(name)
     if model.ranks:

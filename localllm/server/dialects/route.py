@@ -18,14 +18,14 @@ from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
-# What a path that counts a prompt's tokens says of itself.
+# The description of paths that count a prompt's tokens.
 COUNT = "How many tokens the prompt has"
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class PreloadRequest:
-    """A request that only wants its model loaded, or with `keep_s` 0 unloaded; `body` is the answer then."""
+    """A request that only loads its model, or with `keep_s` 0 unloads it; `body` is the answer."""
 
     body: Mapping[str, Any]
     keep_s: float | None = None
@@ -33,9 +33,8 @@ class PreloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Fields]):
-    """One path that generates: the `fields` it reads, and how they are translated for a model. Both may raise the
-    LocalLLMError that the client gets. `keys` are what a whole answer has, for the OpenAPI document; `about` is its
-    description there; `aliases` are further paths, which are not in it."""
+    """One generating path: the body it reads (`fields`) and how that is translated for a model. In the OpenAPI document
+    `about` is its description and `keys` what a whole answer has; `aliases` are further paths, not listed there."""
 
     path: str
     fields: type[Fields]
@@ -64,7 +63,7 @@ def mount_prompt(
     about: str,
     body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
-    """Serve `path`, which takes the body of `route` and answers with its prompt and the prompt's tokens, as `body`."""
+    """Serve `path`, which takes the body of `route` and answers `body(prompt, tokens)` instead of generating."""
 
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
@@ -78,7 +77,7 @@ def mount_prompt(
 
 
 def refusing(dialect: Dialect, endpoint: Endpoint) -> Endpoint:
-    """`endpoint`, with errors in the dialect's own shape."""
+    """`endpoint`, with errors in the dialect's format."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -110,7 +109,7 @@ def _answering(server: Server, route: Route[Any]) -> Endpoint:
 
 
 def post(router: APIRouter, path: str, endpoint: Endpoint, about: str, described: dict[str, Any] | None = None) -> None:
-    """Serve `path` by `endpoint`; `described`: what the OpenAPI document says of its body (see `openapi.body_of`)."""
+    """Serve `path` by `endpoint`; `described`: its body in the OpenAPI document (see `openapi.body_of`)."""
     router.add_api_route(
         path, endpoint, methods=["POST"], response_model=None, name=about, description=about, openapi_extra=described
     )

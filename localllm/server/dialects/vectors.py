@@ -27,9 +27,8 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """`inputs` to be turned into vectors; `body` writes them (little-endian float32) and the tokens they took down.
-    `truncate`: cut what is too long instead of refusing it. `keep_s`: how long the model stays loaded behind it, where
-    the client says so."""
+    """Texts to embed; `body` makes the answer of the vectors (little-endian float32) and the token count. `truncate`:
+    cut inputs that are too long instead of refusing them. `keep_s`: as in TranslatedRequest."""
 
     inputs: Sequence[str | list[int]]
     body: Callable[[list[bytes], int], Mapping[str, Any]]
@@ -38,8 +37,7 @@ class EmbeddingRequest:
 
 
 def model_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The embedding model of that name; no name means the first one. Raises UnsupportedError for one that generates
-    text, saying what would help."""
+    """The embedding model of that name; without a name the first. Raises UnsupportedError for one that generates text."""
     embedding = [m for m in models.list() if m.embeds]
     model = embedding[0] if embedding and not name else models.resolve(name)
     if model.embeds:
@@ -57,7 +55,7 @@ def model_for(models: ModelRouter, name: str | None) -> ServedModel:
 async def answer(
     server: Server, request: Request, model: ServedModel, translated: EmbeddingRequest, ignored: Sequence[str]
 ) -> Response:
-    """The vectors as `translated` writes them down. Cancelled when the client leaves."""
+    """Runs an embedding request; cancelled when the client disconnects."""
     for i, text in enumerate(translated.inputs):
         if not text:
             raise RequestError(f"input {i} is empty", param="input")
@@ -78,7 +76,7 @@ async def answer(
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
-    """The first `dimensions` numbers of a vector, made length 1 again. Raises RequestError when it has fewer."""
+    """The first `dimensions` numbers of a vector, normalised again. Raises RequestError if it has fewer."""
     if dimensions is None or 4 * dimensions == len(row):
         return row
     if 4 * dimensions > len(row):

@@ -10,24 +10,24 @@ from localllm.errors import LocalLLMError
 from localllm.server.generation.job import PrefillProgress, ReplyUsage
 from localllm.server.serving import Dialect
 
-# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
+# The standard library's fastest string encoder, called once per token.
 quote = json.encoder.encode_basestring_ascii
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 def comment(progress: PrefillProgress) -> bytes:
-    """The keep-alive of server-sent events: a comment with the progress."""
+    """The keep-alive of SSE: a comment with the progress."""
     return f": {progress}\n\n".encode()
 
 
 def compacted_comment(compacted: str) -> bytes:
-    """What `x-localllm-compacted` says, as a comment: the headers may have left before it was known."""
+    """`x-localllm-compacted` as an SSE comment, since the headers may have been sent before it was known."""
     return f": compacted {compacted}\n\n".encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
-    """OpenAI's error inside a stream, and its end."""
+    """OpenAI's error inside a stream, and the end of the stream."""
     return b"data: " + json.dumps(error.to_openai()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
@@ -35,8 +35,7 @@ EVENTS = Dialect(EVENT_STREAM, frame_error, comment)
 
 
 def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
-    """Times in milliseconds and speeds in tokens per second, under llama.cpp's names; `queued_ms` and `predicted_steps`
-    (sweeps over the weights behind `predicted_ms`) are ours."""
+    """llama.cpp's `timings`: milliseconds and tokens per second; `queued_ms` and `predicted_steps` (decode steps) are ours."""
     fresh = usage.prompt_tokens - usage.cached_tokens
     drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
     return {
@@ -50,7 +49,7 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
         "predicted_steps": timings.decode_steps,
         "predicted_n": usage.completion_tokens,
         "predicted_ms": timings.decode_s * 1e3,
-        # The first token comes out of the prefill: the decode time holds the others.
+        # The first token belongs to prefill.
         "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s if timings.decode_s > 0 else 0.0,
     }
 
@@ -65,7 +64,7 @@ def logprob_entry(p: TokenLogprob) -> dict[str, Any]:
 
 
 def arguments_object(arguments: str) -> Any:
-    """A call's arguments for dialects that send them as an object; what is no JSON is kept as it was written."""
+    """A call's arguments for dialects that send an object; invalid JSON is kept as text."""
     try:
         return json.loads(arguments or "{}")
     except ValueError:

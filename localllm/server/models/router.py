@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from localllm.engine.worker.client import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-from localllm.server.models.installed import InstalledModels
+from localllm.server.models.served import InstalledModels
 from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
 from localllm.server.proxy.upstreams import Upstreams

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.engine.messages import Sampling
@@ -162,3 +162,37 @@ class ServedModel:
 
     async def unload(self) -> None:
         await self.worker.unload()
+
+
+class InstalledModels(Protocol):
+    """The models on disk."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """All but those named at the start, as of the last scan: never blocks."""
+        ...
+
+    def find(self, name: str) -> ServedModel | None:
+        """The model that `name` means: a name, file name, repository or catalog id, each also with `:quant`, never a
+        path. Reads the disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProgress:
+    """A moment of a download: `state` listing, checking, downloading, waiting, verifying or done; bytes over all files;
+    `digest` is the SHA-256 of the file that is downloaded now, or empty."""
+
+    state: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    digest: str = ""
+
+
+class ModelStore(Protocol):
+    """Both methods block, and raise the LocalLLMError that the client gets."""
+
+    def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
+        """Download `ref`. An exception of `on_progress` stops it; what has arrived is kept."""
+
+    def remove(self, ref: str) -> None:
+        """Remove the files of the model that `ref` names."""

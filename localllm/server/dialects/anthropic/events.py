@@ -22,8 +22,7 @@ _ERROR_TYPES = {
 
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Anthropic's API. By these very words for a prompt that does not fit clients know that they
-    should compact, and by how much."""
+    """Anthropic's error object. Clients parse this message of a too long prompt to compact the conversation."""
     kind = _ERROR_TYPES.get(error.http_status, "api_error")
     said = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
@@ -32,7 +31,7 @@ def error_body(error: LocalLLMError) -> dict[str, Any]:
 
 
 class MessageEvents(ReplyWriter):
-    """The Writer of Anthropic's events. The start waits for the first content, when the prompt's size is known."""
+    """Writes Anthropic's events. `message_start` waits for the first content, when the prompt's size is known."""
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
         self._outbox, self._model, self._progress = outbox, model, progress
@@ -95,7 +94,7 @@ class MessageEvents(ReplyWriter):
 
     def _close(self) -> None:
         if self._kind == "thinking":
-            # Clients send it back with the thinking; it means nothing here.
+            # Clients send the signature back with the thinking; it is not checked.
             self._delta('{"type":"signature_delta","signature":"localllm"}')
         if self._kind:
             self._send("content_block_stop", f'"index":{self._block}')

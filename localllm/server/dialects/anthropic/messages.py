@@ -25,13 +25,13 @@ from localllm.server.dialects.fields import (
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 
-# Known to Anthropic's API and without effect on an answer here. What `cache_control` asks for is done to every prompt.
+# Known to Anthropic's API and without effect here; every prompt is cached, with or without `cache_control`.
 HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class MessagesFields(SamplingFields):
-    """POST /v1/messages, and how tokens are chosen in the other dialects' words."""
+    """POST /v1/messages, with the sampling fields of the other dialects."""
 
     messages: list[dict[str, Any]]
     max_tokens: Count | None = None
@@ -69,12 +69,12 @@ class MessagesFields(SamplingFields):
 
 
 def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of what the model is not told of: tools that only Anthropic's servers run, what they did
-    in earlier turns, and images."""
+    """The chat request, and the names of what is omitted: tools that only Anthropic's servers run, their results in
+    earlier turns, and images."""
     messages: list[dict[str, Any]] = []
     omitted: list[str] = []
     if fields.system:
-        # One block per line group: the agent's own instructions stay apart from what it adds.
+        # One block per paragraph, so that the agent's own instructions stay apart from what it adds.
         messages.append({"role": "system", "content": flatten(fields.system, "system")})
     for i, message in enumerate(fields.messages):
         messages += plain_messages(message, f"messages[{i}]", omitted)
@@ -100,7 +100,7 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
 
 
 def _form(wanted: Any) -> Constraint | None:
-    """The JSON schema the answer must match, if one is asked for."""
+    """The JSON schema that the answer must match."""
     if wanted is None:
         return None
     if (
@@ -144,16 +144,15 @@ def _choice(sent: dict[str, Any] | None) -> tuple[Any, bool]:
     raise RequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice")
 
 
-# Stands before what a failed tool said: templates have no field for it.
+# Precedes the output of a failed tool: templates have no field for it.
 FAILED = "[the tool failed]"
-# What Anthropic's servers did in an earlier turn. Nothing here could go on with it, and the answer that came of it is
-# beside it.
+# What Anthropic's servers ran in an earlier turn; the answer made of it is in the message as well.
 _SERVER_SIDE = ("server_tool_use", "mcp_tool_use")
 
 
 def plain_messages(message: Mapping[str, Any], where: str, omitted: list[str]) -> list[dict[str, Any]]:
-    """One message as `conversation.messages.normalise` takes them: tool results become messages of their own. `omitted`
-    gets the names of what the model is not told. Raises RequestError."""
+    """One message in OpenAI's form: tool results become messages of their own. `omitted` collects the names of blocks
+    that are left out. Raises RequestError."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be user or assistant", param=f"{where}.role")
@@ -193,7 +192,7 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _readable(block: Any, kind: Any, where: str) -> list[Any]:
-    """The parts of a plain message that `block` comes to; what `normalise` knows is left to it."""
+    """The content parts for `block`; those that `normalise` knows are passed on."""
     if kind in ("text", "image", "thinking", "redacted_thinking"):
         return [block]
     if kind == "document":
@@ -208,7 +207,7 @@ def _readable(block: Any, kind: Any, where: str) -> list[Any]:
 
 
 def _document(block: Mapping[str, Any], where: str) -> list[Any]:
-    """A document's text, where it is text: a PDF or an address is for `normalise` to name."""
+    """The text of a text document; PDFs and URLs are passed on to `normalise`."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "text" and isinstance(source, Mapping):

@@ -21,7 +21,7 @@ _ANTHROPIC = Dialect(EVENT_STREAM, events.frame_error, events.ping, events.error
 
 
 def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
-    """A conversation, answered as a message or its events."""
+    """A chat, answered as a message or its events."""
     off = (fields.thinking or {}).get("type") == "disabled"
     chat, skipped = messages.chat_request(fields, model.sampling_for("none" if off else None))
 

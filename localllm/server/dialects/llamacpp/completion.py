@@ -22,20 +22,20 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
-# Hints of llama.cpp's clients about its own slots and batches.
+# Fields about llama.cpp's own slots and batches.
 HINTS = _COMMON_HINTS | {
     "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress", "return_progress",
     "n_discard",
 }  # fmt: skip
 
-# What llama.cpp's server has stand for an image, unless told otherwise.
+# llama.cpp's default placeholder for an image.
 MARKER = "<__media__>"
-# Other ends are of a stop text or the model's own.
+# Otherwise it was a stop string or an end token.
 _STOP_TYPES = {"length": "limit", "repetition": "repetition"}
 
 
 class PicturedPrompt(RequestBody):
-    """A prompt with images: each `<__media__>` in the text stands for the next of the files in base64."""
+    """A prompt with images: each `<__media__>` stands for the next file, in base64."""
 
     prompt_string: str
     multimodal_data: list[str] = Field(default_factory=list, max_length=64)
@@ -52,7 +52,7 @@ class LlamaCppFields(SamplingFields):
         return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
 
     def alternatives(self) -> int | None:
-        """Alternatives per token to report; 0 is the same as none."""
+        """0 is the same as none."""
         return self.n_probs or None
 
 
@@ -73,7 +73,7 @@ class InfillFields(LlamaCppFields):
 
 
 def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
-    """Raw text or a gap, answered as completion objects or events."""
+    """Raw completion or infill, answered as completion objects or events."""
     grammar = fields.constraint()
 
     async def job(engine: EngineClient) -> GenerationJob:
@@ -122,7 +122,7 @@ async def _prompt(fields: LlamaCppFields, engine: EngineClient) -> str | list[in
 
 
 class CompletionEvents(ReplyWriter):
-    """The Writer of llama.cpp's completion events."""
+    """Writes llama.cpp's completion events."""
 
     def __init__(self, outbox: Outbox, model: ServedModel) -> None:
         self._outbox, self._model = outbox, model
@@ -143,7 +143,7 @@ class CompletionEvents(ReplyWriter):
 
 
 def final(text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, model: ServedModel) -> dict[str, Any]:
-    """The object that ends a stream or is the whole reply."""
+    """The last object of a stream, or the whole reply."""
     stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {
         "index": 0,
@@ -163,7 +163,7 @@ def final(text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, mode
 
 
 def whole(collected: ReplyCollector, model: ServedModel) -> Any:
-    """The whole reply: one object, or a list where several choices were asked for."""
+    """The whole reply: one object, or a list of several choices."""
     bodies = []
     for i, choice in enumerate(collected.choices):
         assert choice.outcome is not None

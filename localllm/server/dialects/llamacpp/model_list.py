@@ -15,7 +15,7 @@ _LOOK_S, _KEEPALIVE_S = 0.5, 10.0
 
 
 def props(served: ServedModel) -> dict[str, Any]:
-    """Facts of a model as GET /props tells them."""
+    """A model's GET /props."""
     info = served.info
     template = (info.chat_template or "") if info else ""
     return {
@@ -40,7 +40,7 @@ def props(served: ServedModel) -> dict[str, Any]:
 
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
-    """Events of loading and unloading: the state now, then each change, and how far a load is."""
+    """Events of loading and unloading: the current state, then each change, with load progress."""
     said: dict[str, dict[str, Any]] = {}
     quiet_s = 0.0
     while True:
@@ -65,7 +65,7 @@ def _status(model: ServedModel) -> dict[str, Any]:
 
 
 async def slots(model: ServedModel) -> list[dict[str, Any]]:
-    """One entry per request that can run at once, with the one that runs there; then those that wait."""
+    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt text."""
     info = model.info
     if not model.loaded or info is None:
         return []

@@ -114,7 +114,7 @@ def _managing(router: APIRouter, server: Server) -> None:
         task = asyncio.create_task(model.engine())
         under_way.add(task)
         task.add_done_callback(under_way.discard)
-        # How it ended stands in the model's status; whoever asks for it next is told.
+        # How it ended is in the model's status; the next request reports it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return JSONResponse({"success": True}, headers=ignored_header(ignored))
 
@@ -127,7 +127,7 @@ def _managing(router: APIRouter, server: Server) -> None:
 
     @router.get("/slots")
     async def list_slots(model: str | None = None, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
-        """What a loaded model is working at, without a word of any prompt; [] for one that is not loaded."""
+        """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
         found = await slots(server.models.resolve(model))
         if fail_on_no_slot not in ("", "0", "false") and not any(not s["is_processing"] for s in found):
             raise BusyError("no slot is free")

@@ -18,12 +18,12 @@ from localllm.server.http.streaming import Outbox
 
 @dataclass(frozen=True, slots=True)
 class LineShape:
-    """How chat and generate differ: where the text, the thinking and the calls go."""
+    """Where /api/chat and /api/generate put text, thinking and tool calls."""
 
     chat: bool
 
     def body(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """The part of a line that carries the answer."""
+        """The answer's part of a line."""
         if not self.chat:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -35,7 +35,7 @@ class LineShape:
 
 
 class JsonLines(ReplyWriter):
-    """The Writer of JSON lines. A call is one object here, so it waits until its arguments are complete."""
+    """Writes JSON lines. A tool call is one object, so it waits until its arguments are complete."""
 
     def __init__(self, outbox: Outbox, model: str, shape: LineShape) -> None:
         self._outbox, self._model, self._shape = outbox, model, shape
@@ -89,12 +89,12 @@ def whole(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, 
 
 
 def loaded(model: str, shape: LineShape, reason: str = "load") -> dict[str, Any]:
-    """The answer to a request that only loads its model, or unloads it (`reason`)."""
+    """The answer to a request that only loads or unloads (`reason`) its model."""
     return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": reason}
 
 
 def call(index: int, name: str, arguments: str) -> dict[str, Any]:
-    """Ollama's tool call: arguments are an object."""
+    """A tool call with its arguments as an object."""
     function = {"index": index, "name": name, "arguments": arguments_object(arguments)}
     return {"id": new_call_id(), "function": function}
 
@@ -134,8 +134,7 @@ def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any
 
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """The error object of Ollama's API. It is all text, and by Ollama's words for a prompt that does not fit clients know
-    that they should compact."""
+    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to compact."""
     said = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts

@@ -13,7 +13,7 @@ from localllm.server.proxy.upstreams import RemoteModel
 
 
 def tags(models: ModelRouter) -> dict[str, Any]:
-    """/api/tags: the models here, and those of upstreams that are reached in this dialect."""
+    """/api/tags: our models, and those of upstreams that speak Ollama's API."""
     served = models.list()
     ours = {m.name.lower() for m in served}
     elsewhere = [] if models.upstreams is None else models.upstreams.models()
@@ -22,7 +22,7 @@ def tags(models: ModelRouter) -> dict[str, Any]:
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:
-    """The entry of a model that runs elsewhere, of which nothing but the name is known; Ollama's own say it so."""
+    """An upstream's model, of which only the name is known, in the form of Ollama's own remote models."""
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
     return {
         "name": model.name,
@@ -61,21 +61,20 @@ def tag(model: ServedModel) -> dict[str, Any]:
 
 
 def digest(model: ServedModel) -> str:
-    """The sha256 of the model's file. Never empty: `ollama list` cuts its first twelve digits out. Where nobody knows
-    the file (a server made without one) it is the name's."""
+    """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs twelve digits."""
     known = model.details.get("digest")
     found = known() if callable(known) else known
     return str(found or hashlib.sha256(model.name.encode()).hexdigest())
 
 
 def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
-    """One entry of /api/ps; `idle_s`: when models without a time of their own are unloaded (0: never)."""
+    """One entry of /api/ps; `idle_s`: the server's idle time (0: never)."""
     more = {"expires_at": _expires_at(model, idle_s), "size_vram": 0, "context_length": model.served_n_ctx}
     return {**tag(model), **more}
 
 
 def _expires_at(model: ServedModel, idle_s: float) -> str:
-    """When it will be unloaded if nobody asks; the year 1 for never, as `ollama ps` reads it."""
+    """When it will be unloaded; the year 1 means never to `ollama ps`."""
     own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
     if not own_s or math.isinf(own_s):
         return "0001-01-01T00:00:00Z"
@@ -85,7 +84,7 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
 
 
 def show(model: ServedModel, template: str) -> dict[str, Any]:
-    """/api/show. `template` mentions `.Suffix` only where the model can fill in (Continue looks for it)."""
+    """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks for."""
     info = model.info
     architecture = info.architecture if info else "unknown"
     capabilities = model.capabilities
@@ -109,7 +108,7 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 
 
 def _parameters(model: ServedModel) -> list[str]:
-    """What a request that names nothing gets, one a line."""
+    """The sampling defaults, one per line."""
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
     lines = [] if model.embeds else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
     return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines

@@ -10,35 +10,35 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from localllm.errors import UnsupportedError
-from localllm.server.models.installed import ModelStore, StoreProgress
+from localllm.server.models.served import ModelStore, StoreProgress
 
-# Bytes come in pieces of a few milliseconds.
-_EVERY_S = 0.2
+# At most one progress line in so many seconds.
+_INTERVAL_S = 0.2
 _SHA256_DIGITS = 64
 _NAMED_DIGITS = 12
 
 Line = dict[str, Any]
 
 
-class _LeftError(Exception):
-    """The client went away."""
+class _DisconnectedError(Exception):
+    """The client disconnected."""
 
 
 class ModelPuller:
-    """Fetches one model after the other: two at once would share one line to the hub."""
+    """Downloads one model at a time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
     async def pull(self, store: ModelStore, ref: str, say: Callable[[Line], None]) -> None:
-        """Fetch `ref`, and tell `say` how it goes. Cancelled, it stops, and the next call goes on there. Raises what the
-        store does."""
+        """Download `ref`, reporting lines to `say`. If cancelled it stops, and the next call resumes. Raises what the store
+        raises."""
         loop, left = asyncio.get_running_loop(), threading.Event()
         told = _ProgressLines()
 
         def hear(progress: StoreProgress) -> None:
             if left.is_set():
-                raise _LeftError
+                raise _DisconnectedError
             line = told.line(progress)
             if line is not None:
                 loop.call_soon_threadsafe(say, line)
@@ -51,21 +51,21 @@ class ModelPuller:
 
 
 class _ProgressLines:
-    """What of a download's moments is worth a line."""
+    """Turns a download's progress into Ollama's lines, leaving out repetitions."""
 
     def __init__(self) -> None:
         self._digest, self._status, self._next_s = "", "", 0.0
 
     def line(self, progress: StoreProgress) -> Line | None:
-        """The line for this moment; None when it says nothing new."""
+        """The line for this moment; None if it says nothing new."""
         if not self._digest and len(progress.digest) == _SHA256_DIGITS:
-            # One bar for the whole model: clients keep one per digest.
+            # Clients show one bar per digest: keep the first for the whole model.
             self._digest = progress.digest
         line = self._words(progress)
         now = time.monotonic()
         if line["status"] == self._status and now < self._next_s and progress.done_bytes < progress.total_bytes:
             return None
-        self._status, self._next_s = line["status"], now + _EVERY_S
+        self._status, self._next_s = line["status"], now + _INTERVAL_S
         return line
 
     def _words(self, progress: StoreProgress) -> Line:
@@ -86,7 +86,7 @@ class _ProgressLines:
 
 
 def allowed(store: ModelStore | None) -> ModelStore:
-    """The store, where clients may use it. Raises UnsupportedError that says how to allow it."""
+    """The store, if clients may use it; else raises UnsupportedError."""
     if store is None:
         raise UnsupportedError(
             "models are not fetched or removed over HTTP here: start the server with --allow-pull (or set allow_pull), or "

@@ -34,7 +34,7 @@ from localllm.server.generation.job import AnswerPlan, GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
-# As Go writes durations: 1h30m, 300ms, -1m; and a bare number of seconds.
+# Go durations (1h30m, 300ms, -1m), or a number of seconds.
 _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?", re.ASCII)
 _PIECE = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h|$)")
 _FOR_EVER_S = 1e9
@@ -42,7 +42,7 @@ _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "
 
 
 def keep_alive_s(sent: str | float | None) -> float | None:
-    """`keep_alive` in seconds; infinity for a negative one, None where nothing was said. Raises RequestError."""
+    """`keep_alive` in seconds; infinity if negative, None if absent. Raises RequestError."""
     if sent is None:
         return None
     if isinstance(sent, str):
@@ -58,7 +58,7 @@ _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
 
 class Options(GenerationFields):
-    """`options`: how tokens are chosen. Unknown ones are tolerated and named."""
+    """`options`; unknown ones are named as ignored."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
@@ -66,7 +66,7 @@ class Options(GenerationFields):
 
 
 class OllamaBody(RequestBody):
-    """What chat and generate have alike."""
+    """The fields that chat and generate share."""
 
     options: Options | None = None
     format: str | dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class OllamaBody(RequestBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def keep_s(self) -> float | None:
-        """How long the model is to stay loaded, in seconds; None where nothing was said."""
+        """`keep_alive` in seconds; None if absent."""
         return keep_alive_s(self.keep_alive)
 
     def _options(self) -> Options:
@@ -97,7 +97,7 @@ class OllamaBody(RequestBody):
         return None if n is None or n < 0 else n
 
     def effort(self) -> str | None:
-        """`think` as an effort; unsaid is not the same as off."""
+        """`think` as an effort; None is not the same as off."""
         if self.think is None:
             return None
         if isinstance(self.think, bool):
@@ -117,14 +117,14 @@ class OllamaBody(RequestBody):
         raise RequestError('format must be "json" or a JSON schema', param="format")
 
     def ignored(self) -> list[str]:
-        """Options without effect: above all those about loading (num_ctx, num_gpu …), as no request reloads a model.
+        """Names of options without effect: mostly load parameters (num_ctx, num_gpu …), as no request reloads a model.
         Raises UnsupportedError for those that would change the answer."""
         extra = (self.options.model_extra if self.options else None) or {}
         for name, off in _REFUSED_OPTIONS.items():
             if name in extra and extra[name] not in off:
                 raise UnsupportedError(f"options.{name} is not implemented", param=f"options.{name}")
         named = [f"options.{k}" for k in sorted(extra) if k not in _REFUSED_OPTIONS]
-        # A window that is full ends the answer: nothing is shifted out of it.
+        # A full context ends the answer; there is no context shift.
         named += ["shift"] if self.shift else []
         return named + (["top_logprobs"] if self.top_logprobs and not self.logprobs else [])
 
@@ -149,11 +149,11 @@ class OllamaGenerate(OllamaBody):
 
     @property
     def untemplated(self) -> bool:
-        """Whether the prompt reaches the model without the template: as it is, or with a suffix."""
+        """Whether the prompt bypasses the chat template."""
         return bool(self.raw or self.suffix)
 
     def ignored(self) -> list[str]:
-        """Nor can a prompt without messages be shortened by some. Raises UnsupportedError."""
+        """The same, and `truncate`, if the prompt has no messages to leave out. Raises UnsupportedError."""
         if self.images and self.untemplated:
             raise UnsupportedError("images go with a prompt that is templated, not with raw or suffix", param="images")
         return super().ignored() + (["truncate"] if self.truncate and self.untemplated else [])
@@ -165,7 +165,7 @@ class OllamaManaged(RequestBody):
     name: str | None = Field(None, max_length=512, description="the older name of model")
 
     def wanted(self) -> str:
-        """The model that is meant. Raises RequestError."""
+        """The model's name. Raises RequestError."""
         ref = (self.model or self.name or "").strip()
         if not ref:
             raise RequestError("model is required", param="model")
@@ -179,7 +179,7 @@ class OllamaPull(OllamaManaged):
 
 
 def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, list[str]]:
-    """The request of a chat, and the names of what the model is not told."""
+    """The chat request, and the names of what is omitted."""
     omitted: list[str] = []
     tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
     wanted = choice_of(choice, tools)
@@ -187,7 +187,7 @@ def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, li
 
 
 def generate_request(fields: OllamaGenerate, default: Sampling) -> ChatRequest:
-    """The request of a prompt that goes through the template."""
+    """The chat request of a prompt that goes through the template."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     asked = normalise([*messages, {"role": "user", "content": fields.prompt, "images": fields.images}])
     return _chat_request(fields, default, asked, [], choice_of(None, []))
@@ -201,7 +201,7 @@ def _chat_request(
 
 
 async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClient) -> GenerationJob:
-    """The job of a raw prompt or one with a suffix."""
+    """The generation job of a raw prompt, or of one with a suffix."""
     prompt: str | list[int] = fields.prompt
     if fields.suffix:
         prompt = await fim_prompt(engine, fields.prompt, fields.suffix, answer_tokens=fields.answer_tokens())
@@ -230,7 +230,7 @@ class OllamaEmbeddings(RequestBody):
 
 
 def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest:
-    """The vectors as Ollama writes them down; durations in nanoseconds."""
+    """/api/embed; durations in nanoseconds."""
     started = time.monotonic()
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest
 
 
 def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> EmbeddingRequest:
-    """The one vector of Ollama's older form."""
+    """/api/embeddings, with its one vector."""
 
     def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
         return {"embedding": numbers(rows[0])}

@@ -37,17 +37,17 @@ from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
 
-# The release of Ollama whose API this is; VS Code asks for at least 0.6.4.
+# The Ollama release whose API this is; VS Code requires at least 0.6.4.
 VERSION = "0.12.11"
-# A blank line would break clients that parse every line: silence is broken by the headers alone.
+# No keep-alives: clients parse every line, even a blank one.
 _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", lines.error_body, streams=True)
-# How the model is loaded is not a request's to say, and nothing is sampled.
+# Load parameters have no effect, and nothing is sampled.
 _EMBED_HINTS = requests.HINTS | {"options", "truncate"}
-_NEVER = ("/api/create", "/api/push", "/api/copy")
+_UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
 
 
 def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | PreloadRequest:
-    """A conversation; without messages it is Ollama's way to load a model ahead, or to unload it."""
+    """A chat; without messages it loads the model, or unloads it."""
     ignored, shape = fields.ignored(), LineShape(chat=True)
     if not fields.messages:
         return _preload(fields, model, shape)
@@ -56,7 +56,7 @@ def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | PreloadR
 
 
 def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | PreloadRequest:
-    """A prompt: through the template, raw, or filled in before a suffix."""
+    """A prompt: templated, raw, or with a suffix."""
     ignored, shape = fields.ignored(), LineShape(chat=False)
     if not fields.prompt and not fields.suffix:
         return _preload(fields, model, shape)
@@ -150,14 +150,14 @@ def _managing(router: APIRouter, server: Server) -> None:
         fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
         name = fields.wanted()
         with suppress(ModelNotFoundError):
-            # Files that are mapped would stay on the disk; one that answers is not taken away under its client.
+            # Mapped files would keep their disk space; a model in use is not removed.
             model = await server.models.find(name)
             if model.loaded:
                 await model.unload()
         await asyncio.to_thread(store.remove, name)
         return Response(headers={**request_id(), **ignored_header(ignored)})
 
-    async def never(request: Request) -> Response:
+    async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
             "models are neither made nor published over HTTP: those of this disk are managed on the command line, `localllm models`"
         )
@@ -173,9 +173,9 @@ def _managing(router: APIRouter, server: Server) -> None:
         description="Remove a model from this disk, where --allow-pull lets clients do that",
         openapi_extra=body_of(OllamaManaged),
     )
-    for path in _NEVER:
+    for path in _UNSUPPORTED:
         router.add_api_route(
-            path, refusing(_OLLAMA, never), methods=["POST"], response_model=None, include_in_schema=False
+            path, refusing(_OLLAMA, unsupported), methods=["POST"], response_model=None, include_in_schema=False
         )
 
 

@@ -1,7 +1,10 @@
-"""The body of POST /v1/chat/completions, and its translation to a chat request."""
+"""POST /v1/chat/completions: the body, its translation to a chat request, and the answer in OpenAI's format."""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
 from localllm.conversation.tools.prompt import checked, choice_of, narrowed
-from localllm.engine.messages import Sampling
+from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
-from localllm.server.dialects.openai import chat_reply
+from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.generation.collector import CollectedChoice, ReplyCollector, new_call_id
+from localllm.server.generation.job import GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -52,7 +55,7 @@ class ChatFields(ReasonedFields):
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
 
     def predicted(self) -> str:
-        """The text of `prediction`; raises RequestError."""
+        """The text of `prediction`. Raises RequestError."""
         if self.prediction is None:
             return ""
         if self.prediction.get("type") != "content":
@@ -60,8 +63,8 @@ class ChatFields(ReasonedFields):
         return flatten(self.prediction.get("content"), "prediction.content")
 
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether an assistant's text at the end is gone on with: yes, unless the client says otherwise. Raises
-        RequestError where it asks for that and there is none."""
+        """Whether the answer continues a final assistant message: yes by default. Raises RequestError if the client asks
+        for it and there is none."""
         wanted = self.continue_final_message or self.add_generation_prompt is False
         field = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
         if wanted and self.add_generation_prompt:
@@ -79,7 +82,7 @@ class ChatFields(ReasonedFields):
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     def effort(self) -> str | None:
-        """The reasoning effort asked for, in either spelling."""
+        """The reasoning effort, from either field."""
         return self.reasoning_effort or (self.reasoning.level if self.reasoning else None)
 
     def alternatives(self) -> int | None:
@@ -91,13 +94,13 @@ class ChatFields(ReasonedFields):
 
 
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
-    """A conversation, answered as chat.completion or its chunks."""
+    """A chat, answered as chat.completion or its chunks."""
 
     def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return chat_reply.whole(collected, model.name)
+        return chat_completion(collected, model.name)
 
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> chat_reply.ChatChunks:
-        return chat_reply.ChatChunks(
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> ChatChunks:
+        return ChatChunks(
             outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
         )
 
@@ -107,7 +110,7 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
 
 
 def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
-    """What `fields` asks for, and what of it has no effect. Raises RequestError for what is wrong whatever the model."""
+    """The chat request, and the names of what has no effect. Raises RequestError."""
     ignored: list[str] = []
     tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
     messages = normalise(fields.messages, ignored)
@@ -126,3 +129,106 @@ def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, li
 
 def wants_usage(options: StreamOptions | None) -> bool:
     return bool(options and options.include_usage)
+
+
+class ChatChunks(ReplyWriter):
+    """Writes chat.completion.chunk events. The constant parts are made once: a token costs one JSON string."""
+
+    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
+        self._outbox, self._n, self._include_usage, self._compacted = outbox, n, include_usage, compacted
+        self.id = new_completion_id()
+        usage = ',"usage":null' if include_usage else ""
+        self._head = (
+            f'data: {{"id":"{self.id}","object":"chat.completion.chunk","created":{int(time.time())},'
+            f'"model":{quote(model)},"system_fingerprint":null'
+        )
+        self._tail = f"}}]{usage}}}\n\n"
+        self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
+        self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
+
+    def start(self) -> None:
+        if self._compacted:
+            self._outbox.write(compacted_comment(self._compacted))
+        for i in range(self._n):
+            self._send(i, '"role":"assistant","content":""')
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        if not logprobs:
+            self._outbox.write(f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode())
+            return
+        said = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
+        self._outbox.write(
+            f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{said},"finish_reason":null{self._tail}'.encode()
+        )
+
+    def reasoning(self, choice: int, text: str) -> None:
+        self._send(choice, f'"reasoning_content":{quote(text)}')
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        function = f'{{"name":{quote(name)},"arguments":""}}'
+        call = f'{{"index":{index},"id":"{new_call_id()}","type":"function","function":{function}}}'
+        self._send(choice, f'"tool_calls":[{call}]')
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        self._send(choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]')
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        self._outbox.write(
+            f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
+        )
+
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
+        if self._include_usage:
+            said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
+        self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
+
+    def _send(self, choice: int, delta: str) -> None:
+        self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
+
+
+def chat_completion(collected: ReplyCollector, model: str) -> dict[str, Any]:
+    return {
+        "id": new_completion_id(),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": None,
+        "choices": [_choice(i, c) for i, c in enumerate(collected.choices)],
+        "usage": usage_body(collected.usage),
+        "timings": timings_body(collected.usage, collected.timings),
+    }
+
+
+def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
+    assert choice.outcome is not None
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in choice.calls
+        ]
+    logprobs = {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None} if choice.logprobs else None
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
+
+
+def usage_body(usage: ReplyUsage) -> dict[str, Any]:
+    """OpenAI's usage object; accepted and rejected predictions are our drafts."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_draft_tokens,
+            "rejected_prediction_tokens": usage.rejected_draft_tokens,
+            "reasoning_tokens": usage.reasoning_tokens,
+            "audio_tokens": 0,
+        },
+    }
+
+
+def new_completion_id() -> str:
+    return "chatcmpl-" + secrets.token_hex(12)

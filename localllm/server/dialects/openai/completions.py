@@ -13,9 +13,7 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
-from localllm.server.dialects.openai import chat_reply
-from localllm.server.dialects.openai.chat import StreamOptions, wants_usage
-from localllm.server.dialects.openai.chat_reply import usage_body
+from localllm.server.dialects.openai.chat import ChatChunks, StreamOptions, chat_completion, usage_body, wants_usage
 from localllm.server.dialects.wire import quote, timings_body
 from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
@@ -78,10 +76,10 @@ def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest
 
 
 def translate_fill_in(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
-    """Mistral's fill-in-the-middle: a completion with a suffix, answered in the shape of a chat."""
+    """Mistral's fill-in-the-middle: a completion with a suffix, answered like a chat."""
 
     def answer(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return chat_reply.whole(collected, model.name)
+        return chat_completion(collected, model.name)
 
     def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> FillInChunks:
         return FillInChunks(outbox, model.name, n=job.choices, include_usage=False)
@@ -90,7 +88,7 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
 
 
 def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
-    """How to make the job; raises RequestError for what is wrong whatever the model."""
+    """A factory for the generation job. Raises RequestError."""
     prompts = fields.prompts()
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
         raise RequestError("suffix needs one prompt that is text", param="suffix")
@@ -126,8 +124,8 @@ async def job_of(
     )
 
 
-class FillInChunks(chat_reply.ChatChunks):
-    """Mistral's chunks: the usage stands in the last choice's end, and no chunk is without a choice."""
+class FillInChunks(ChatChunks):
+    """Mistral's chunks: the usage is in the last choice's end, and no chunk is without a choice."""
 
     def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool) -> None:
         super().__init__(outbox, model, n=n, include_usage=include_usage)
@@ -147,7 +145,7 @@ class FillInChunks(chat_reply.ChatChunks):
 
 
 class CompletionChunks(ReplyWriter):
-    """The Writer of text_completion events. `echoes` is put before each choice's answer."""
+    """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
     def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
         self._outbox, self._include_usage = outbox, include_usage
@@ -207,7 +205,7 @@ def whole(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bo
 
 
 def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, Any]:
-    """The legacy shape: parallel arrays. `at` is where the first token begins in the answer."""
+    """The legacy format: parallel arrays. `at` is the offset of the first token in the answer."""
     offsets = []
     for p in logprobs:
         offsets.append(at)

@@ -7,17 +7,16 @@ from typing import Any
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
 
-# Where a model of this server runs.
+# `runs_on` of a model of this server.
 HERE = "this server"
-# Of what another server's list says of a model.
+# Fields taken over from an upstream's list.
 _TOLD = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
 
 
 def entry(model: ServedModel) -> dict[str, Any]:
-    """One model, in OpenAI's shape plus what editors look for: `context_length`, `meta.n_ctx`, `architecture`,
-    `status`; `physics`, where it was planned: the bytes a token reads and what this machine can do; a `notice` where
-    there is something to say about how it runs; `sampling` (what a request gets that says none) and `has_system` (a
-    preset's own system prompt)."""
+    """One model in OpenAI's format, with what editors look for (`context_length`, `meta.n_ctx`, `architecture`, `status`)
+    and fields of ours: `physics` (bytes per token and this machine's rates), `notice` (how it runs), `sampling` (the
+    defaults), `has_system` (the preset has a system prompt)."""
     n_ctx = model.served_n_ctx
     info = model.info
     body: dict[str, Any] = {
@@ -55,8 +54,7 @@ def entry(model: ServedModel) -> dict[str, Any]:
 
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
-    """One model that runs elsewhere: what that server says of it, under our name, and where it runs. Its address is
-    nobody's business."""
+    """An upstream's model: that server's facts under our name, and the server's name, never its address."""
     told = {k: model.facts[k] for k in _TOLD if k in model.facts}
     context = told.get("context_length") or told.get("max_model_len")
     return {
@@ -71,7 +69,7 @@ def remote_entry(model: RemoteModel) -> dict[str, Any]:
 
 
 def status(model: ServedModel) -> dict[str, Any]:
-    """Where it is between disk and memory, in llama.cpp's words: loaded, loading (with `progress`) or unloaded."""
+    """llama.cpp's status: loaded, loading (with `progress`) or unloaded."""
     worker = model.worker
     if worker.loading and not worker.loaded:
         return {"value": "loading", "progress": round(worker.progress, 3)}
@@ -94,7 +92,7 @@ def openai_list(models: ModelRouter) -> dict[str, Any]:
     }
 
 
-# Codex has a page of instructions for each of OpenAI's models, and none for ours. A local window is small: this is short.
+# Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is small.
 _INSTRUCTIONS = """\
 You are a coding agent in the Codex CLI. You work in the user's own files, in the directory named in the environment context.
 
@@ -111,7 +109,7 @@ file *** Update File: path with @@ and lines that begin with a space, - or + (or
 
 
 def codex_entry(name: str, n_ctx: int | None, *, reasons: bool) -> dict[str, Any]:
-    """One model, in the shape of Codex's catalogue. `reasons`: it thinks before it answers."""
+    """One model in the format of Codex's catalogue. `reasons`: it is a reasoning model."""
     efforts = ("none", "low", "medium", "high") if reasons else ()
     return {
         "slug": name,

@@ -21,8 +21,8 @@ _FUNCTION_CALL = ("function_call", "fc", "arguments")
 
 
 class ResponseEvents(ReplyWriter):
-    """One response object as it grows; the Writer of its events, and the body of the whole reply. `keep` gets the
-    finished body. Until `into` says where events go, there are none. No stream is without one for `silence_s`."""
+    """Builds the response object, and writes its events once `into` has set an outbox. `keep` stores the finished body.
+    A stream has an event at least every `silence_s`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ResponseEvents(ReplyWriter):
         }
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
-        """Write the events into `outbox`; returns itself. `compacted`: what was left out of the conversation."""
+        """Write events into `outbox`; returns itself. `compacted`: what compaction left out."""
         self._outbox, self._compacted = outbox, compacted
         return self
 
@@ -83,8 +83,7 @@ class ResponseEvents(ReplyWriter):
             self._outbox.write(self._beginning())
 
     def keepalive(self, progress: PrefillProgress) -> bytes:
-        """What breaks a silence: the progress as a comment, and from time to time an event. Clients that give up on a
-        silent stream (Codex) count events alone."""
+        """The progress as a comment, and from time to time an event: Codex gives up on a stream without events."""
         said = comment(progress)
         if time.monotonic() - self._said_s < self._silence_s:
             return said
@@ -149,7 +148,7 @@ class ResponseEvents(ReplyWriter):
         self._event(f"response.{self.body['status']}", {"response": self.body})
 
     def frame_error(self, error: LocalLLMError) -> bytes:
-        """`response.failed`, the end of a stream that did not go well."""
+        """`response.failed`, the end of a failed stream."""
         self.body["status"] = "failed"
         self.body["error"] = {"code": error.code, "message": error.message}
         return self._frame("response.failed", {"response": self.body})
@@ -229,7 +228,7 @@ class ResponseEvents(ReplyWriter):
 
 
 def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any]:
-    """The whole response object from a folded reply: the stream's own writer, played once more."""
+    """The response object of a collected reply: made by the stream's own writer."""
     choice = collected.choices[0]
     assert choice.outcome is not None
     if choice.reasoning:

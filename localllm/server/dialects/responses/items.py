@@ -17,7 +17,7 @@ from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 
-# Known to OpenAI's API and without effect on an answer here.
+# Known to OpenAI's API and without effect here.
 HINTS = frozenset(
     {
         "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls",
@@ -75,7 +75,7 @@ class ResponsesFields(ReasonedFields):
 def chat_request(
     fields: ResponsesFields, default: Sampling, items: Sequence[Any], toolbox: Toolbox
 ) -> tuple[ChatRequest, list[str]]:
-    """The chat request for the conversation `items`, and the names of tools and items that were skipped."""
+    """The chat request of `items`, and the names of tools and items that were skipped."""
     skipped = list(toolbox.skipped)
     messages = _messages(items, skipped)
     if fields.instructions:
@@ -104,8 +104,8 @@ def chat_request(
 
 
 def input_items(fields: ResponsesFields, store: Store, conversations: Conversations) -> tuple[list[Any], list[Any]]:
-    """The conversation: what `previous_response_id` or `conversation` names, and this request's own input, with the
-    stored items that it refers to."""
+    """The items before this request (of `previous_response_id` or `conversation`), and its own input, with references to
+    stored items resolved."""
     before: list[Any] = []
     if fields.conversation_id is not None:
         if fields.previous_response_id:

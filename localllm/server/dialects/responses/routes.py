@@ -78,7 +78,7 @@ def routes(server: Server) -> APIRouter:
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str) -> dict[str, Any]:
-        """Refused: a stored response has ended, and one that runs is cancelled by leaving it."""
+        """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
         store.body(response_id)
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
@@ -141,14 +141,14 @@ def _mount_conversations(router: APIRouter, server: Server, kept: Conversations)
 
 
 class ResponseState(NamedTuple):
-    """What this server keeps for its clients."""
+    """Stored responses and conversations."""
 
     responses: Store
     conversations: Conversations
 
 
 def translate(fields: ResponsesFields, model: ServedModel, kept: ResponseState, silence_s: float) -> TranslatedRequest:
-    """The conversation of `fields`, answered as a response object or its events; kept when it has ended."""
+    """A Responses request, answered as a response object or its events, and stored."""
     before, sent = items.input_items(fields, kept.responses, kept.conversations)
     toolbox = Toolbox.of(fields.tools or [])
     effort = fields.reasoning.level if fields.reasoning else None
@@ -158,7 +158,7 @@ def translate(fields: ResponsesFields, model: ServedModel, kept: ResponseState, 
         if fields.store is not False:
             kept.responses.put(body, before, sent)
         if fields.conversation_id is not None:
-            with suppress(ConversationNotFoundError):  # it was forgotten while the answer was made
+            with suppress(ConversationNotFoundError):  # it was evicted meanwhile
                 kept.conversations.add(fields.conversation_id, [*sent, *body["output"]])
 
     response = ResponseEvents(fields, model.name, toolbox, keep, silence_s)

@@ -27,8 +27,8 @@ class PreviousResponseError(NotFoundError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """One response, the items before it, those of its own request, and how long all are as JSON."""
+class _StoredResponse:
+    """A response, the items before it, those of its own request, and the length of all as JSON."""
 
     body: dict[str, Any]
     before: Sequence[dict[str, Any]]
@@ -37,18 +37,18 @@ class _Kept:
 
 
 class Store:
-    """Past responses, in memory only: each one's whole conversation, the oldest forgotten first."""
+    """Past responses with their whole conversations."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._items: dict[str, dict[str, Any]] = {}
         self._chars = 0
 
     def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a finished response with the input items that led to it: those of earlier responses, then its own."""
+        """Store a finished response with its input items: those of earlier responses, then its own."""
         own: list[dict[str, Any]] = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in sent]
         earlier = list(map(dict, before))
-        kept = _Kept(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
+        kept = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
         self._kept[body["id"]] = kept
         for item in (*own, *body["output"]):
             self._items[item["id"]] = item
@@ -62,7 +62,7 @@ class Store:
         return [*kept.before, *kept.sent, *kept.body["output"]]
 
     def sent(self, response_id: str) -> Sequence[dict[str, Any]]:
-        """The input items of that response, those before it included; raises PreviousResponseError."""
+        """The input items of that response, with those before it; raises PreviousResponseError."""
         kept = self._get(response_id)
         return [*kept.before, *kept.sent]
 
@@ -94,7 +94,7 @@ class Store:
             if self._items.get(key) is item:
                 del self._items[key]
 
-    def _get(self, response_id: str) -> _Kept:
+    def _get(self, response_id: str) -> _StoredResponse:
         if response_id not in self._kept:
             raise PreviousResponseError(
                 f"no response {response_id[:80]!r} is stored here", param="previous_response_id"
@@ -103,7 +103,7 @@ class Store:
 
 
 class PageFields(RequestBody):
-    """What the address of a list may say."""
+    """Query parameters of a list."""
 
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
@@ -111,7 +111,7 @@ class PageFields(RequestBody):
 
 
 def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
-    """The part of `listed`, which is in the order of the conversation, that `wanted` asks for."""
+    """The page of `listed` (in the order of the conversation) that `wanted` asks for."""
     found = list(listed) if wanted.order == "asc" else list(reversed(listed))
     begin = next((i + 1 for i, item in enumerate(found) if item["id"] == wanted.after), 0)
     end = begin + wanted.limit
@@ -155,7 +155,7 @@ class ItemsFields(RequestBody):
 
 
 class Conversations:
-    """Conversations in memory, the one longest unused forgotten first."""
+    """OpenAI's Conversations API: conversations kept for clients."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = OrderedDict()
@@ -179,7 +179,7 @@ class Conversations:
         return list(self._get(conversation_id)[1])
 
     def add(self, conversation_id: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Put `items` at its end, each with an id; returns them so. Raises ConversationNotFoundError."""
+        """Append `items`; returns them with ids. Raises ConversationNotFoundError."""
         added = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in items]
         self._get(conversation_id)[1].extend(added)
         self._chars[conversation_id] += len(json.dumps(added))
@@ -200,7 +200,7 @@ class Conversations:
         return found
 
     def drop_item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """Take out one item; returns the conversation's object. Raises ConversationNotFoundError."""
+        """Remove one item; returns the conversation's object. Raises ConversationNotFoundError."""
         found = self.item(conversation_id, item_id)
         body, items = self._kept[conversation_id]
         items.remove(found)

@@ -1,7 +1,7 @@
 """The tools of a Responses request: as functions for the model, and under the client's own names for its answer.
 
-A namespace (Codex sends one for every MCP server) is flattened into its functions' names; a custom tool, which takes
-text instead of arguments, becomes a function with one text.
+A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names; a custom tool, which takes text
+instead of arguments, becomes a function with one string.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 @dataclass(frozen=True, slots=True)
 class ClientToolName:
-    """What the client calls a function; `custom`: it wants the text, not arguments."""
+    """A function under the client's name; `custom`: the client wants text, not arguments."""
 
     name: str
     namespace: str | None = None
@@ -33,8 +33,7 @@ class ClientToolName:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The functions that the model is offered, and their names at the client. `skipped` are the tools it can't be
-    offered: only OpenAI's servers can run them."""
+    """The functions for the model, and their names at the client. `skipped`: tools that only OpenAI's servers run."""
 
     functions: Sequence[Tool] = ()
     names: Mapping[str, ClientToolName] = field(default_factory=dict)
@@ -68,11 +67,11 @@ class Toolbox:
         return cls(offered, names, skipped)
 
     def called(self, function: str) -> ClientToolName:
-        """What the client calls the model's `function`."""
+        """The client's name for a function."""
         return self.names.get(function) or ClientToolName(function)
 
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
-        """The functions that `tool_choice` leaves, and how it wants them called. Raises RequestError."""
+        """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
         if isinstance(sent, Mapping):
             sent = {**sent, "tools": [_as_function(t) for t in sent["tools"]]} if _is_list(sent, "tools") else sent
             sent = _as_function(sent)
@@ -83,7 +82,7 @@ class Toolbox:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What the model calls the function `name` of `namespace`."""
+    """The model's name for the function `name` of `namespace`."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_BETWEEN) else namespace + _BETWEEN + name
@@ -110,15 +109,15 @@ def _is_list(of: Mapping[str, Any], key: str) -> bool:
 
 
 def _as_function(choice: Any) -> Any:
-    """A choice of a tool as one of a function with the model's name for it."""
+    """`tool_choice` with the model's name for the function."""
     if isinstance(choice, Mapping) and choice.get("type") in ("custom", "function") and "name" in choice:
         return {"type": "function", "name": flat_name(str(choice["name"]), choice.get("namespace"))}
     return choice
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
-    """A custom tool as a function of one text, held to the tool's own grammar where that is regular; where it is not,
-    `skipped` gets its name."""
+    """A custom tool as a function with one string, constrained by the tool's grammar if that is regular; if not, its name
+    goes to `skipped`."""
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
     held = dict(shown)
@@ -141,14 +140,14 @@ def _of_one(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CustomInputReader:
-    """The text of a custom call, out of its arguments `{"input": "…"}` as they come."""
+    """Extracts the text of a custom call from its streamed arguments `{"input": "…"}`."""
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = self._over = False
 
     def feed(self, arguments: str) -> str:
-        """Take more of the arguments; returns what they add to the text."""
+        """Feed more of the arguments; returns the text they add."""
         self._held += arguments
         if not self._inside:
             colon = self._held.find(":")
@@ -180,7 +179,7 @@ class CustomInputReader:
         return "".join(said)
 
     def _escape(self, text: str, at: int) -> tuple[str, int]:
-        """The character that an escape stands for and the escape's length; 0 while it is not whole."""
+        """An escape's character and length; 0 while it is incomplete."""
         if at + 1 >= len(text):
             return "", 0
         if text[at + 1] != "u":
