@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
+from localllm.conversation.tools.base import Tool, ToolFormat
 
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
+
+# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the first, before a second
+JSON_HEAD = re.compile(
+    r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 
 _TURNS = re.compile(r'["\\{}\[\]]')
 
@@ -149,6 +156,17 @@ class JsonReader(CallReader):
         self.rest, self._held = "", ""
 
 
+class JsonFormat(ToolFormat):
+    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block that nothing closes lasts to the
+    end of the reply."""
+
+    head: ClassVar[re.Pattern[str]] = JSON_HEAD
+    closing: ClassVar[str] = "\0"
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+        return JsonReader(first, marker, self.head, end=self.closing)
+
+
 class BlockReader(CallReader):
     """Calls in a block that is read whole once its `end` came: for formats that are not JSON. `tail`: punctuation that
     may stand behind the end. `is_open` says of a block that its end belongs to a value, so that another must come; where
@@ -274,10 +292,3 @@ def _unquote(name: str) -> str:
         except ValueError:
             return name.strip('"')
     return name
-
-
-# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the first, before a second
-JSON_HEAD = re.compile(
-    r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
-    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)

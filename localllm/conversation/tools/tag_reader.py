@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from localllm.conversation.tools.base import Tool, parameters_of
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.literals import literal
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kind_of, kinds_of, parameters
@@ -37,6 +38,34 @@ class _OpenError(Exception):
 def tagged_reader(first: int, opening: str, end: str, tags: TagPatterns, parse: Parse, **more: Any) -> BlockReader:
     """A reader of a block up to `end`, which may stand in a value as well."""
     return BlockReader(first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more)
+
+
+class TaggedFormat(ToolFormat):
+    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that opened them). `one_block`: a block,
+    which begins with `lead`, holds every call; else each call has a block of its own."""
+
+    closing: ClassVar[str] = ""
+    lead: ClassVar[str] = ""
+    one_block: ClassVar[bool] = False
+    patterns: ClassVar[TagPatterns]
+    grammar: ClassVar[TagGrammar]
+
+    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
+        """The calls of a block; None where it can't be read whole."""
+        return typed_calls(block, tools, self.patterns)
+
+    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+        return tagged_reader(first, marker, self._end_of(marker), self.patterns, lambda block: self.calls(block, tools))
+
+    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+        if not self.one_block:
+            calls = tagged_calls(tools, self.grammar)
+            return {marker: GrammarTrigger(self.lead, calls, again=True) for marker in self.markers}
+        blocks = {m: tagged_calls(tools, self.grammar, repeat=True, closing=self._end_of(m)) for m in self.markers}
+        return {marker: GrammarTrigger(self.lead, block) for marker, block in blocks.items()}
+
+    def _end_of(self, marker: str) -> str:
+        return self.closing or marker.replace("<", "</")
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:

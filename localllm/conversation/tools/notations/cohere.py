@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
 from localllm.conversation.tools.lark import any_of, json_value, text
-from localllm.conversation.tools.readers import JsonReader
+from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import as_object
 
 _OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
@@ -18,7 +17,7 @@ _HEAD = re.compile(
 )
 
 
-class Cohere(ToolFormat):
+class Cohere(JsonFormat):
     """Everything a reply says stands in a section."""
 
     name = "cohere"
@@ -27,9 +26,8 @@ class Cohere(ToolFormat):
     control = True
     drops = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|END_THINKING|>")
     think = ("<|START_THINKING|>", "<|END_THINKING|>")
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        return JsonReader(first, marker, _HEAD, end=_CLOSE)
+    head = _HEAD
+    closing = _CLOSE
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One array, which holds every call; each on a line of its own."""

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool
+from localllm.conversation.tools.call_grammars import TagGrammar
 from localllm.conversation.tools.lark import json_calls, spelled, text
-from localllm.conversation.tools.readers import BlockReader, JsonReader
-from localllm.conversation.tools.tag_reader import RawParameter, TagPatterns, read_calls, tagged_reader
+from localllm.conversation.tools.readers import Call, JsonFormat
+from localllm.conversation.tools.tag_reader import RawParameter, TaggedFormat, TagPatterns, read_calls
 
 _HEAD = re.compile(
     r"[\s`]*(?:<｜tool▁call▁end｜>)?\s*(?:<｜tool▁call▁begin｜>)?\s*"
@@ -20,7 +20,7 @@ _HEAD = re.compile(
 _SECTION, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
-class DeepSeek(ToolFormat):
+class DeepSeek(JsonFormat):
     """V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template tells which."""
 
     name = "deepseek"
@@ -28,9 +28,8 @@ class DeepSeek(ToolFormat):
     markers = (_SECTION,)
     control = True
     named_tokens = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        return JsonReader(first, marker, _HEAD, end="<｜tool▁calls▁end｜>")
+    head = _HEAD
+    closing = "<｜tool▁calls▁end｜>"
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """The section opens the first call, its own token every other one."""
@@ -65,7 +64,7 @@ def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any
     return {m[1]: json.loads(v) if m[2] == "false" else v for m, v in pairs}
 
 
-class Dsml(ToolFormat):
+class Dsml(TaggedFormat):
     """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>…`, where each value
     says itself whether it is text or JSON."""
 
@@ -73,21 +72,13 @@ class Dsml(ToolFormat):
     signs = ("<｜DSML｜", "｜DSML｜")
     markers = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     calls_in_reasoning = True
+    lead = "\n"
+    one_block = True
+    patterns = _PATTERNS
+    grammar = _GRAMMAR
 
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(
-            first,
-            marker,
-            marker.replace("<", "</"),
-            _PATTERNS,
-            lambda block: read_calls(block, tools, _PATTERNS, _valued),
-        )
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {
-            marker: GrammarTrigger("\n", tagged_calls(tools, _GRAMMAR, repeat=True, closing=marker.replace("<", "</")))
-            for marker in self.markers
-        }
+    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
+        return read_calls(block, tools, self.patterns, _valued)
 
 
 FORMATS = (DeepSeek(), Dsml())

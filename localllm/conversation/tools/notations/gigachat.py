@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import one_call
 
 _TOKEN, _ROLE = "<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 
 
-class GigaChat(ToolFormat):
+class GigaChat(JsonFormat):
     """Both spellings: 3.1 has a token for what 3.0 has a role for."""
 
     name = "gigachat"
     signs = (_TOKEN, "'function call'", '"function call"')
     markers = (_TOKEN, _ROLE)
     control = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments. Nothing closes the call: it lasts to the end of the reply."""
-        return JsonReader(first, marker, JSON_HEAD, end="\0")
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         return {(_TOKEN if _TOKEN in template else _ROLE): GrammarTrigger("", one_call(tools))}

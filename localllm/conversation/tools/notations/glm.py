@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
-from localllm.conversation.tools.readers import BlockReader
-from localllm.conversation.tools.tag_reader import TagPatterns, tagged_reader, typed_calls
+from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
 
 _PATTERNS = TagPatterns(
     re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)"),
@@ -26,19 +23,13 @@ _GRAMMAR = TagGrammar(
 )
 
 
-class Glm(ToolFormat):
+class Glm(TaggedFormat):
     name = "glm"
     signs = ("<arg_key>",)
     markers = ("<tool_call>",)
     calls_in_reasoning = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(
-            first, marker, "</tool_call>", _PATTERNS, lambda block: typed_calls(block, tools, _PATTERNS)
-        )
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {"<tool_call>": GrammarTrigger("", tagged_calls(tools, _GRAMMAR), again=True)}
+    patterns = _PATTERNS
+    grammar = _GRAMMAR
 
 
 FORMATS = (Glm(),)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import call_list
 
 
-class Phi(ToolFormat):
+class Phi(JsonFormat):
     """Between control tokens; the closing one may be missing at the end."""
 
     name = "phi"
@@ -20,9 +19,6 @@ class Phi(ToolFormat):
     control = True
     opening: ClassVar[str | None] = "<|tool_call|>"
     closing: ClassVar[str] = "<|/tool_call|>"
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        return JsonReader(first, marker, JSON_HEAD, end=self.closing)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         return {self.markers[0]: GrammarTrigger("", call_list(tools))}

@@ -9,10 +9,10 @@ from typing import Any
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.call_grammars import ANY_NUMBER, TagGrammar, tagged_calls
+from localllm.conversation.tools.call_grammars import ANY_NUMBER, TagGrammar
 from localllm.conversation.tools.lark import json_calls, text
-from localllm.conversation.tools.readers import BlockReader, JsonReader
-from localllm.conversation.tools.tag_reader import RawParameter, TagPatterns, read_calls, tagged_reader
+from localllm.conversation.tools.readers import Call, JsonReader
+from localllm.conversation.tools.tag_reader import RawParameter, TaggedFormat, TagPatterns, read_calls
 
 _HEAD = re.compile(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*"
@@ -49,7 +49,6 @@ class Kimi(ToolFormat):
         }
 
 
-_OPEN, _CLOSE = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
 _PATTERNS = TagPatterns(
     re.compile(r'\s*<\|open\|>call tool="([^"]+)"[^<]*<\|sep\|>'),
     "<|close|>call<|sep|>",
@@ -76,13 +75,13 @@ def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any
     return {m[1]: v if m[2] in (None, "string") else json.loads(v) for m, v in pairs}
 
 
-class KimiK3(ToolFormat):
+class KimiK3(TaggedFormat):
     """Sections between control tokens, `<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>…`: `think` holds the
     reasoning, `response` the answer, `tools` the calls; each argument says its own type."""
 
     name = "kimi_k3"
     signs = ("<|open|>",)
-    markers = (_OPEN,)
+    markers = ("<|open|>tools<|sep|>",)
     control = True
     named_tokens = True
     drops = (
@@ -92,14 +91,13 @@ class KimiK3(ToolFormat):
         TurnEnd("<|close|>message<|sep|>"),
     )
     think = ("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+    closing = "<|close|>tools<|sep|>"
+    one_block = True
+    patterns = _PATTERNS
+    grammar = _GRAMMAR
 
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(
-            first, marker, _CLOSE, _PATTERNS, lambda block: read_calls(block, tools, _PATTERNS, _valued)
-        )
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {_OPEN: GrammarTrigger("", tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE))}
+    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
+        return read_calls(block, tools, self.patterns, _valued)
 
 
 FORMATS = (Kimi(), KimiK3())

@@ -6,10 +6,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
-from localllm.conversation.tools.readers import BlockReader
-from localllm.conversation.tools.tag_reader import RawParameter, TagPatterns, read_calls, tagged_reader, typed
+from localllm.conversation.tools.base import Tool
+from localllm.conversation.tools.call_grammars import TagGrammar
+from localllm.conversation.tools.readers import Call
+from localllm.conversation.tools.tag_reader import (
+    RawParameter,
+    TaggedFormat,
+    TagPatterns,
+    read_calls,
+    typed,
+)
 from localllm.conversation.tools.values import PythonValues
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
@@ -24,13 +30,15 @@ _GRAMMAR = TagGrammar(
 )
 
 
-class MiniCpm(ToolFormat):
+class MiniCpm(TaggedFormat):
     name = "minicpm"
     signs = ("<param name=",)
     markers = ('<function name="',)
+    closing = "</function>"
+    patterns = _PATTERNS
+    grammar = _GRAMMAR
 
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-
+    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
         def valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
             values: dict[str, Any] = {}
             for opening, value in pairs:
@@ -38,12 +46,7 @@ class MiniCpm(ToolFormat):
                 values[opening[1]] = quoted[1] if quoted is not None else typed(value, opening[1], function[1], tools)
             return values
 
-        return tagged_reader(
-            first, marker, "</function>", _PATTERNS, lambda block: read_calls(block, tools, _PATTERNS, valued)
-        )
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {self.markers[0]: GrammarTrigger("", tagged_calls(tools, _GRAMMAR), again=True)}
+        return read_calls(block, tools, self.patterns, valued)
 
 
 FORMATS = (MiniCpm(),)

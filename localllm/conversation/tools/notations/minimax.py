@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.call_grammars import TagGrammar
 from localllm.conversation.tools.lark import json_value
-from localllm.conversation.tools.readers import JSON_HEAD, BlockReader, JsonReader
+from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import any_call
-from localllm.conversation.tools.tag_reader import TagPatterns, tagged_reader, typed_calls
+from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
 
-_OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _PATTERNS = TagPatterns(
     re.compile(r'\s*<invoke name="?([^">]+)"?>'),
     "</invoke>",
@@ -27,30 +25,26 @@ _GRAMMAR = TagGrammar(
 )
 
 
-class MiniMax(ToolFormat):
+class MiniMax(TaggedFormat):
     """M2: `<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`."""
 
     name = "minimax"
     signs = ("minimax:tool_call",)
-    markers = (_OPEN,)
+    markers = ("<minimax:tool_call>",)
     calls_in_reasoning = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(first, marker, _CLOSE, _PATTERNS, lambda block: typed_calls(block, tools, _PATTERNS))
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {_OPEN: GrammarTrigger("\n", tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE))}
+    lead = "\n"
+    one_block = True
+    patterns = _PATTERNS
+    grammar = _GRAMMAR
 
 
-class MiniMaxM1(ToolFormat):
+class MiniMaxM1(JsonFormat):
     """`<tool_calls>`, one call as JSON on each line, `</tool_calls>`."""
 
     name = "minimax_m1"
     signs = ("<beginning_of_sentence>ai name=",)
     markers = ("<tool_calls>",)
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        return JsonReader(first, marker, JSON_HEAD, end="</tool_calls>")
+    closing = "</tool_calls>"
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         call = json_value(any_call(tools, "arguments"))

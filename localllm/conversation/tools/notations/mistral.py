@@ -6,10 +6,9 @@ A grammar can't spell the control token [ARGS], so in the second form it takes o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
-from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.readers import JSON_HEAD, JsonFormat
 from localllm.conversation.tools.schemas import arguments, call_list
 
 _HEAD = re.compile(JSON_HEAD.pattern + r"|[\s\]},]*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
@@ -17,7 +16,7 @@ _HEAD = re.compile(JSON_HEAD.pattern + r"|[\s\]},]*(?:\[TOOL_CALLS\])?\s*([\w.-]
 _ID = '"id"'
 
 
-class Mistral(ToolFormat):
+class Mistral(JsonFormat):
     """Both spellings: the template says which one a model writes."""
 
     name = "mistral"
@@ -27,10 +26,7 @@ class Mistral(ToolFormat):
     control = True
     opening = "[TOOL_CALLS]"
     may_think = ("[THINK]", "[/THINK]")
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments. The block has no closing marker: it lasts to the end of the reply."""
-        return JsonReader(first, marker, _HEAD, end="\0")
+    head = _HEAD
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One array of calls; in the newer spelling an opening for each function."""
