@@ -48,8 +48,8 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
     if small is not None:
-        assert engine.speculator.model is not None
-        engine.speculator.model.token_s = 1e-6
+        assert engine.speculator.drafters["model"] is not None
+        engine.speculator.drafters["model"].token_s = 1e-6
     return engine
 
 
