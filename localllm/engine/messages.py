@@ -19,7 +19,7 @@ DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class FieldRange:
     """The values that a request may give a parameter, and what they mean; `above`: `least` itself is not among them."""
 
     least: float
@@ -28,9 +28,9 @@ class Range:
     above: bool = False
 
 
-_SHARE = Range(0, 1)
-_PENALTY = Range(-2, 2)
-_LAST_N = Range(-1, MAX_TOKENS, "tokens looked at; -1 = the whole context")
+_SHARE = FieldRange(0, 1)
+_PENALTY = FieldRange(-2, 2)
+_LAST_N = FieldRange(-1, MAX_TOKENS, "tokens looked at; -1 = the whole context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,24 @@ class Sampling:
     (llama.cpp's default order). The server's bodies, their checks and the OpenAPI document are made of these fields and
     their ranges (server/dialects/fields.py)."""
 
-    temperature: Annotated[float, Range(0, 100, "0 is greedy")] = 0.8
-    top_k: Annotated[int, Range(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
+    temperature: Annotated[float, FieldRange(0, 100, "0 is greedy")] = 0.8
+    top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
     top_p: Annotated[float, _SHARE] = 0.95
     min_p: Annotated[float, _SHARE] = 0.05
     typical_p: Annotated[float, _SHARE] = 1.0
-    repeat_penalty: Annotated[float, Range(0, 10, above=True)] = 1.0
+    repeat_penalty: Annotated[float, FieldRange(0, 10, above=True)] = 1.0
     repeat_last_n: Annotated[int, _LAST_N] = 64
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1, "-1 draws one")] = None
-    logit_bias: Annotated[dict[int, float], Range(-100, 100)] = field(default_factory=dict)
-    dry_multiplier: Annotated[float, Range(0, 100, "0 switches DRY off")] = 0.0
-    dry_base: Annotated[float, Range(1, 100)] = 1.75
-    dry_allowed_length: Annotated[int, Range(0, MAX_TOKENS)] = 2
+    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one")] = None
+    logit_bias: Annotated[dict[int, float], FieldRange(-100, 100)] = field(default_factory=dict)
+    dry_multiplier: Annotated[float, FieldRange(0, 100, "0 switches DRY off")] = 0.0
+    dry_base: Annotated[float, FieldRange(1, 100)] = 1.75
+    dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS)] = 2
     dry_penalty_last_n: Annotated[int, _LAST_N] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: Annotated[float, Range(0, 1, "0 switches XTC off; of no effect when greedy")] = 0.0
-    xtc_threshold: Annotated[float, Range(0, 1, "above 0.5 switches XTC off")] = 0.1
+    xtc_probability: Annotated[float, FieldRange(0, 1, "0 switches XTC off; of no effect when greedy")] = 0.0
+    xtc_threshold: Annotated[float, FieldRange(0, 1, "above 0.5 switches XTC off")] = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ A chunk of prefill beside decoding must be short, and a short chunk is dear wher
 (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
 middle of a sweep (`Capabilities.sliced_prefill`) reads large pieces and still lets every stream have its next token in time:
 the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
-others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every other backend has the
-policy that does nothing: its chunks are the scheduler's.
+others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every other backend reads its
+prompts in the scheduler's chunks alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.request import RunningRequest
@@ -29,59 +28,36 @@ _MUCH_LESS = 0.5
 _FIRST_SLICES, _FIRST_SHARE = 8, 0.5
 
 
-class PrefillPolicy(Protocol):
-    """What the loop asks of it. `busy`: a prompt is being read between the steps."""
+class ChunkedPrefill:
+    """Prompts are read in the steps alone: the scheduler's chunks."""
 
     @property
     def busy(self) -> bool:
         """True while a prompt is read between the steps."""
-        ...
+        return False
 
     def advance(
         self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
     ) -> tuple[RunningRequest, int] | None:
-        """Before a step: read for `slice_s`, or begin with a prompt if `spare_bytes` of memory are enough. Returns the job
+        """Before a step: read for `slice_s`, or begin with a prompt if `spare_bytes` of memory are enough. Returns the request
         that is read and how many tokens of it are done."""
-        ...
+        return None
 
     def keeps_out(self, job: RunningRequest) -> bool:
         """True for what must not be in the next step."""
-        ...
+        return False
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """The job leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its sequence
-        then, and counted by its `n_kv`."""
-        ...
+        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its
+        sequence then, and counted by its `n_kv`."""
 
     def close(self) -> None:
         """Stop whatever is under way."""
-        ...
-
-
-class ChunkedPrefill:
-    """Prompts are read in the steps alone."""
-
-    busy = False
-
-    def advance(
-        self, _running: Iterable[RunningRequest], _slice_s: Callable[[], float], _spare_bytes: int | None
-    ) -> None:
-        """Nothing to do between the steps."""
-
-    def keeps_out(self, _job: RunningRequest) -> bool:
-        """Everybody may be in the step."""
-        return False
-
-    def forget(self, _job: RunningRequest, *, keep: bool) -> None:
-        """What a step computes is in the sequence at once."""
-
-    def close(self) -> None:
-        """Nothing is under way."""
 
 
 def prefill_policy(
     backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float], shares: Shares
-) -> PrefillPolicy:
+) -> ChunkedPrefill:
     """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
     if least_tokens > 0 and backend.capabilities.sliced_prefill:
         return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
@@ -89,7 +65,7 @@ def prefill_policy(
 
 
 @dataclass
-class SlicedPrefill:
+class SlicedPrefill(ChunkedPrefill):
     """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
     not worth the context it takes. Tenants that have had less than that job's (`shares`) go first, in the steps."""
 
@@ -115,7 +91,7 @@ class SlicedPrefill:
     def advance(
         self, running: Iterable[RunningRequest], slice_s: Callable[[], float], spare_bytes: int | None
     ) -> tuple[RunningRequest, int] | None:
-        """See `PrefillPolicy`."""
+        """See `ChunkedPrefill`."""
         if self.job is None:
             self._begin(running, spare_bytes)
         job = self.job
@@ -224,7 +200,7 @@ class SlicedPrefill:
                 self.job.n_kv = self._stop - self._slices.join()
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """See `PrefillPolicy`."""
+        """See `ChunkedPrefill`."""
         self._refused.discard(job.id)
         if job is self.job:
             if keep:

@@ -11,7 +11,7 @@ from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Text
-from localllm.engine.prefill_slices import PrefillPolicy
+from localllm.engine.prefill_slices import ChunkedPrefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Shares
 from localllm.engine.speculation.speculator import Speculator
@@ -31,7 +31,7 @@ class RequestTable:
 
     pool: SequencePool
     speculator: Speculator
-    prefill: PrefillPolicy
+    prefill: ChunkedPrefill
     metrics: Metrics
     clock: Callable[[], float]
     history: PrefixHistory = field(default_factory=PrefixHistory)

@@ -127,7 +127,7 @@ def arrival(submitted_s: float, priority: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRequest:
     """A request that may be admitted: `work` is its uncached tokens. `had`: see Want."""
 
     key: str
@@ -136,7 +136,7 @@ class Waiting:
     had: int | None = None
 
 
-def admission_order(waiting: Seq[Waiting]) -> list[str]:
+def admission_order(waiting: Seq[WaitingRequest]) -> list[str]:
     """Keys, least work first, with age counted against work, within a tenant; the tenant that has had least first."""
     return [w.key for w in sorted(waiting, key=lambda w: _rank(w.work, w.waited_s, w.had))]
 

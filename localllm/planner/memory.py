@@ -15,7 +15,7 @@ from fractions import Fraction
 from localllm.device.types import Device
 from localllm.planner import places
 from localllm.planner.streams import facts
-from localllm.planner.types import Drafter, MemoryNeed, RunSettings, backend_of
+from localllm.planner.types import DraftChoice, MemoryNeed, RunSettings, backend_of
 from localllm_backends import registry
 from localllm_backends.declaration import Declaration
 from localllm_catalog import quants, shapes
@@ -381,7 +381,7 @@ def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
     )
 
 
-def rewind_for(model: Model, drafter: Drafter) -> int:
+def rewind_for(model: Model, drafter: DraftChoice) -> int:
     """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models whose own heads draft, or
     where lookups were asked for by name. Each is a copy of the whole state, and few drafts get further (llama.cpp's own
     default is 3); streams then step one after another, so nobody gets them unasked."""

@@ -32,7 +32,7 @@ from localllm.planner.types import (
     DEFAULT_BATCH,
     DEFAULT_SLOTS,
     USUAL,
-    Drafter,
+    DraftChoice,
     Fits,
     MemoryNeed,
     Plan,
@@ -127,10 +127,10 @@ def _has_tables(model: Model, variant: Variant) -> bool:
     return places.disk_bytes(model, variant, USUAL) > 0
 
 
-def _drafter(variant: Variant, overrides: Overrides) -> Drafter:
+def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
     second = overrides.draft_model
     pair = draft_pair(second, variant) if second is not None else None
-    return Drafter(overrides.draft or "auto", pair)
+    return DraftChoice(overrides.draft or "auto", pair)
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:

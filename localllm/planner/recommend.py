@@ -26,7 +26,7 @@ from localllm.planner import (
 )
 from localllm.planner.needs import Need
 from localllm.planner.plan import NOTHING_FIXED, Overrides, draft_pair, max_context, plan_for, typical, verdict
-from localllm.planner.types import USUAL, Drafter, Plan, Recommendation, Rejected, Workload, backend_of
+from localllm.planner.types import USUAL, DraftChoice, Plan, Recommendation, Rejected, Workload, backend_of
 from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
 
@@ -212,7 +212,7 @@ def _draft_for(device: Device, plan: Plan, models: Sequence[Model]) -> tuple[str
         if pair is None:
             continue
         gain = speed.draft_gain(device, (plan.model, plan.variant), pair)
-        drafted = replace(plan.settings, drafter=Drafter(name, pair))
+        drafted = replace(plan.settings, drafter=DraftChoice(name, pair))
         need = memory.need(plan.model, plan.variant, drafted, device)
         if gain >= _DRAFT_PAYS and verdict(device, need) == "yes":
             found.append((gain, name, need.draft_bytes))

@@ -35,7 +35,7 @@ def backend_of(variant: Variant) -> Declaration:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DraftChoice:
     """What proposes tokens: `name` is "auto", "off", "ngram", "mtp" (the model's own heads), or that of a second model.
 
     `second`: that model and its files, which are loaded beside the first.
@@ -71,7 +71,7 @@ class RunSettings:
     placement: Placement = field(default_factory=Placement)
     n_rewind: int = 0
     flash_attention: bool = True
-    drafter: Drafter = Drafter()
+    drafter: DraftChoice = DraftChoice()
     projector_bytes: int = 0
 
     @property

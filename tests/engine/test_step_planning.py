@@ -13,7 +13,7 @@ from localllm.engine.scheduler import (
     ChunkSizer,
     Grant,
     Limits,
-    Waiting,
+    WaitingRequest,
     Want,
     admission_order,
     arrival,
@@ -86,8 +86,8 @@ def test_age_beats_length() -> None:
     within = Limits(128, 8, 128, 128)
     assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
     assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
-    assert admission_order([Waiting("long", 2000, 1.0), Waiting("short", 100, 0.0)]) == ["short", "long"]
-    assert admission_order([Waiting("long", 2000, 30.0), Waiting("short", 100, 0.0)]) == ["long", "short"]
+    assert admission_order([WaitingRequest("long", 2000, 1.0), WaitingRequest("short", 100, 0.0)]) == ["short", "long"]
+    assert admission_order([WaitingRequest("long", 2000, 30.0), WaitingRequest("short", 100, 0.0)]) == ["long", "short"]
 
 
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
@@ -181,7 +181,9 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], c
             now = min(came[i][0] for i in pending)
             continue
         chance.shuffle(waiting)
-        first, *_ = admission_order([Waiting(str(i), 100, now - arrival(came[i][0], came[i][1])) for i in waiting])
+        first, *_ = admission_order(
+            [WaitingRequest(str(i), 100, now - arrival(came[i][0], came[i][1])) for i in waiting]
+        )
         assert came[int(first)][0] - 30 * came[int(first)][1] == pytest.approx(
             min(came[i][0] - 30 * came[i][1] for i in waiting), abs=1e-6
         )

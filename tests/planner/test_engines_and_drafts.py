@@ -11,7 +11,7 @@ import pytest
 from localllm.device.named import resolve
 from localllm.planner import drafting, explain, memory, picks, recommend, speed
 from localllm.planner.plan import Overrides, plan_for
-from localllm.planner.types import Drafter, Plan, RunSettings, Workload
+from localllm.planner.types import DraftChoice, Plan, RunSettings, Workload
 from localllm_backends import registry
 from localllm_backends.contract import KvType
 from localllm_catalog import catalog
@@ -168,7 +168,9 @@ def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
     gain = drafting.edit_gain(device, dense)
     assert gain is not None
     assert 1.1 <= gain <= (1 - drafting.EDIT_ACCEPTANCE**17) / (1 - drafting.EDIT_ACCEPTANCE)
-    assert drafting.edit_gain(device, replace(dense, settings=replace(dense.settings, drafter=Drafter("off")))) is None
+    assert (
+        drafting.edit_gain(device, replace(dense, settings=replace(dense.settings, drafter=DraftChoice("off")))) is None
+    )
     hybrid = plan("M4 Max 128GB", "qwen3.8-27b", "Q4_K_M", fmt="gguf")
     assert drafting.edit_gain(device, hybrid) is None
 

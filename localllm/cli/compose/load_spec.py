@@ -19,12 +19,12 @@ _UNPLANNED_CONTEXT = 8192
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
     can't do); without a plan the backend's defaults."""
-    from localllm.planner.types import Drafter, RunSettings
+    from localllm.planner.types import DraftChoice, RunSettings
 
     if plan is not None:
         run = plan.settings
     else:
-        slots, drafter = max(1, int(settings.value("parallel"))), Drafter(settings.value("draft"))
+        slots, drafter = max(1, int(settings.value("parallel"))), DraftChoice(settings.value("draft"))
         run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
         run = offload_options(settings).over(run)
     if settings.value("context"):

@@ -126,7 +126,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftCandidate:
     """What one sequence could draft: `survival[k]` = P(its first k + 1 tokens are accepted), non-increasing, and the
     seconds every drafted token costs before it is verified (0 for lookups)."""
 
@@ -134,7 +134,9 @@ class Candidate:
     token_s: float = 0.0
 
 
-def choose_lengths(candidates: Seq[Candidate], cost: Callable[[int], float], most_steps: float = math.inf) -> list[int]:
+def choose_lengths(
+    candidates: Seq[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
+) -> list[int]:
     """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds. With drafts it may take
     `most_steps` times as long as without.
 

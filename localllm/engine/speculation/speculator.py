@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation.controller import Acceptance, Candidate, Gain, HitRates, StepCost, choose_lengths
+from localllm.engine.speculation.controller import Acceptance, DraftCandidate, Gain, HitRates, StepCost, choose_lengths
 from localllm.engine.speculation.drafter import DraftContext, Drafter, registered
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.speculation.probe import CostProbe
@@ -196,7 +196,7 @@ class Speculator:
                 return lengths
         return choose_lengths(candidates, self.cost.seconds, min(most_steps, earned))
 
-    def _promises(self, candidates: Seq[Candidate], lengths: Seq[int], gain: float) -> bool:
+    def _promises(self, candidates: Seq[DraftCandidate], lengths: Seq[int], gain: float) -> bool:
         """Whether the streams that draft are expected to be faster by so much in a step with these drafts."""
         steps = self.cost.seconds(len(lengths) + sum(lengths)) / self.cost.seconds(len(lengths))
         return all(1.0 + sum(c.survival[:n]) >= gain * steps for c, n in zip(candidates, lengths, strict=True) if n)
@@ -222,7 +222,7 @@ class Speculator:
         state = self._state(job)
         most = min(most, job.max_tokens - job.n_generated - 1, self.backend.info.n_ctx - len(job.tokens) - 1)
         if job.request.draft == "off" or most < 1:
-            return _Proposal("", [], Candidate(()))
+            return _Proposal("", [], DraftCandidate(()))
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
         found_by = "ngram"
@@ -234,7 +234,7 @@ class Speculator:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
-        best = _Proposal(found_by, tokens, Candidate(survival))
+        best = _Proposal(found_by, tokens, DraftCandidate(survival))
         if self.mode != "ngram" and job.request.draft != "ngram" and not job.images:
             for name, drafter in self.drafters.items():
                 best = self._or_drafter(job, state.back_offs[name], best, most, name, drafter)
@@ -247,7 +247,7 @@ class Speculator:
         if not drafter.token_s:
             return best
         length = min(most, drafter.most, _MOST_MODEL_TOKENS)
-        candidate = Candidate(back_off.acceptance.survival(length), drafter.token_s)
+        candidate = DraftCandidate(back_off.acceptance.survival(length), drafter.token_s)
         (alone,) = choose_lengths([candidate], self.cost.seconds)
         trial = 0
         if not alone and job.n_generated >= back_off.retry_at:
@@ -259,7 +259,7 @@ class Speculator:
             return best
         return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
 
-    def _speed(self, candidate: Candidate, length: int) -> float:
+    def _speed(self, candidate: DraftCandidate, length: int) -> float:
         """Tokens per second of one sequence that drafts so many tokens like this."""
         seconds = self.cost.seconds(1 + length) + candidate.token_s * length
         return (1.0 + sum(candidate.survival[:length])) / seconds
@@ -368,5 +368,5 @@ class _Proposal:
 
     drafter: str
     tokens: list[int]
-    candidate: Candidate
+    candidate: DraftCandidate
     trial: int = 0

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.errors import WorkerDiedError
@@ -44,33 +44,6 @@ class Pulse:
     steps: int = 0
     longest_step_s: float = 0.0
     silent: bool = False
-
-
-class Patient(Protocol):
-    """A process that may hang."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """False once it has ended."""
-        ...
-
-    @property
-    def awaited(self) -> bool:
-        """True while somebody waits for something of it."""
-        ...
-
-    async def pulse(self) -> Pulse:
-        """What it says; waits until it does."""
-        ...
-
-    def condemn(self, why: str) -> None:
-        """End it; whoever waits is told why."""
-        ...
 
 
 def effort_of(pid: int) -> float:
@@ -124,22 +97,22 @@ class Watchdog:
 
 
 async def watch(
-    patient: Patient,
+    process: ProcessEngine,
     patience_s: float,
     effort: Callable[[int], float] = effort_of,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Look after `patient` until it has ended; condemn it if it hangs. It isn't looked at while nobody waits for it."""
+    """Look after `process` until it has ended; condemn it if it hangs. It isn't looked at while nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
-    while patient.alive:
+    while process.alive:
         await asyncio.sleep(between_s)
-        if not patient.awaited:
+        if not process.awaited:
             dog = silent_since = None
             continue
         dog = dog or Watchdog(patience_s, clock)
-        pulse = await _within(patient.pulse(), between_s)
+        pulse = await _within(process.pulse(), between_s)
         if pulse is None:
             # Not even its reader answers: the whole process stands still, or one thread lets no other run.
             silent_since = silent_since or clock()
@@ -147,11 +120,11 @@ async def watch(
         else:
             silent_since = None
         try:
-            why = dog.verdict(pulse, effort(patient.pid))
+            why = dog.verdict(pulse, effort(process.pid))
         except ProcessLookupError:
             continue
         if why:
-            patient.condemn(why)
+            process.condemn(why)
             return
 
 

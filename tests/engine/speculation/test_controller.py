@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.speculation.controller import KNOTS, Acceptance, Candidate, HitRates, StepCost, choose_lengths
+from localllm.engine.speculation.controller import KNOTS, Acceptance, DraftCandidate, HitRates, StepCost, choose_lengths
 
 RATES = st.floats(0.0, 1.0)
 
@@ -28,14 +28,14 @@ def compute_bound(rows: int) -> float:
 
 
 def test_free_verification_drafts_and_paid_verification_does_not() -> None:
-    likely = Candidate(powers(0.8))
+    likely = DraftCandidate(powers(0.8))
     assert choose_lengths([likely], memory_bound) == [7]
     assert choose_lengths([likely], compute_bound) == [0]
 
 
 def test_hopeless_guesses_are_never_drafted() -> None:
-    assert choose_lengths([Candidate(powers(0.02))], memory_bound) == [0]
-    assert choose_lengths([Candidate(())], memory_bound) == [0]
+    assert choose_lengths([DraftCandidate(powers(0.02))], memory_bound) == [0]
+    assert choose_lengths([DraftCandidate(())], memory_bound) == [0]
     assert choose_lengths([], memory_bound) == []
 
 
@@ -44,7 +44,7 @@ def test_nobody_is_slowed_and_somebody_gains(rates: list[float], row_cost: float
     def cost(rows: int) -> float:
         return 1.0 + row_cost * (rows - 1)
 
-    candidates = [Candidate(powers(a), token_s) for a in rates]
+    candidates = [DraftCandidate(powers(a), token_s) for a in rates]
     lengths = choose_lengths(candidates, cost)
     if not any(lengths):
         return
@@ -64,13 +64,13 @@ def test_alone_the_best_length_wins(rate: float, row_cost: float) -> None:
         # (1 − a^(g+1))/(1 − a), summed so that a = 1 is no exception.
         return (1 + sum(powers(rate, length))) / cost(1 + length)
 
-    (length,) = choose_lengths([Candidate(powers(rate))], cost)
+    (length,) = choose_lengths([DraftCandidate(powers(rate))], cost)
     best = max(range(17), key=speed)
     assert length == 0 if speed(best) <= 1.03 else speed(length) == pytest.approx(speed(best))
 
 
 def test_one_streams_copy_is_not_paid_for_by_its_neighbour() -> None:
-    copying, chatting = Candidate(powers(0.99)), Candidate(())
+    copying, chatting = DraftCandidate(powers(0.99)), DraftCandidate(())
 
     def cpu(rows: int) -> float:
         return 1.0 + 0.5 * (rows - 1)
@@ -95,7 +95,7 @@ def test_step_cost_follows_a_machine_that_slows_down_and_keeps_its_shape() -> No
 def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
     cost = StepCost()
     cost.set({1: 0.010, 8: 0.012, 16: 0.014})
-    assert choose_lengths([Candidate(powers(0.6))], cost.seconds) != [0]
+    assert choose_lengths([DraftCandidate(powers(0.6))], cost.seconds) != [0]
     for _ in range(60):
         cost.observe(8, 0.080)
         cost.observe(1, 0.010)
@@ -174,8 +174,8 @@ def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(most: fl
     def cost(rows: int) -> float:
         return 1.0 + row * (rows - 1)
 
-    free = choose_lengths([Candidate(powers(0.99, 64))] * n, cost)
-    bound = choose_lengths([Candidate(powers(0.99, 64))] * n, cost, most)
+    free = choose_lengths([DraftCandidate(powers(0.99, 64))] * n, cost)
+    bound = choose_lengths([DraftCandidate(powers(0.99, 64))] * n, cost, most)
     assert cost(n + sum(bound)) <= most * cost(n) + 1e-9
     assert sum(bound) <= sum(free)
     if cost(n + sum(free)) <= most * cost(n):
