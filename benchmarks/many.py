@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from localllm.server.proxy.affinity import NodePool, PoolNode, PromptChain
+from localllm.server.proxy.affinity import NodePool, PoolNode, PrefixHashes
 
 # Of a box's time, what a prompt gets while answers are written beside it.
 _PREFILL_SHARE = 0.7
@@ -78,7 +78,7 @@ class Turn:
     """One request: `known_tokens` of its prompt were read or written before, somewhere; `cached` by the box it went to."""
 
     person: int
-    chain: PromptChain
+    chain: PrefixHashes
     app: bytes
     system: int
     prompt: int
@@ -185,7 +185,7 @@ def life(person: int, seed: int) -> Iterator[tuple[float, Turn]]:
             used += _about(rng, kind.first if len(hashes) == 1 else kind.question)
             hashes.append(_hash(person, conversation, len(hashes)))
             answer = _about(rng, kind.answer, 0.5)
-            yield pause, Turn(person, PromptChain(tuple(hashes), 1), app, kind.system, used, known, answer)
+            yield pause, Turn(person, PrefixHashes(tuple(hashes), 1), app, kind.system, used, known, answer)
             used += answer
             known = used
             if rng.random() < 1 / kind.turns:
@@ -240,7 +240,7 @@ def simulate(
         if isinstance(what, Turn):
             box = next(turnstile) if route == "round robin" else pool.pick(what.chain)
             assert box is not None
-            pool.trails.leave(what.chain.hashes, box.name)
+            pool.affinity.record(what.chain.hashes, box.name)
             box.active += 1
             place[what.person] = box
             if not what.known_tokens and what.app in seen:

@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import ProcessScenarios, Server
-from localllm.bench.seen import Counter, Seen, computed_tokens
+from localllm.bench.seen import Counter, TokensRead, computed_tokens
 from localllm.bench.stream import Messages, free_port
 from localllm.bench.texts import SYSTEM, source_file, unique, user
 
@@ -118,7 +118,7 @@ class Bench:
         """Each start has new chats and a new file; the system prompt is the first start's."""
         figures = self.figures("tokens prefilled twice in each start", "tokens", 50)
         with self.ours(16384) as server:
-            seen = Seen(computed_tokens(server.target))
+            seen = TokensRead(computed_tokens(server.target))
             for start in range(self.starts):
                 server.start()
                 before = seen.twice
@@ -135,7 +135,7 @@ class Bench:
         with ours as our, self.peers(16384, _FULL_GB) as peers:
             for server in [our, *peers]:
                 server.start()
-                seen = Seen(computed_tokens(server.target))
+                seen = TokensRead(computed_tokens(server.target))
                 for n in range(self.rounds):
                     before = seen.twice
                     _take_turns(seen, server, f"{n} {SYSTEM}", "here")
@@ -184,7 +184,7 @@ class Bench:
                 figures.put(server.name, again.ttft_s / cold.ttft_s)
 
 
-def _take_turns(seen: Seen, server: Server, system: str, where: str) -> None:
+def _take_turns(seen: TokensRead, server: Server, system: str, where: str) -> None:
     """Three chats behind one system prompt, four growing turns each."""
     chats: list[Messages] = [
         [{"role": "system", "content": system}, *user(f"I am person {i} {where}. Hello!")] for i in range(_CHATS)
@@ -197,7 +197,7 @@ def _take_turns(seen: Seen, server: Server, system: str, where: str) -> None:
 
 def _not_found(server: Server) -> int:
     """Tokens of a long chat that its next turn had to compute again after a short request."""
-    seen = Seen(computed_tokens(server.target))
+    seen = TokensRead(computed_tokens(server.target))
     messages = user(f"Read this: {unique(_BIG_WORDS, 1)}")
     said = _ask(seen, server, messages)
     _ask(seen, server, user(f"Something else: {unique(_SHORT_WORDS, 2)}"))
@@ -206,7 +206,7 @@ def _not_found(server: Server) -> int:
     return seen.twice - before
 
 
-def _ask(seen: Seen, server: Server, messages: Messages) -> str:
+def _ask(seen: TokensRead, server: Server, messages: Messages) -> str:
     return seen.ask(messages, partial(server.target.chat, messages, _ANSWER_TOKENS)).text
 
 

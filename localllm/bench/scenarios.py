@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from localllm.bench.ratio import Better, RoundComparison
-from localllm.bench.seen import Counter, Seen, Tokens
+from localllm.bench.seen import Counter, Tokens, TokensRead
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.bench.texts import SYSTEM, copy_edit, unique, user
 from localllm.errors import BackendError, UnsupportedError
@@ -194,11 +194,11 @@ class Scenarios:
         if not meanwhile:
             return answer
         before = statistics.median(answer.gaps_s[: _ALONE - 10])
-        self.put(STALL, t, max(self._per_token_s(gap, text) for gap, text in meanwhile) / before)
+        self.put(STALL, t, max(self.per_token_s(gap, text) for gap, text in meanwhile) / before)
         self.put(NEWCOMER, t, self._some(t, other).ttft_s)
         return None
 
-    def _per_token_s(self, gap: float, text: str) -> float:
+    def per_token_s(self, gap: float, text: str) -> float:
         """The gap before a piece, for each token of the character it is. One of several tokens comes after as many steps, from
         every server: “ after two with SmolLM2's tokenizer. (Several tokens at once that are words were stood still for.)"""
         one = text.strip()
@@ -227,7 +227,7 @@ class Scenarios:
 
     def run_thrash(self, t: BenchTarget) -> None:
         """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""
-        seen = Seen(self.tokens) if self.tokens is not None else None
+        seen = TokensRead(self.tokens) if self.tokens is not None else None
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
         ttfts: list[float] = []

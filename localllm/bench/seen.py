@@ -52,7 +52,7 @@ class Counter:
         return None if self.of is None else len(tokenized(self.of, text, special=False))
 
 
-class Seen:
+class TokensRead:
     """What one server has read so far. `tokens` makes of messages the tokens that its template makes."""
 
     def __init__(self, tokens: Tokens) -> None:

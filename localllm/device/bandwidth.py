@@ -26,7 +26,7 @@ SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement(MeasuredFigure):
+class BandwidthMeasurement(MeasuredFigure):
     """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads.
     `others_share`: of the processor's time, what other programs had meanwhile."""
 
@@ -48,7 +48,9 @@ class Measurement(MeasuredFigure):
         return f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
 
 
-def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0) -> Measurement:
+def rates(
+    *, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0
+) -> BandwidthMeasurement:
     """Time copying and reading for about `seconds`; threads 0 = every core this process may use.
 
     Copying counts the bytes read and written (not the hidden read for ownership); reading takes the maximum of both
@@ -91,7 +93,7 @@ def rates(*, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, s
         others = before.others_share(ProcessorTimes.now())
     moved = 2 * 8 * per_thread * threads
     rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
-    return Measurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others)
+    return BandwidthMeasurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others)
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:

@@ -60,8 +60,8 @@ class Calls:
     """Counts calls of the model."""
 
     def __init__(self, backend: Any) -> None:
-        self.n, self._model = 0, backend._stepper.model
-        backend._stepper.model = self
+        self.n, self._model = 0, backend.stepper.model
+        backend.stepper.model = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.n += 1
@@ -86,7 +86,7 @@ def test_greedy_steps_are_started_ahead_and_a_change_of_mind_costs_nothing_but_t
         for i, text in enumerate(texts):
             text.append(result.argmax(i)[0])
     assert calls.n <= 12 + n_streams + 1, "every step was computed once, and one more is under way"
-    assert backend._stepper.ahead is not None
+    assert backend.stepper.ahead is not None
     # Somebody samples: another token than the one expected.
     for text in texts:
         text[-1] = (text[-1] + 7) % 250
@@ -94,7 +94,7 @@ def test_greedy_steps_are_started_ahead_and_a_change_of_mind_costs_nothing_but_t
     for i, text in enumerate(texts):
         assert_same(alone(judge, text), result.logits(i)[0])
         assert backend.length(sequences[i]) == len(text)
-    assert backend._stepper.ahead is None, "what was sampled can't be guessed"
+    assert backend.stepper.ahead is None, "what was sampled can't be guessed"
 
 
 def test_a_stream_that_ends_leaves_the_others_their_next_step(load: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def test_a_stream_that_ends_leaves_the_others_their_next_step(load: Callable[...
         result = backend.step([Chunk(s, t[-1:]) for s, t in zip(sequences, texts, strict=True)])
         for i, text in enumerate(texts):
             text.append(result.argmax(i)[0])
-    assert backend._stepper.ahead is not None
+    assert backend.stepper.ahead is not None
     backend.drop(sequences[1])
     calls = Calls(backend)
     result = backend.step([Chunk(sequences[i], texts[i][-1:]) for i in (0, 2)])
@@ -222,6 +222,7 @@ def test_the_wired_limit_is_left_alone(load: Callable[..., Any], monkeypatch: py
     sequence, result = start(backend, line(20))
     for _ in range(5):
         result = backend.step([Chunk(sequence, result.argmax(0))])
+    assert backend.length(sequence) == 25
 
 
 def test_it_belongs_to_the_thread_that_loaded_it(load: Callable[..., Any]) -> None:
@@ -255,15 +256,15 @@ def test_a_failed_step_appends_nothing_and_costs_only_its_own_sequences(
     texts = [line(20 + i, i) for i in range(3)]
     sequences = [start(backend, t)[0] for t in texts]
     free = backend.cells_free()
-    real = backend._stepper.model
+    real = backend.stepper.model
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError(message)
 
-    backend._stepper.model = broken
+    backend.stepper.model = broken
     with pytest.raises(kind):
         backend.step([Chunk(s, [5]) for s in sequences[:2]])
-    backend._stepper.model = real
+    backend.stepper.model = real
     assert backend.cells_free() == free
     assert [backend.length(s) for s in sequences] == [len(t) for t in texts]
     with pytest.raises(StepError, match="must be dropped"):
@@ -421,8 +422,8 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
         while engine.has_work:
             engine.step()
         settle(engine)
-        for resident in list(engine.pool._residents):
-            engine.pool._drop(resident)
+        while engine.pool.drop_one():
+            pass
 
     serve(40)
     gc.collect()

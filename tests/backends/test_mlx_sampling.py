@@ -121,8 +121,8 @@ class Calls:
     """Counts calls of the model."""
 
     def __init__(self, backend: Any) -> None:
-        self.n, self._model = 0, backend._stepper.model
-        backend._stepper.model = self
+        self.n, self._model = 0, backend.stepper.model
+        backend.stepper.model = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.n += 1
@@ -178,7 +178,7 @@ def test_sampled_steps_are_started_ahead_with_the_tokens_of_our_own_sampler(
         found = tokens_of(there, request)
         assert found == tokens_of(here, request)
         assert found == tokens_of(there, request), "the same seed, the same tokens"
-        assert here.backend._stepper.ahead is None  # type: ignore[attr-defined]
+        assert here.backend.stepper.ahead is None  # type: ignore[attr-defined]
 
 
 def test_steps_begun_ahead_are_used(engines: Callable[..., tuple[Engine, Calls]]) -> None:
@@ -193,7 +193,7 @@ def test_steps_begun_ahead_are_used(engines: Callable[..., tuple[Engine, Calls]]
     for _ in range(20):
         engine.step()
     assert calls.n <= 24, "each step is computed once, but where the device was unsure"
-    assert engine.backend._stepper.ahead is not None  # type: ignore[attr-defined]
+    assert engine.backend.stepper.ahead is not None  # type: ignore[attr-defined]
     engine.cancel(requests[0].id)
     left = [e for _ in range(30) for e in engine.step()]
     assert {e.id for e in left} == {r.id for r in requests[1:]}, "the others go on"
@@ -230,11 +230,13 @@ def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(engines: Callable
     assert len(found["ccc"]) == 24
 
 
-def test_drawing_keeps_the_contract(folder: Callable[[str], Path]) -> None:
+def test_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
     """Also on a processor, which doesn't offer it."""
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256, n_batch=64))
     backend.capabilities = replace(backend.capabilities, samples=True)
-    conformance.what_is_sampled_follows_from_the_logits(conformance.Subject(backend))
+    subject = conformance.Subject(backend)
+    conformance.what_is_sampled_follows_from_the_logits(subject)
+    assert backend.cells_free() == backend.info.n_ctx, "the check leaves nothing behind"
     backend.close()
 
 
@@ -249,7 +251,7 @@ def test_nothing_is_held_that_grows(engines: Callable[..., tuple[Engine, Calls]]
     assert mx.get_active_memory() <= held * 1.1
 
 
-def test_a_processor_leaves_drawing_to_the_engine(folder: Callable[[str], Path]) -> None:
+def test_a_processor_leaves_sampling_to_the_engine(folder: Callable[[str], Path]) -> None:
     import mlx.core as mx
 
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256))

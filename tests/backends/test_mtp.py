@@ -259,9 +259,8 @@ def test_heads_that_lose_their_place_draft_on_and_harm_nobody(
 ) -> None:
     backend, plain, rng = load(path), load_plain(path), random.Random(5)
     sequence, line = backend.new_sequence(), words(rng, 40)
-    heads = backend._heads  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(heads, "_decode", lambda head: False)
+        patch.setattr(mtp.MtpHeads, "decode", lambda _heads, head: False)
         backend.step([Chunk(sequence, line)])
         assert draft(backend, sequence, 5) == []
     more = words(rng, 50)
@@ -334,5 +333,5 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(
     refused(rewritten(path, tmp_path / "a.gguf", architecture="exaone4"), "can't run the draft heads of 'exaone4'")
     refused(rewritten(path, tmp_path / "b.gguf", without="nextn"), "weights are not in it")
     refused(tmp_path / "absent.gguf", "no file")
-    monkeypatch.setitem(mtp._SYMBOLS, "rows", ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []))
+    monkeypatch.setitem(mtp.SYMBOLS, "rows", ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []))
     refused(path, "does not export")

@@ -20,7 +20,7 @@ from localllm_backends.contract import (
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.llamacpp.native import start_native
-from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, _Pace
+from localllm_backends.llamacpp.pausing_prefill import PauseTimer, PausingPrefill
 from models import tiny_gguf
 
 SHAPES: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -88,7 +88,7 @@ def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_pr
     tokens = line(800)
     prefill = begin(backend, backend.new_sequence(), tokens)
     assert isinstance(prefill, PausingPrefill)
-    while not prefill._paused:
+    while not prefill.paused:
         prefill.run(1e-6)
 
     def fails() -> int:
@@ -174,7 +174,7 @@ def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_i
     sliced.run(0.0)  # a few nodes of the next one
     n = sliced.stop()
     assert 0 < n < len(tokens) - prefix
-    held = start_native().llama_memory_seq_pos_max(sliced._memory, 0) + 1
+    held = start_native().llama_memory_seq_pos_max(sliced.memory, 0) + 1
     assert held == prefix + n, "the cells of the one that was ended are not taken back"
     while backend.length(apart) < prefix + n:
         assert sliced.join() == len(tokens) - backend.length(apart)
@@ -252,7 +252,7 @@ class Clock:
         return self.now
 
 
-def stretches(pace: _Pace, clock: Clock, seconds: list[float], n_tokens: int = 100) -> list[int]:
+def stretches(pace: PauseTimer, clock: Clock, seconds: list[float], n_tokens: int = 100) -> list[int]:
     """Where a micro-batch of these stretches would pause."""
     pace.begin(n_tokens)
     pauses = []
@@ -267,7 +267,7 @@ def stretches(pace: _Pace, clock: Clock, seconds: list[float], n_tokens: int = 1
 
 def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
     clock = Clock()
-    pace = _Pace(clock)
+    pace = PauseTimer(clock)
     pace.until = 10.0
     # The first time nobody knows, and the pause comes after the long one.
     assert stretches(pace, clock, [4, 4, 9, 4]) == [2]
@@ -277,7 +277,7 @@ def test_a_stretch_that_took_long_last_time_is_not_begun_late() -> None:
 
 def test_a_larger_micro_batch_is_expected_to_take_longer() -> None:
     clock = Clock()
-    pace = _Pace(clock)
+    pace = PauseTimer(clock)
     pace.until = 1e9
     stretches(pace, clock, [1, 2, 1], n_tokens=50)
     pace.until = clock.now + 5.5
@@ -287,7 +287,7 @@ def test_a_larger_micro_batch_is_expected_to_take_longer() -> None:
 
 def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> None:
     clock = Clock()
-    pace = _Pace(clock)
+    pace = PauseTimer(clock)
     pace.until = 1e9
     stretches(pace, clock, [1, 1, 1, 1])
     pace.until = clock.now + 5.5
@@ -298,7 +298,7 @@ def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> Non
 @pytest.mark.parametrize(("stretch_s", "coarse"), [(1.0, False), (3.0, True)])
 def test_micro_batches_shrink_when_many_stretches_are_longer_than_wanted(stretch_s: float, coarse: bool) -> None:
     clock = Clock()
-    pace = _Pace(clock)
+    pace = PauseTimer(clock)
     pace.until, pace.longest_wanted_s = 1e9, 2.0
     stretches(pace, clock, [0.1, stretch_s] * 50)
     assert pace.too_coarse == coarse

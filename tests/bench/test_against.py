@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -169,9 +168,9 @@ def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_
 ) -> None:
     monkeypatch.setattr(Counter, "tokens_in", lambda _self, text: 3 if "…" in text else 1)
     scenarios = Scenarios(Counter(None), None)
-    assert scenarios._per_token_s(0.3, " …") == pytest.approx(0.1)
-    assert scenarios._per_token_s(0.3, "so …") == 0.3
-    assert scenarios._per_token_s(0.3, "a") == 0.3
+    assert scenarios.per_token_s(0.3, " …") == pytest.approx(0.1)
+    assert scenarios.per_token_s(0.3, "so …") == 0.3
+    assert scenarios.per_token_s(0.3, "a") == 0.3
 
 
 def test_a_story_that_ends_before_the_newcomer_comes_is_followed_by_another() -> None:
@@ -188,7 +187,6 @@ def test_a_story_that_ends_before_the_newcomer_comes_is_followed_by_another() ->
         for i in range(20 if len(stories) == 1 else 100):
             if i == 70:
                 answered.wait(30)
-            time.sleep(0.001)
             yield "word "
 
     with scripted(Said(answer=answer)) as url:

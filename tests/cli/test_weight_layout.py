@@ -10,7 +10,7 @@ import pytest
 from localllm.cli.compose.load_plan import load_plan_named
 from localllm.device.detect import detect
 from localllm.device.probes import matrix_rate
-from localllm.device.probes.matrix_rate import Measurement
+from localllm.device.probes.matrix_rate import RateMeasurement
 from localllm.settings import Settings
 from models import sparse_gguf, tiny_gguf
 
@@ -18,11 +18,11 @@ from models import sparse_gguf, tiny_gguf
 SHAPE = sparse_gguf.Shape("wide", "llama", 16, 2048, 8192, 16, 16, 128, tiny_gguf.VOCAB)
 
 
-def timed(prompt_tflops: float, token_tflops: float) -> dict[str, Measurement]:
+def timed(prompt_tflops: float, token_tflops: float) -> dict[str, RateMeasurement]:
     return {
-        "prompt_flops_s": Measurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
-        "experts_flops_s": Measurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
-        "token_flops_s": Measurement("Q4_K", token_tflops, 2, "2026-11-24"),
+        "prompt_flops_s": RateMeasurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
+        "experts_flops_s": RateMeasurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
+        "token_flops_s": RateMeasurement("Q4_K", token_tflops, 2, "2026-11-24"),
     }
 
 
@@ -32,7 +32,7 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path / "cache"))
     made: list[str] = []
 
-    def measure(types: Sequence[str]) -> dict[str, dict[str, dict[str, Measurement]]]:
+    def measure(types: Sequence[str]) -> dict[str, dict[str, dict[str, RateMeasurement]]]:
         made.extend(types)
         return {name: {"stored": timed(0.51, 0.095), "laid_out": timed(0.291, 0.116)} for name in types}
 

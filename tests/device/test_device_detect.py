@@ -110,10 +110,10 @@ def test_only_types_that_nobody_has_timed_are_timed(own_cache: Path, monkeypatch
         pytest.skip("on this machine the processor computes nothing")
     asked: list[list[str]] = []
 
-    def measure(types: Sequence[str]) -> matrix_rate.Measurements:
+    def measure(types: Sequence[str]) -> matrix_rate.RateMeasurements:
         asked.append(list(types))
         rates = {
-            kind: matrix_rate.Measurement("any", 0.1, 2, "2026-11-25")
+            kind: matrix_rate.RateMeasurement("any", 0.1, 2, "2026-11-25")
             for kind in ("prompt_flops_s", "experts_flops_s", "token_flops_s")
         }
         return {name: {"stored": rates} for name in types}
@@ -149,8 +149,8 @@ def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, cont
     assert bandwidth.SHELF.cached(own_cache, "m") == _taken(42.0).figure
 
 
-def _taken(gbps: float, others: float = 0.0) -> bandwidth.Measurement:
-    return bandwidth.Measurement(gbps / 2, gbps, 2, 512 * MIB, "2026-11-23", others)
+def _taken(gbps: float, others: float = 0.0) -> bandwidth.BandwidthMeasurement:
+    return bandwidth.BandwidthMeasurement(gbps / 2, gbps, 2, 512 * MIB, "2026-11-23", others)
 
 
 def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None:

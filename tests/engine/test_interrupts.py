@@ -101,8 +101,8 @@ def test_a_step_that_others_share_goes_on() -> None:
     assert not backend.interrupted
 
 
-def an_interrupted_step_changes_nothing(path: Path, layers: int) -> None:
-    """Of the model in `path`, with so many layers on a device."""
+def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
+    """Of the model in `path`, with so many layers on a device: how far its logits are from an undisturbed line's, as a share."""
     backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers)))
     assert backend.capabilities.interruptible
     line, other = backend.new_sequence(), backend.new_sequence()
@@ -139,13 +139,13 @@ def an_interrupted_step_changes_nothing(path: Path, layers: int) -> None:
         backend.step([Chunk(line, words(40, 3), 0)])
     backend.truncate(line, 200)
     rows = [backend.step([Chunk(s, words(150, 2))]).logits(0)[-1].copy() for s in (line, other)]
-    assert np.abs(rows[0] - rows[1]).max() <= 1e-3 * np.abs(rows[1]).max()
     backend.close()
+    return float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[1]).max())
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding])
 def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    an_interrupted_step_changes_nothing(write(tmp_path / "m.gguf"), 0)
+    assert an_interrupted_step_changes_nothing(write(tmp_path / "m.gguf"), 0) <= 1e-3
 
 
 def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> None:

@@ -19,19 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadSpec, OutOfMemoryError
-from localllm_backends.llamacpp.native import GGML_TYPES, c_string, ggml_function, log
+from localllm_backends.llamacpp.native import GGML_TYPES, GgmlInitParams, c_string, ggml_function, log
 
 # ggml-backend.h: enum ggml_backend_dev_type
 _GPU, _INTEGRATED = 1, 2
 _I64 = 27  # ggml.h: enum ggml_type
 _SCRATCH_BYTES = 64 * 1024  # for the descriptions of a few tensors without data
 _CELLS = 256  # llama.cpp pads every context to this many
-
-
-class _InitParams(ctypes.Structure):
-    """ggml.h: struct ggml_init_params."""
-
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +101,12 @@ def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int |
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
     """Does the device compute what fills a KV cache of this size? Asked with tensors that have no data."""
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    begin = ggml_function("ggml_init", pointer, _InitParams)
+    begin = ggml_function("ggml_init", pointer, GgmlInitParams)
     tensor = ggml_function("ggml_new_tensor_2d", pointer, pointer, ctypes.c_int, number, number)
     rows = ggml_function("ggml_set_rows", pointer, pointer, pointer, pointer, pointer)
     supports = ggml_function("ggml_backend_dev_supports_op", ctypes.c_bool, pointer, pointer)
     end = ggml_function("ggml_free", None, pointer)
-    scratch = begin(_InitParams(_SCRATCH_BYTES, None, True))
+    scratch = begin(GgmlInitParams(_SCRATCH_BYTES, None, True))
     try:
         cache, new = tensor(scratch, kind, width, cells), tensor(scratch, GGML_TYPES["f32"], width, 1)
         return bool(supports(device.handle, rows(scratch, cache, new, tensor(scratch, _I64, 1, 1))))

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from localllm_backends.llamacpp.native import ggml_function, start_native
+from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
@@ -38,10 +38,6 @@ _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
 
 _Pointer, _Bytes = ctypes.c_void_p, ctypes.c_size_t
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", _Bytes), ("mem_buffer", _Pointer), ("no_alloc", ctypes.c_bool)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +167,7 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _context(freed: ExitStack) -> int:
-    made = ggml_function("ggml_init", _Pointer, _InitParams)(_InitParams(_CONTEXT_BYTES, None, True))
+    made = ggml_function("ggml_init", _Pointer, GgmlInitParams)(GgmlInitParams(_CONTEXT_BYTES, None, True))
     if not made:
         raise RuntimeError("llama.cpp made no context for a graph")
     freed.callback(ggml_function("ggml_free", None, _Pointer), made)

@@ -28,7 +28,7 @@ from localllm_backends.llamacpp.kv_blocks import written
 Rows = NDArray[np.float32]
 
 # llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS (MSVC's is not).
-_SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
+SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
     "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, [ctypes.c_bool, ctypes.c_bool]),
     "rows": ("_Z26llama_get_embeddings_nextnP13llama_context", ctypes.c_void_p, []),
     "set_head": ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, [ctypes.c_int32]),
@@ -56,7 +56,7 @@ def staging_functions(llama: Any) -> dict[str, Any] | None:
     """llama.cpp's functions for hidden rows, by our names; None where this build does not export them."""
     library = llama.llama_cpp._lib
     found = {}
-    for name, (symbol, result, arguments) in _SYMBOLS.items():
+    for name, (symbol, result, arguments) in SYMBOLS.items():
         try:
             function = getattr(library, symbol)
         except AttributeError:
@@ -255,12 +255,12 @@ class MtpHeads:
                 # Each head has a layer of its own: the same cells are written again, for that layer.
                 for sequence, position in first.items():
                     self._llama.llama_memory_seq_rm(self._memory, sequence, position, -1)
-            if not self._decode(head):
+            if not self.decode(head):
                 for sequence in first:
                     self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
                 return
 
-    def _decode(self, head: int) -> bool:
+    def decode(self, head: int) -> bool:
         if self._n_heads > 1:
             self._functions["set_head"](self._context, head)
         done = int(self._llama.llama_decode(self._context, self._batch.native)) == 0
@@ -282,7 +282,7 @@ class MtpHeads:
             self._batch.clear()
             for i in active:
                 self._lay(wanted[i], drafts[i], rows[i], step)
-            if not self._decode(step if self._n_heads > 1 else 0):
+            if not self.decode(step if self._n_heads > 1 else 0):
                 break
             # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs, they are these.
             n = int(self._batch.native.n_tokens)

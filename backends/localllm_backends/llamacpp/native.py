@@ -113,6 +113,12 @@ _NO_DEVICES = (ctypes.c_void_p * 1)()
 _started = False
 
 
+class GgmlInitParams(ctypes.Structure):
+    """ggml.h: struct ggml_init_params."""
+
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
 def start_native() -> Any:
     """Initialise llama.cpp once per process and return the bindings module."""
     global _started

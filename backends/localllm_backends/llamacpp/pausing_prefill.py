@@ -50,18 +50,18 @@ class PausingPrefill(PrefillSlices):
         self._prefix = backend.length(sequence)
         self._carried = self._read = self._joined = 0
         self._largest = MICRO_BATCH
-        self._pace = _Pace()
+        self._timer = PauseTimer()
         self._failure: BackendFailure | None = None
         self._leaving = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         # Paused between two nodes, so that it can do something else; and what that is.
-        self._paused = self._over = False
+        self.paused = self._over = False
         self._errand: Callable[[], int] | None = None
         self._answer: int | Exception = 0
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(lambda _user_data: True)
         self._context: Any = None
-        self._memory: Any = None
+        self.memory: Any = None
         self._made = threading.Event()
         cells = replace(spec, n_ctx=cells_for(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
         threading.Thread(target=self._make, args=(model, cells), name="sliced-prefill-context", daemon=True).start()
@@ -81,8 +81,8 @@ class PausingPrefill(PrefillSlices):
             if time.perf_counter() >= until:
                 return 0
         if self._failure is None and self._read < len(self._tokens):
-            self._pace.until = until
-            self._pace.longest_wanted_s = seconds
+            self._timer.until = until
+            self._timer.longest_wanted_s = seconds
             self._go.release()
             self._stopped.acquire()
             self._pause()
@@ -92,7 +92,7 @@ class PausingPrefill(PrefillSlices):
 
     def beside(self, step: Callable[[], int]) -> int:
         """`step()`, computed by the thread of the prompt where that is paused, so that only one thread has helpers."""
-        if not self._paused:
+        if not self.paused:
             return step()
         self._errand = step
         self._go.release()
@@ -103,8 +103,8 @@ class PausingPrefill(PrefillSlices):
         return answer
 
     def _pause(self) -> None:
-        before, self._paused = self._paused, not self._over
-        if self._paused and not before:
+        before, self.paused = self.paused, not self._over
+        if self.paused and not before:
             release_helpers(self._llama.llama_n_threads(self._context))
 
     def join(self) -> int:
@@ -113,9 +113,9 @@ class PausingPrefill(PrefillSlices):
         start = self._prefix + self._joined
         stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
         if start < stop:
-            self._llama.llama_memory_seq_cp(self._memory, _LINE, _SPARE, start, stop)
+            self._llama.llama_memory_seq_cp(self.memory, _LINE, _SPARE, start, stop)
             data = kv_blocks.packed(self._llama, self._context, _SPARE, kv_blocks.MAGIC, start, stop)
-            self._llama.llama_memory_seq_rm(self._memory, _SPARE, -1, -1)
+            self._llama.llama_memory_seq_rm(self.memory, _SPARE, -1, -1)
             self._backend.import_range(self._sequence, data, start, stop)
             self._joined = stop - self._prefix
         return len(self._tokens) - self._joined
@@ -123,7 +123,7 @@ class PausingPrefill(PrefillSlices):
     def stop(self) -> int:
         """End the micro-batch that is being computed, in its middle; returns how many tokens those before it have. May be
         called at any time, `run` not any more."""
-        self._leaving, self._paused = True, False
+        self._leaving, self.paused = True, False
         if self._context is not None:
             # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
             # the next one would go on from what was never computed: expert numbers out of range abort the process.
@@ -144,8 +144,8 @@ class PausingPrefill(PrefillSlices):
         data = self._backend.export_range(self._sequence, start, stop)
         raw, _ = kv_blocks.parts(data, heads=False)
         kv_blocks.unpack(self._llama, self._context, _SPARE, raw, stop)
-        self._llama.llama_memory_seq_cp(self._memory, _SPARE, _LINE, start, stop)
-        self._llama.llama_memory_seq_rm(self._memory, _SPARE, -1, -1)
+        self._llama.llama_memory_seq_cp(self.memory, _SPARE, _LINE, start, stop)
+        self._llama.llama_memory_seq_rm(self.memory, _SPARE, -1, -1)
         self._carried = stop
 
     # --- the thread that computes ------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class PausingPrefill(PrefillSlices):
         give_way()
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
-            self._memory = self._llama.llama_get_memory(self._context)
+            self.memory = self._llama.llama_get_memory(self._context)
         except Exception as e:
             self._failure = _as_failure(e)
         self._made.set()
@@ -180,7 +180,7 @@ class PausingPrefill(PrefillSlices):
             tokens = self._tokens[self._read : self._read + size]
             batch.clear()
             batch.add(_LINE, self._prefix + self._read, tokens, 0)
-            self._pace.begin(len(tokens))
+            self._timer.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
             if code and self._leaving:
                 # Ended in its middle: llama.cpp takes all of its cells back. One that came to its end all the same counts.
@@ -190,18 +190,18 @@ class PausingPrefill(PrefillSlices):
                 self._failure = StepError(f"llama_decode failed with code {code}: {why}")
                 break
             self._read += len(tokens)
-            if self._pace.too_coarse:
+            if self._timer.too_coarse:
                 self._largest = max(_SMALLEST_BATCH, size // 2)
             size = self._largest
 
     def _at_node(self, _tensor: Any, ask: bool, _user_data: Any) -> bool:
         """llama.cpp asks before each node whether to stop after it, and tells when it has."""
         if ask:
-            return self._pace.stops_here()
-        if not self._leaving and self._pace.time_is_up():
+            return self._timer.stops_here()
+        if not self._leaving and self._timer.time_is_up():
             self._stopped.release()
             self._wait()
-            self._pace.resume()
+            self._timer.resume()
         return True
 
     def _wait(self) -> None:
@@ -217,7 +217,7 @@ class PausingPrefill(PrefillSlices):
             self._go.acquire()
 
 
-class _Pace:
+class PauseTimer:
     """When to pause: before a stretch of nodes that would go past `until`, judged by the same stretch last time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

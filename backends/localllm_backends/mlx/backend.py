@@ -68,7 +68,7 @@ class MlxBackend(Backend):
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
         self._n_rewind = min(spec.n_rewind, n_batch) if layout.recurrent else 0
-        self._stepper = Stepper(
+        self.stepper = Stepper(
             loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
             looks_ahead=loaded.n_shares == 1,
@@ -126,7 +126,7 @@ class MlxBackend(Backend):
         self._require_cells(n_tokens)
         target = self.new_sequence()
         if n_tokens:
-            self._stepper.settle(line)
+            self.stepper.settle(line)
             line.fork_into(self._lines[target], n_tokens)
         return target
 
@@ -139,7 +139,7 @@ class MlxBackend(Backend):
             raise BackendFailure("a sequence can't be shorter than empty")
         before = line.length
         if n_tokens == 0:
-            self._stepper.settle(line)
+            self.stepper.settle(line)
             line.clear()
         elif self._layout.recurrent:
             self._rewind_state(line, n_tokens)
@@ -166,7 +166,7 @@ class MlxBackend(Backend):
         undo = line.undo
         if undo is None or not self._can_undo(line, n_tokens):
             raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
-        self._stepper.settle(line)
+        self.stepper.settle(line)
         line.alone()
         line.restore(undo.state)
         line.replay = undo.tokens[: n_tokens - undo.length]
@@ -177,10 +177,10 @@ class MlxBackend(Backend):
         self._check_owner()
         line = self._line(sequence)
         if self._layout.recurrent:
-            self._stepper.settle(line)
+            self.stepper.settle(line)
         line.clear()
         del self._lines[sequence]
-        self._stepper.forget_dropped()
+        self.stepper.forget_dropped()
         # One line may stay for the next turn of a chat while nobody is served.
         if len(self._lines) <= 1:
             self._bound.at_rest()
@@ -189,7 +189,7 @@ class MlxBackend(Backend):
         return self._line(sequence).length
 
     def cells_free(self) -> int:
-        return self._stepper.free()
+        return self.stepper.free()
 
     def _line(self, sequence: SequenceId) -> SequenceCache:
         line = self._lines.get(sequence)
@@ -211,11 +211,11 @@ class MlxBackend(Backend):
     def _sweep(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
         """A step that may be made."""
         try:
-            return self._stepper.run(chunks, lines)
+            return self.stepper.run(chunks, lines)
         except BackendFailure:
             raise
         except Exception as e:
-            for line in self._stepper.lost(lines):
+            for line in self.stepper.lost(lines):
                 line.broken = True
             kind = OutOfMemoryError if memory.out_of_memory(e) else StepError
             raise kind(f"MLX failed inside a step: {e}") from e
@@ -264,8 +264,8 @@ class MlxBackend(Backend):
             raise CannotRewindError("this model's memory can only be exported whole")
         if line.broken:
             raise BackendFailure("this sequence was lost when a step failed")
-        self._stepper.settle(line)
-        self._stepper.read_again(line)
+        self.stepper.settle(line)
+        self.stepper.read_again(line)
         held = line
         if line.batch is not None and not self._layout.plain:
             held = SequenceCache(0, self._layout)
@@ -332,7 +332,7 @@ class MlxBackend(Backend):
         kv = state = 0
         lines = {id(line.buffers): line for line in self._lines.values()}
         holders: list[list[Any]] = [line.leaves for line in lines.values() if line.batch is None]
-        holders.append(self._stepper.batch.leaves)
+        holders.append(self.stepper.batch.leaves)
         for leaves in holders:
             for leaf in leaves:
                 if hasattr(leaf, "planes"):
@@ -347,13 +347,13 @@ class MlxBackend(Backend):
             kv_bytes=kv,
             recurrent_bytes=state,
             compute_bytes=int(mx.get_cache_memory()),
-            output_bytes=self._stepper.output_bytes,
+            output_bytes=self.stepper.output_bytes,
         )
 
     def check_integrity(self) -> None:
         """free + held == capacity, and every line stands where its length says; AssertionError otherwise."""
         assert 0 <= self.cells_free() <= self.info.n_ctx, "more cells are held than there are"
-        begun = self._stepper.ahead
+        begun = self.stepper.ahead
         ahead = {id(line) for line in begun.lines} if begun else set()
         for line in self._lines.values():
             if line.batch is None and not line.broken:
@@ -362,10 +362,10 @@ class MlxBackend(Backend):
                         assert leaf.offset - line.computed in ((0, 1) if id(line) in ahead else (0,)), "a line moved"
 
     def close(self) -> None:
-        if self._stepper.model is None:
+        if self.stepper.model is None:
             return
         self._lines.clear()
-        self._stepper.close()
+        self.stepper.close()
         self._shapes.leaves = []
         gc.collect()
         self._bound.close()

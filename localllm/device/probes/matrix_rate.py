@@ -25,7 +25,7 @@ _LAYOUTS = ("stored", "laid_out")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement(MeasuredFigure):
+class RateMeasurement(MeasuredFigure):
     """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the processor's time, what other
     programs had meanwhile."""
 
@@ -47,7 +47,7 @@ class Measurement(MeasuredFigure):
 
 
 # Of each type, of each layout ("stored", and "laid_out" where there is one), of each kind of product.
-Measurements = Mapping[str, Mapping[str, Mapping[str, Measurement]]]
+Measurements = Mapping[str, Mapping[str, Mapping[str, RateMeasurement]]]
 
 
 def measure(types: Sequence[str]) -> Measurements | None:
@@ -74,9 +74,9 @@ def measure(types: Sequence[str]) -> Measurements | None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
     others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
-    taken: dict[str, dict[str, dict[str, Measurement]]] = {}
+    taken: dict[str, dict[str, dict[str, RateMeasurement]]] = {}
     for (name, layout, kind), flops_s in found.items():
-        figure = Measurement(name, flops_s / 1e12, threads, date, others)
+        figure = RateMeasurement(name, flops_s / 1e12, threads, date, others)
         taken.setdefault(name, {}).setdefault(layout, {})[kind] = figure
     return taken
 
