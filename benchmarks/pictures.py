@@ -69,7 +69,7 @@ def main() -> None:
         engine = engines.engine_for(stack, engines.Wanted(model, own=True), None, at_once=False)
         history = stack.enter_context(History(Path(folder) / "conversations.db"))
         client = ChatClient.of(engine, {"seed": 7, "max_tokens": 200})
-        asyncio.run(draw(ChatApp(ChatOptions(client, history, engine.model, desk=LocalModelService()))))
+        asyncio.run(draw(ChatApp(ChatOptions(client, history, engine.model, model_service=LocalModelService()))))
 
 
 if __name__ == "__main__":

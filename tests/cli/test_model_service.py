@@ -14,25 +14,25 @@ from localllm_tui.control.interfaces import PlanRequest
 
 
 def test_plans_change_with_every_wish() -> None:
-    desk = LocalModelService()
-    usual = desk.plan(PlanRequest(machine="M4 Max 128GB"))
+    service = LocalModelService()
+    usual = service.plan(PlanRequest(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
     first = usual.choices[0]
     assert first.ref.endswith(f":{first.plan['variant']['quant']}")
     assert first.plan["memory"]["total_bytes"] <= first.plan["memory"]["limit_bytes"]
-    longer = desk.plan(PlanRequest(machine="M4 Max 128GB", context=131072))
+    longer = service.plan(PlanRequest(machine="M4 Max 128GB", context=131072))
     assert longer.left_out["of a shorter context"] > usual.left_out.get("of a shorter context", 0)
     # Memory holds more than it can read in time: the two are not one reason.
-    assert desk.plan(PlanRequest(machine="DGX Spark")).left_out["too slow"] > 0
-    assert desk.plan(PlanRequest(machine="M1 8GB")).left_out["too large"] > 0
-    small = desk.plan(PlanRequest(machine="M4 Max 128GB", memory_gb=8))
+    assert service.plan(PlanRequest(machine="DGX Spark")).left_out["too slow"] > 0
+    assert service.plan(PlanRequest(machine="M1 8GB")).left_out["too large"] > 0
+    small = service.plan(PlanRequest(machine="M4 Max 128GB", memory_gb=8))
     assert all(o.plan["memory"]["total_bytes"] <= 8 * 2**30 for o in small.choices)
-    soon = desk.plan(PlanRequest(machine="M4 Max 128GB", longest_wait_s=2))
+    soon = service.plan(PlanRequest(machine="M4 Max 128GB", longest_wait_s=2))
     assert soon.n_too_slow == len(usual.choices) - len(soon.choices) > 0
     assert all(o.wait_s <= 2 for o in soon.choices)
-    assert any("KV cache" in line for line in desk.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80))
+    assert any("KV cache" in line for line in service.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80))
     with pytest.raises(LocalLLMError):
-        desk.plan(PlanRequest(machine="a toaster"))
+        service.plan(PlanRequest(machine="a toaster"))
 
 
 def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_model: Path, tmp_path: Path) -> None:
@@ -40,16 +40,16 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_mod
     library.mkdir()
     shutil.copy(tiny_model, library / "mine.gguf")
     store.adopt(library)
-    desk = LocalModelService()
-    found = {m.name: m for m in desk.on_disk()}
+    service = LocalModelService()
+    found = {m.name: m for m in service.on_disk()}
     mine = found["mine"]
     assert (mine.owner, mine.ours, mine.size_bytes) == ("a folder of yours", False, tiny_model.stat().st_size)
-    assert "GB with" in desk.fit(mine)
+    assert "GB with" in service.fit(mine)
     with pytest.raises(UsageError, match="lies in a folder of yours"):
-        desk.remove(mine)
+        service.remove(mine)
     (library / "mine.gguf").unlink()
     with pytest.raises(LocalLLMError, match="no longer on this disk"):
-        desk.remove(mine)
+        service.remove(mine)
 
 
 def test_what_can_not_be_pulled_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,45 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> Iterator[History]:
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
+    """Every connection to a database that is opened, the newest last."""
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def remembered(*args: Any, **more: Any) -> sqlite3.Connection:
+        opened.append(connect(*args, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", remembered)
+    return opened
+
+
+@pytest.fixture
+def disk(connections: list[sqlite3.Connection], history: History) -> Disk:
+    """The disk under `history`."""
+    return Disk(next(c for c in connections if _file_of(c) == str(history.path)))
+
+
+class Disk:
+    """One that can be full: SQLite says "database or disk is full" from then on."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def fill(self) -> None:
+        pages = self._connection.execute("PRAGMA page_count").fetchone()[0]
+        self._connection.execute(f"PRAGMA max_page_count={pages}")
+
+    def free(self) -> None:
+        self._connection.execute("PRAGMA max_page_count=1000000")
+
+
+def _file_of(connection: sqlite3.Connection) -> str:
+    return str(connection.execute("PRAGMA database_list").fetchone()[2])
+
+
+@pytest.fixture
+def history(tmp_path: Path, connections: list[sqlite3.Connection]) -> Iterator[History]:
     with History(tmp_path / "conversations.db") as store:
         yield store
 

@@ -28,23 +28,23 @@ class ScriptedModelService:
 
     def __init__(self, *choices: PlanChoice, disk: Sequence[InstalledModel] = ()) -> None:
         self.choices, self.disk = list(choices), list(disk)
-        self.wishes: list[PlanRequest] = []
+        self.requests: list[PlanRequest] = []
         self.pulled: list[str] = []
         self.removed: list[str] = []
         self.go_on = threading.Semaphore(0)
         self.fails: LocalLLMError | None = None
 
-    def plan(self, wish: PlanRequest) -> PlanList:
-        if wish.machine == "nonsense":
+    def plan(self, request: PlanRequest) -> PlanList:
+        if request.machine == "nonsense":
             raise UsageError("no machine of that name")
-        self.wishes.append(wish)
-        fitting = self.choices[: max(1, len(self.choices) - wish.context // 65536)]
-        machine = wish.machine or "this machine"
+        self.requests.append(request)
+        fitting = self.choices[: max(1, len(self.choices) - request.context // 65536)]
+        machine = request.machine or "this machine"
         too_large = len(self.choices) - len(fitting)
-        return PlanList(wish, machine, tuple(fitting), {"too large": too_large} if too_large else {})
+        return PlanList(request, machine, tuple(fitting), {"too large": too_large} if too_large else {})
 
-    def explain(self, wish: PlanRequest, ref: str, columns: int) -> Sequence[str]:
-        return [f"the arithmetic of {ref} with {wish.context} tokens"]
+    def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
+        return [f"the arithmetic of {ref} with {request.context} tokens"]
 
     def on_disk(self) -> Sequence[InstalledModel]:
         return [*self.disk]

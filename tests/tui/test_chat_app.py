@@ -106,9 +106,9 @@ def test_ctrl_c_quits_only_when_pressed_twice(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("ctrl+c")
         assert d.app.is_running
-        assert d.app._exit is False
+        assert d.app.return_code is None
         await d.press("ctrl+c")
-        assert d.app._exit is True
+        assert d.app.return_code == 0
 
     drive(play)
 

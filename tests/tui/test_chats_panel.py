@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.conversation.history import History
+from localllm.conversation.history import History, StoredMessage
 from localllm_tui.control.session import Session
 from localllm_tui.screens.chat_view import TURNS_SHOWN
 from localllm_tui.screens.picker import ConversationPicker
@@ -108,13 +108,9 @@ def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history
 
 def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: History) -> None:
     conv = history.create("long", "scripted")
-    with history._write() as db:
-        db.executemany(
-            "INSERT INTO messages (id, conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
-            " VALUES (?, ?, ?, ?, ?, NULL, '{}', 1, 0.0)",
-            [(i, conv, i - 1, ("user", "assistant")[i % 2 == 0], f"turn {i} " + "words " * 40) for i in range(1, 2001)],
-        )
-    history.set_head(conv, 2000)
+    roles = ("assistant", "user")
+    turns = [StoredMessage(i, roles[i % 2], f"turn {i} " + "words " * 40, parent_id=i - 1) for i in range(1, 2001)]
+    history.add(conv, turns)
 
     async def play(d: Driver) -> None:
         await d.send("/continue")

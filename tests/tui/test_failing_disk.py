@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,8 @@ import pytest
 
 from localllm.conversation.history import History, HistoryError
 from localllm_tui.control.session import Session
-from tui.conftest import Driver
+from tui.conftest import Disk, Driver
 from tui.scripted_sse import Drop, Finish, Gate, Refuse, Say, ScriptedServer
-
-
-def fill(history: History) -> None:
-    """As a full disk: from here on SQLite says "database or disk is full"."""
-    pages = history._db.execute("PRAGMA page_count").fetchone()[0]
-    history._db.execute(f"PRAGMA max_page_count={pages}")
-
-
-def free(history: History) -> None:
-    history._db.execute("PRAGMA max_page_count=1000000")
 
 
 def texts(history: History) -> list[str]:
@@ -34,7 +24,7 @@ LONG = "word " * 3000
 
 
 def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
-    drive: Any, server: ScriptedServer, history: History
+    drive: Any, server: ScriptedServer, history: History, disk: Disk
 ) -> None:
     gate = Gate()
     server.play(Say(["one "]), gate, Say([LONG]), Finish())
@@ -43,11 +33,11 @@ def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
     async def play(d: Driver) -> None:
         await d.send("q")
         await d.until(lambda: "one" in d.screen())
-        fill(history)
+        disk.fill()
         gate.opened.set()
         await d.until(lambda: not d.app.answering)
         assert len(texts(history)[1]) < 100
-        free(history)
+        disk.free()
         await d.until(lambda: len(texts(history)[1]) > 10_000)
         await d.ask("r")
 
@@ -58,7 +48,7 @@ def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
 
 
 def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_next_question(
-    drive: Any, server: ScriptedServer, history: History
+    drive: Any, server: ScriptedServer, history: History, disk: Disk
 ) -> None:
     gate = Gate()
     server.play(gate, Say([LONG]), Finish())
@@ -67,14 +57,14 @@ def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_ne
     async def play(d: Driver) -> None:
         await d.send("q")
         await d.until(gate.reached.is_set)
-        fill(history)
+        disk.fill()
         gate.opened.set()
         await d.until(lambda: not d.app.answering)
         assert texts(history) == ["q"]
         await d.send("r " * 9000)  # refused: there is no room for it either
         await d.until(lambda: "still in the input" in d.screen())
         assert d.app.composer.text.startswith("r r")
-        free(history)
+        disk.free()
         d.app.composer.replace_text("")
         await d.ask("r")
 
@@ -180,7 +170,8 @@ def test_a_damaged_file_is_refused_or_used_and_never_a_crash(
             answer = session.answer()
             answer.add("answer " * 60)
             answer.finish({"finish_reason": "stop"})
-        store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = path.read_bytes()
     chance, opened = random.Random(22), 0
 

@@ -73,6 +73,7 @@ def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
         for _ in range(30):
             await d.press("down")
         await d.until(lambda: "a30.txt" in d.screen() and not without_cost())
+        assert "tokens" in d.screen()
 
     drive(play, size=(120, 40))
 

@@ -45,12 +45,12 @@ def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
 
 
 def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
-    seen = AnswerSpeed(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
+    speed = AnswerSpeed(AnswerUsage(950, 101, 750), AnswerTimings(0.01, 4.0, 200, 8.0, 96, 12, 4))
     physics = known()
-    achieved = seen.achieved_gbps(physics)
+    achieved = speed.achieved_gbps(physics)
     assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
-    assert seen.tok_s == pytest.approx(12.5)
-    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(physics, seen)
+    assert speed.tok_s == pytest.approx(12.5)
+    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(physics, speed)
 
 
 @pytest.mark.parametrize("said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}])
@@ -60,12 +60,12 @@ def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict
 
 
 @pytest.mark.parametrize(
-    "seen", [None, AnswerSpeed(), AnswerSpeed(live=3.0, coming=True), AnswerSpeed(AnswerUsage(10, 1), AnswerTimings())]
+    "speed", [None, AnswerSpeed(), AnswerSpeed(live=3.0, coming=True), AnswerSpeed(AnswerUsage(10, 1), AnswerTimings())]
 )
-def test_what_was_not_measured_is_not_shown_as_if_it_were(seen: AnswerSpeed | None) -> None:
-    text = "\n".join(panel_lines(known(), seen))
+def test_what_was_not_measured_is_not_shown_as_if_it_were(speed: AnswerSpeed | None) -> None:
+    text = "\n".join(panel_lines(known(), speed))
     assert "EACH TOKEN READS" in text
-    assert ("as it arrives" in text) == (seen is not None and seen.live is not None)
+    assert ("as it arrives" in text) == (speed is not None and speed.live is not None)
     assert all(len(line) <= PANEL_WIDTH for line in text.splitlines())
 
 
@@ -91,7 +91,7 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         assert "27 of 34 GB/s: 80% of what" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
-            lines = [line.rstrip() for line in panel_lines(d.app.chat.physics, d.app.chat.seen)]
+            lines = [line.rstrip() for line in panel_lines(d.app.chat.physics, d.app.chat.speed)]
             assert [line for line in lines if line not in screen] == []  # none is folded
             assert "prompt: 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
@@ -118,6 +118,7 @@ def test_the_status_line_fits_itself_whenever_its_room_changes(drive: Any, serve
         await d.until(lambda: "ctx 1,051/" in d.screen() and "cached 750" in d.screen())
         d.app.screen.query_one(GlassPanel).toggle()
         await d.until(lambda: "cached tokens 750" in d.screen())
+        assert "context 1,051/" in d.screen()
 
     drive(play, size=(120, 40))
 
@@ -154,6 +155,7 @@ def test_a_narrower_terminal_folds_it_away(drive: Any, server: ScriptedServer) -
         await d.until(lambda: "EACH TOKEN" not in d.screen())
         await d.pilot.resize_terminal(120, 40)
         await d.until(lambda: "EACH TOKEN" in d.screen())
+        assert d.app.screen.query_one(GlassPanel).wanted
 
     drive(play, size=(120, 40))
 
@@ -174,9 +176,9 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
         assert 75e6 < physics.token_bytes(0) < 115e6
         took = done.timings
         assert 1 <= took.steps <= 23
-        seen = AnswerSpeed(done.usage, took)
-        measured = physics.token_bytes(seen.depth) / (took.decode_s / took.steps) / 1e9
-        assert seen.achieved_gbps(physics) == pytest.approx(measured, rel=0.1)
+        speed = AnswerSpeed(done.usage, took)
+        measured = physics.token_bytes(speed.depth) / (took.decode_s / took.steps) / 1e9
+        assert speed.achieved_gbps(physics) == pytest.approx(measured, rel=0.1)
 
     with background_server(str(smollm2), 512) as (base_url, name):
         asyncio.run(main(base_url, name))

@@ -125,7 +125,7 @@ def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive
 
         engine = Engine(where="nas:11535")
         engine.now = EngineProgress()
-        drive(play, engine=engine, own=make)
+        drive(play, engine=engine, engine_factory=make)
 
 
 def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:

@@ -143,5 +143,6 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
             d.app.theme = theme
             primary = d.app.available_themes[theme].primary
             await d.until(lambda primary=primary: colour() == Color.parse(primary).rich_color)  # type: ignore[misc]
+            assert d.app.theme == theme
 
     drive(play)

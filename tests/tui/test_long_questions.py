@@ -39,6 +39,7 @@ def test_what_the_input_costs_is_shown_before_it_is_sent(drive: Any, server: Scr
         await d.until(lambda: "of 1,000 tokens" not in d.app.composer.border_title)
 
     drive(play)
+    assert _sent(server, 0) == ["hello"]
 
 
 def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(

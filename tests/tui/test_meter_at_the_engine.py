@@ -148,3 +148,4 @@ def test_the_screen_says_what_the_server_counted_and_measured(smollm2: Path, his
         asyncio.run(opened_again(base_url, name, history))
         with History(tmp_path / "other" / "conversations.db") as other:
             asyncio.run(speed_on_screen(base_url, name, other))
+            assert len(other.list()) == len(history.list()) == 1

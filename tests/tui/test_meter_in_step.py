@@ -24,6 +24,7 @@ def test_a_stopped_answer_is_counted_by_the_server_also_when_reopened(
 
     async def reopened(d: Driver) -> None:
         await d.until(lambda: "32/1,000" in d.screen())
+        assert not d.app.answering
 
     drive(play)
     drive(reopened, resume=history.list()[0].id)
@@ -37,6 +38,7 @@ def test_an_answer_cut_by_a_crash_is_counted(drive: Any, server: ScriptedServer,
 
     async def play(d: Driver) -> None:
         await d.until(lambda: "12/1,000" in d.screen())
+        assert d.app.session.unfinished(d.app.session.turns[-1])
 
     drive(play, resume=conv)
 
@@ -51,6 +53,7 @@ def test_a_broken_and_a_refused_answer_leave_the_servers_count(drive: Any, serve
         await d.until(lambda: "12/1,000" in d.screen())
         await d.ask("refused")
         await d.until(lambda: "Error: busy" in d.screen() and "12/1,000" in d.screen())
+        assert d.app.session.unanswered
 
     drive(play)
 

@@ -30,7 +30,7 @@ async def opened(d: Driver) -> ModelsScreen:
     return screen
 
 
-def desk() -> ScriptedModelService:
+def service() -> ScriptedModelService:
     return ScriptedModelService(
         choice("big", 20), choice("mid", 8), choice("small", 2, installed="small"), disk=[OURS, THEIRS]
     )
@@ -38,7 +38,7 @@ def desk() -> ScriptedModelService:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> None:
-    it = desk()
+    it = service()
 
     async def play(d: Driver) -> None:
         screen = await opened(d)
@@ -49,15 +49,15 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
             await d.press("right")  # to 131,072 tokens
         await d.until(lambda: len(screen.choices) == 1)
         await d.until(lambda: "1 fit, 2 too large ·" in d.screen())
-        assert it.wishes[-1].context == 131072
+        assert it.requests[-1].context == 131072
         await d.press("p")
-        await d.until(lambda: it.wishes[-1].purpose == "coding")
+        await d.until(lambda: it.requests[-1].purpose == "coding")
 
-    drive(play, desk=it, size=size)
+    drive(play, model_service=it, size=size)
 
 
 def test_why_compare_and_another_machine(drive: Any) -> None:
-    it = desk()
+    it = service()
 
     async def play(d: Driver) -> None:
         await opened(d)
@@ -69,7 +69,7 @@ def test_why_compare_and_another_machine(drive: Any) -> None:
         assert "MID Q4" in d.screen()
         assert "SMALL Q4" not in d.screen()
         await d.press("escape", "m", *"rtx", "enter")
-        await d.until(lambda: it.wishes[-1].machine == "rtx")
+        await d.until(lambda: it.requests[-1].machine == "rtx")
         await d.until(lambda: "rtx" in d.screen())
         await d.press("enter")  # of a simulated machine nothing is pulled
         assert it.pulled == []
@@ -77,12 +77,12 @@ def test_why_compare_and_another_machine(drive: Any) -> None:
         await d.pilot.press(*["backspace"] * 3, *"nonsense", "enter")
         await d.until(lambda: "no machine of that name" in d.screen())
 
-    drive(play, desk=it, toasts=True)
+    drive(play, model_service=it, toasts=True)
 
 
 def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> None:
     models = [{"id": name, "object": "model", "context_length": 1000} for name in ("scripted", "big", "mid")]
-    it = desk()
+    it = service()
 
     async def play(d: Driver) -> None:
         await opened(d)
@@ -104,11 +104,11 @@ def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> 
 
     with ScriptedServer(models=models) as server:
         server.answer("Bonjour")
-        drive(play, desk=it, toasts=True, server_=server)
+        drive(play, model_service=it, toasts=True, server_=server)
 
 
 def test_a_download_that_was_stopped_or_failed_goes_on_when_it_is_asked_for_again() -> None:
-    it = desk()
+    it = service()
     pulls = Pulls(it)
     first = pulls.start("big:Q4")
     pulls.stop("big:Q4")
@@ -139,7 +139,7 @@ def _ended(pull: Any) -> bool:
 
 
 def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_yes(drive: Any) -> None:
-    it = desk()
+    it = service()
 
     async def play(d: Driver) -> None:
         screen = await opened(d)
@@ -161,12 +161,12 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
         await d.until(lambda: "llama is kept by Ollama" in d.screen())
         assert "Delete again" not in d.screen()
 
-    drive(play, desk=it, toasts=True)
+    drive(play, model_service=it, toasts=True)
 
 
 def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(drive: Any) -> None:
     models = [{"id": name, "object": "model"} for name in ("scripted", "mid")]
-    it = desk()
+    it = service()
 
     async def play(d: Driver) -> None:
         await d.until(lambda: "F5  BIG Q4" in d.screen())
@@ -183,7 +183,7 @@ def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(d
 
     with ScriptedServer(models=models) as server:
         server.answer("Bonjour")
-        drive(play, desk=it, first_run=True, server_=server, size=(100, 40))
+        drive(play, model_service=it, first_run=True, server_=server, size=(100, 40))
 
 
 def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
@@ -191,7 +191,7 @@ def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
         await d.press("f5")
         assert "starter" not in d.screen()
 
-    drive(play, desk=desk())
+    drive(play, model_service=service())
 
 
 def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> None:

@@ -121,12 +121,13 @@ def test_titles_and_texts_in_the_lists(drive: Any, server: ScriptedServer, histo
         harmless(d)
         await d.press("f2", "e")
         harmless(d)
+        assert "needle" in d.app.composer.text
 
     drive(play, size=(120, 40))
 
 
 def test_plans_and_names_of_models(drive: Any) -> None:
-    desk = ScriptedModelService(choice(EVIL, 2.0, why=EVIL, reasons=[EVIL]), choice("b", 1.0))
+    service = ScriptedModelService(choice(EVIL, 2.0, why=EVIL, reasons=[EVIL]), choice("b", 1.0))
 
     async def play(d: Driver) -> None:
         await d.press("f4")
@@ -139,5 +140,6 @@ def test_plans_and_names_of_models(drive: Any) -> None:
         await d.press(*"[/red]", "enter")
         await d.pilot.pause()
         harmless(d)
+        assert service.requests[-1].machine == "[/red]"
 
-    drive(play, desk=desk, size=(120, 40))
+    drive(play, model_service=service, size=(120, 40))

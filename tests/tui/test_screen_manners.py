@@ -73,6 +73,7 @@ def test_a_picture_is_saved_where_there_are_no_downloads(
         await d.until(lambda: bool(list(here.glob("*.svg"))))
 
     drive(play)
+    assert len(list(here.glob("*.svg"))) == 1
 
 
 def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None:
@@ -94,6 +95,8 @@ def test_the_start_looks_for_nothing_to_clear_away_and_the_chat_does(drive: Any)
 
     gc.disable()  # as the command does
     try:
+        assert not gc.isenabled()
         drive(play)
+        assert gc.isenabled()
     finally:
         gc.enable()

@@ -100,6 +100,7 @@ def test_a_conversation_and_what_a_token_costs(drive: Any, history: History, siz
         await compare(d, "conversation")
         await d.press("f3")
         await compare(d, "glass")
+        assert d.app.n_ctx == 8192
 
     with ScriptedServer(models=models) as server:
         drive(play, resume=conversation(history), size=size, server_=server)
@@ -107,7 +108,7 @@ def test_a_conversation_and_what_a_token_costs(drive: Any, history: History, siz
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_models_and_the_first_run(drive: Any, size: tuple[int, int]) -> None:
-    desk = ScriptedModelService(
+    service = ScriptedModelService(
         choice("qwen3-8b", 6.2),
         choice("gemma-4-12b", 9.1),
         choice("granite", 3.3, installed="granite"),
@@ -120,10 +121,11 @@ def test_the_models_and_the_first_run(drive: Any, size: tuple[int, int]) -> None
         await d.press("f4")
         await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.choices))
         await d.press("right", "right", "down")
-        await d.until(lambda: not d.app.screen._planning)  # type: ignore[attr-defined]
+        await d.until(lambda: not d.app.screen.planning)  # type: ignore[attr-defined]
         await compare(d, "models")
+        assert len(d.app.screen.choices) == 4  # type: ignore[attr-defined]
 
-    drive(play, desk=desk, first_run=True, size=size)
+    drive(play, model_service=service, first_run=True, size=size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -142,5 +144,6 @@ def test_help_and_a_tool_that_asks(drive: Any, server: ScriptedServer, size: tup
         await compare(d, "approval")
         await d.press("n")
         await d.until(lambda: not d.app.answering)
+        assert len(server.requests) == 2
 
     drive(play, tools=(Host(),), size=size)

@@ -93,6 +93,7 @@ def test_a_command_runs_from_the_palette(drive: Any, server: ScriptedServer) -> 
         await d.until(lambda: "two" in d.screen() and not d.app.answering)
 
     drive(play)
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("insisting", [c.name for c in COMMANDS if c.insist is None])

@@ -45,10 +45,10 @@ class ChatApp(App[None]):
     )
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APP)
 
-    def __init__(self, opening: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
+    def __init__(self, options: ChatOptions, copy: Callable[[str], bool] = copy_with_tool) -> None:
         super().__init__()
-        self.chat = ChatScreen(opening, copy)
-        self._preferences = Preferences(opening.history.path.parent)
+        self.chat = ChatScreen(options, copy)
+        self._preferences = Preferences(options.history.path.parent)
         self._interrupted_s = float("-inf")
 
     def get_default_screen(self) -> Screen[None]:

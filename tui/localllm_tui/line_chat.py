@@ -13,7 +13,7 @@ from localllm.errors import ContextLengthError, LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerStream
 from localllm_tui.control.attachments import typed_in
-from localllm_tui.control.client import ChatClient, ListedModel, ToolResult
+from localllm_tui.control.client import ChatClient, ListedModel
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
@@ -249,9 +249,6 @@ class _Page:
             self._err.write(f"\r\x1b[K{what}")
             self._err.flush()
             self._said = what
-
-    def tool(self, ran: ToolResult) -> None:
-        """Tools are the screen's alone."""
 
     def end(self) -> None:
         """The answer is over: end its last line."""

@@ -22,14 +22,14 @@ class ModelsApp(App[str | None]):
     CSS = NO_COLOR_CSS
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, desk: ModelService, wish: PlanRequest) -> None:
+    def __init__(self, service: ModelService, request: PlanRequest) -> None:
         super().__init__()
-        self._desk, self._wish = desk, wish
-        self.pulls = Pulls(desk)
+        self._service, self._request = service, request
+        self.pulls = Pulls(service)
 
     def on_mount(self) -> None:
         self.set_keymap(remapped())
-        self.push_screen(ModelsScreen(self._desk, self.pulls, wish=self._wish), self.exit)
+        self.push_screen(ModelsScreen(self._service, self.pulls, request=self._request), self.exit)
 
     async def action_quit(self) -> None:
         self.pulls.stop_all()

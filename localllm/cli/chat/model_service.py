@@ -38,39 +38,41 @@ class LocalModelService:
         self._catalog: Catalog | None = None
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
-    def plan(self, wish: PlanRequest) -> PlanList:
+    def plan(self, request: PlanRequest) -> PlanList:
         from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
         from localllm.planner.serialise import plan_to_json
 
         catalog = self.catalog
-        device, overrides = self._device(wish)
-        workload = _workload(wish)
+        device, overrides = self._device(request)
+        workload = _workload(request)
         answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
         need = need_of(workload)
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
-        soon = [p for p in answer.plans if not wish.longest_wait_s or waits[p.model.id] <= wish.longest_wait_s]
-        here = {} if wish.machine else self._installed(soon)
+        soon = [p for p in answer.plans if not request.longest_wait_s or waits[p.model.id] <= request.longest_wait_s]
+        here = {} if request.machine else self._installed(soon)
         choices = tuple(
             PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon
         )
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
-        return PlanList(wish, _described(device), choices, dict(others.most_common(2)), len(answer.plans) - len(soon))
+        return PlanList(
+            request, _described(device), choices, dict(others.most_common(2)), len(answer.plans) - len(soon)
+        )
 
-    def check(self, wish: PlanRequest) -> None:
+    def check(self, request: PlanRequest) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
-        self._device(wish)
+        self._device(request)
 
-    def explain(self, wish: PlanRequest, ref: str, columns: int) -> Sequence[str]:
+    def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.cli.compose.lookup import of_quant
         from localllm.library.describe import describe
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 
-        device, overrides = self._device(wish)
+        device, overrides = self._device(request)
         model, quant = describe(ref, self.catalog)
-        workload = _workload(wish)
+        workload = _workload(request)
         plans = of_quant(planner.variants_of(device, model, workload, overrides=overrides), quant)
         return [*explain(plans[0], device, columns=columns)] if plans else []
 
@@ -121,12 +123,12 @@ class LocalModelService:
             self._catalog = load_catalog()
         return self._catalog
 
-    def _device(self, wish: PlanRequest) -> tuple[Device, Overrides]:
+    def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
         from localllm.cli.compose.lookup import machine_of
 
-        key = (wish.machine.strip(), wish.memory_gb)
+        key = (request.machine.strip(), request.memory_gb)
         if key not in self._devices:
-            self._devices[key] = machine_of(key[0] or None, wish.memory_gb or None, self.catalog)
+            self._devices[key] = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
         return self._devices[key]
 
     def _installed(self, plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
@@ -151,13 +153,13 @@ class LocalModelService:
         raise ModelNotFoundError(f"{model.name} is no longer on this disk")
 
 
-def _workload(wish: PlanRequest) -> Workload:
+def _workload(request: PlanRequest) -> Workload:
     from typing import cast
 
     from localllm.planner.types import Workload
     from localllm_catalog.types import Purpose
 
-    return Workload(cast("Purpose", wish.purpose), wish.context)
+    return Workload(cast("Purpose", request.purpose), request.context)
 
 
 def _described(device: Device) -> str:

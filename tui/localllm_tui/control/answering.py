@@ -42,21 +42,23 @@ class AnswerDisplay(Protocol):
         """Say what happens before the first piece; "" when it is over."""
         ...
 
-    def tool(self, ran: ToolResult) -> None:
-        """Show a call and what came of it."""
-        ...
-
 
 class AnswerStream:
     """An answer while it comes, and how it ended.
 
     `keep` stores it (None: nothing is kept). `not_saved` is told of a disk that refuses, which then does not end the
-    answer; without it, it does. `reason` is the finish reason, `turn` the stored answer once closed: None where nothing
-    came, or nothing was to be kept.
+    answer; without it, it does. `on_tool` shows a tool's call and what came of it. `reason` is the finish reason, `turn`
+    the stored answer once closed: None where nothing came, or nothing was to be kept.
     """
 
-    def __init__(self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None) -> None:
+    def __init__(
+        self,
+        keep: PendingAnswer | None,
+        not_saved: Callable[[LocalLLMError], None] | None = None,
+        on_tool: Callable[[ToolResult], None] | None = None,
+    ) -> None:
         self._keep = keep
+        self._on_tool = on_tool
         self._not_saved = not_saved
         self.meter = AnswerMeter()
         self.reason = "stopped"
@@ -66,9 +68,9 @@ class AnswerStream:
         self._cache_miss = ""
         self.timings: AnswerTimings | None = None
         self._tools: list[dict[str, Any]] = []
-        self._owed: Callable[[], object] | None = None
+        self._unsaved: Callable[[], object] | None = None
 
-    def seen(self, used_before: int) -> AnswerSpeed:
+    def speed(self, used_before: int) -> AnswerSpeed:
         """What is known of its speed: the server's figures once it is complete, before that how its tokens arrive."""
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
@@ -119,18 +121,18 @@ class AnswerStream:
 
         if not self._saving(finish):
             self.turn = StoredMessage(0, "assistant", keep.text, keep.reasoning, {"finish_reason": self.reason})
-            self._owed = finish
+            self._unsaved = finish
 
     @property
-    def owed(self) -> bool:
+    def unsaved(self) -> bool:
         """Whether the disk refused the end of it."""
-        return self._owed is not None
+        return self._unsaved is not None
 
-    def write_owed(self) -> StoredMessage | None:
+    def write_unsaved(self) -> StoredMessage | None:
         """Write what the disk refused, and return the turn. Raises LocalLLMError where it refuses again."""
-        if self._owed is not None:
-            self._owed()
-            self._owed = None
+        if self._unsaved is not None:
+            self._unsaved()
+            self._unsaved = None
         return self.turn
 
     def _reread(self) -> dict[str, Any]:
@@ -169,7 +171,8 @@ class AnswerStream:
                 {"name": call.name, "arguments": call.arguments, "result": event.result, "allowed": event.allowed}
             )
             shown.progress("")
-            shown.tool(event)
+            if self._on_tool is not None:
+                self._on_tool(event)
         elif isinstance(event, AnswerDone):
             self.meter.usage = event.usage
             self.reason = event.reason
@@ -198,29 +201,29 @@ class UnsavedAnswers:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._owed: list[tuple[AnswerStream, Callable[[StoredMessage], None]]] = []
+        self._unsaved: list[tuple[AnswerStream, Callable[[StoredMessage], None]]] = []
         self._next_s = 0.0
 
     def add(self, answering: AnswerStream, then: Callable[[StoredMessage], None]) -> None:
         """Remember an answer if it is owed; `then` is told of its turn once it is written."""
-        if answering.owed:
-            self._owed.append((answering, then))
+        if answering.unsaved:
+            self._unsaved.append((answering, then))
             self._next_s = self._now() + TRY_EVERY_S
 
-    def pay(self) -> None:
+    def write_all(self) -> None:
         """Write all of it. Raises LocalLLMError where the disk still refuses."""
-        while self._owed:
-            answering, then = self._owed[0]
-            turn = answering.write_owed()
-            del self._owed[0]
+        while self._unsaved:
+            answering, then = self._unsaved[0]
+            turn = answering.write_unsaved()
+            del self._unsaved[0]
             if turn is not None:
                 then(turn)
 
-    def pay_if_due(self) -> None:
+    def write_if_due(self) -> None:
         """The same for a timer, which is not to stop for it."""
         began_s = self._now()
-        if self._owed and began_s >= self._next_s:
+        if self._unsaved and began_s >= self._next_s:
             with suppress(LocalLLMError):
-                self.pay()
+                self.write_all()
             ended_s = self._now()
             self._next_s = ended_s + max(TRY_EVERY_S, WAIT_SHARE * (ended_s - began_s))

@@ -16,8 +16,8 @@ class ChatOptions:
     """`model` is the name the server knows; how long its context is, the server tells.
 
     `resume` is a conversation's id to open at the start; `attached` are files for the first question (name, text);
-    `greeting` is shown at the top of an empty conversation; `own` makes an engine of the chat's own, for when a server goes
-    away; `desk` knows what else could be run;
+    `greeting` is shown at the top of an empty conversation; `engine_factory` makes an engine of the chat's own, for when a server goes
+    away; `model_service` knows what else could be run;
     `first_run`: the model is the bundled starter, and no other is installed;
     `tools` are programs that offer tools, off until they are asked for. The history and the client stay the caller's to close.
     """
@@ -29,8 +29,8 @@ class ChatOptions:
     system: str | None = None
     attached: tuple[tuple[str, str], ...] = ()
     greeting: str = ""
-    own: EngineFactory | None = None
-    desk: ModelService | None = None
+    engine_factory: EngineFactory | None = None
+    model_service: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
 

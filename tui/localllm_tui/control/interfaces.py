@@ -64,7 +64,7 @@ class PlanList:
     """What fits, best first: `machine` in a line, `n_too_slow` that answer too late. `left_out`: how many others there
     are, by why they are left out ("too large")."""
 
-    wish: PlanRequest
+    request: PlanRequest
     machine: str
     choices: tuple[PlanChoice, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
@@ -86,9 +86,9 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class PullProgress:
-    """A moment of a download: `doing` in a word, bytes, bytes per second and seconds left (None: not known)."""
+    """A moment of a download: `phase` in a word, bytes, bytes per second and seconds left (None: not known)."""
 
-    doing: str
+    phase: str
     done_bytes: int = 0
     total_bytes: int = 0
     speed_bytes_s: float = 0.0
@@ -98,11 +98,11 @@ class PullProgress:
 class ModelService(Protocol):
     """Knows what there is. Every method may take a while, and is called from a thread; all raise LocalLLMError."""
 
-    def plan(self, wish: PlanRequest) -> PlanList:
+    def plan(self, request: PlanRequest) -> PlanList:
         """Every model that fits, planned anew."""
         ...
 
-    def explain(self, wish: PlanRequest, ref: str, columns: int) -> Sequence[str]:
+    def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
         ...
 

@@ -43,7 +43,7 @@ class Pull:
             return f"{self.ref}: {self.error.message}"
         if self.ended:
             return f"{self.ref} stopped at {amount(self.now.done_bytes)}: pulling it again goes on there"
-        said = f"{self.now.doing} {self.ref}"
+        said = f"{self.now.phase} {self.ref}"
         if self.now.total_bytes:
             said += f" {self.now.done_bytes / self.now.total_bytes:.0%} of {amount(self.now.total_bytes)}"
         if self.now.speed_bytes_s:
@@ -56,8 +56,8 @@ class Pull:
 class Pulls:
     """All downloads of a chat, the newest last."""
 
-    def __init__(self, desk: ModelService) -> None:
-        self._desk = desk
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
         self._pulls: dict[str, Pull] = {}
 
     def all(self) -> list[Pull]:
@@ -106,8 +106,8 @@ class Pulls:
             pull.now = progress
 
         try:
-            pull.name = self._desk.pull(pull.ref, told)
-            pull.now = replace(pull.now, doing="done", left_s=None)
+            pull.name = self._service.pull(pull.ref, told)
+            pull.now = replace(pull.now, phase="done", left_s=None)
         except _Stopped:
             pass
         except LocalLLMError as e:

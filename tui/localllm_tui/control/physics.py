@@ -147,19 +147,19 @@ _PLOT_ROWS = 7
 _BAR = 12
 
 
-def panel_lines(physics: ModelPhysics | None, seen: AnswerSpeed | None, width: int = PANEL_WIDTH) -> list[str]:
+def panel_lines(physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH) -> list[str]:
     """The panel, line by line, in at most `width` cells each."""
     if physics is None:
         return ["This server does not say what", "a token costs it."]
-    shown = seen or AnswerSpeed()
+    shown = speed or AnswerSpeed()
     text = [*_token(physics, shown), "", *_answer(physics, shown), "", *_time(shown), "", *_memory(physics)]
     return [line[:width] for line in (*text, "", *roof(physics, shown, width))]
 
 
-def headline(physics: ModelPhysics, seen: AnswerSpeed) -> str:
+def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:
     """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory can do"."""
-    said = f"each token reads {gb(physics.token_bytes(seen.depth))}"
-    achieved = seen.achieved_gbps(physics)
+    said = f"each token reads {gb(physics.token_bytes(speed.depth))}"
+    achieved = speed.achieved_gbps(physics)
     if achieved is None:
         return said
     share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
@@ -171,22 +171,22 @@ def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
     return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
 
 
-def _token(physics: ModelPhysics, seen: AnswerSpeed) -> list[str]:
-    kv = physics.kv_bytes(seen.depth)
+def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    kv = physics.kv_bytes(speed.depth)
     rows = [("weights", float(physics.dense_bytes)), ("experts", float(physics.routed_bytes)), ("KV cache", kv)]
     rows = [(name, n) for name, n in rows if n or name == "KV cache"]
     drawn = bars([n for _, n in rows], _BAR)
-    total = gb(physics.token_bytes(seen.depth))
+    total = gb(physics.token_bytes(speed.depth))
     return [
         f"EACH TOKEN READS {total}",
         *(f"  {name:<9}{gb(n):>9}  {bar}" for (name, n), bar in zip(rows, drawn, strict=True)),
-        f"  {physics.quant} weights, {physics.kv_type} KV, {seen.depth:,.0f} deep",
+        f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep",
     ]
 
 
-def _answer(physics: ModelPhysics, seen: AnswerSpeed) -> list[str]:
-    achieved, rate = seen.achieved_gbps(physics), seen.tok_s
-    as_it_came = "" if seen.live is None else ", as it arrives" if seen.coming else ", as it arrived"
+def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    achieved, rate = speed.achieved_gbps(physics), speed.tok_s
+    as_it_came = "" if speed.live is None else ", as it arrives" if speed.coming else ", as it arrived"
     head = f"THIS ANSWER{as_it_came}"
     if achieved is None or rate is None:
         now = ["  nothing measured yet"]
@@ -195,24 +195,24 @@ def _answer(physics: ModelPhysics, seen: AnswerSpeed) -> list[str]:
         now = [
             f"  {_of_bandwidth(achieved, physics)} GB/s: {share:.0%} of what",
             "  this memory can do",
-            f"  {'now' if seen.coming else 'was':<9}{rate:>8.1f} tok/s",
+            f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s",
         ]
     plan = physics.decode
     return [
         head,
         *now,
         f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
-        f"  limit    {physics.limit_tok_s(seen.depth):>8.1f}  without drafting",
+        f"  limit    {physics.limit_tok_s(speed.depth):>8.1f}  without drafting",
     ]
 
 
-def _time(seen: AnswerSpeed) -> list[str]:
-    took, usage = seen.timings, seen.usage
-    if seen.live is not None and not seen.coming:
+def _time(speed: AnswerSpeed) -> list[str]:
+    took, usage = speed.timings, speed.usage
+    if speed.live is not None and not speed.coming:
         return ["TIME", "  not told of a stopped answer"]
-    if seen.coming or seen.live is not None or not usage.prompt:
+    if speed.coming or speed.live is not None or not usage.prompt:
         return ["TIME", "  told once the answer is complete"]
-    rate = seen.prefill_tok_s
+    rate = speed.prefill_tok_s
     drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
     rows = [
         "TIME",
@@ -223,8 +223,8 @@ def _time(seen: AnswerSpeed) -> list[str]:
     ]
     if rate is not None and took.prefilled > 1:
         rows.append(f"  the rest at {rate:,.0f} tok/s")
-    if seen.cache_miss:
-        said = printable(f"not more: {seen.cache_miss}")
+    if speed.cache_miss:
+        said = printable(f"not more: {speed.cache_miss}")
         rows += textwrap.wrap(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")
     if took.drafted:
         rows.append(f"  drafts: {took.accepted:,} of {took.drafted:,} accepted")
@@ -244,11 +244,11 @@ def _memory(physics: ModelPhysics) -> list[str]:
     ]
 
 
-def roof(physics: ModelPhysics, seen: AnswerSpeed, width: int = PANEL_WIDTH) -> list[str]:
+def roof(physics: ModelPhysics, speed: AnswerSpeed, width: int = PANEL_WIDTH) -> list[str]:
     """The roofline, log-log: GFLOP/s over FLOPs per byte, with decode (d) and prefill (p) where they ran, or are planned
     where nothing was measured (in brackets in the legend)."""
-    decode, prefill = seen.tok_s or physics.decode.value, seen.prefill_tok_s or physics.prefill.value
-    per_byte = physics.flops_per_token / max(1.0, physics.token_bytes(seen.depth))
+    decode, prefill = speed.tok_s or physics.decode.value, speed.prefill_tok_s or physics.prefill.value
+    per_byte = physics.flops_per_token / max(1.0, physics.token_bytes(speed.depth))
     points = [
         ("d", per_byte, decode * physics.flops_per_token / 1e9),
         ("p", per_byte * max(1, physics.n_batch), prefill * physics.flops_per_token / 1e9),
@@ -273,5 +273,5 @@ def roof(physics: ModelPhysics, seen: AnswerSpeed, width: int = PANEL_WIDTH) -> 
         put(x, math.log10(min(physics.bandwidth_gbps * 10**x, peak)), "·")
     for mark, x, y in points:
         put(math.log10(x), math.log10(y), mark)
-    measured = "decode (d), prefill (p)" if seen.tok_s else "planned decode (d), prefill (p)"
+    measured = "decode (d), prefill (p)" if speed.tok_s else "planned decode (d), prefill (p)"
     return [f"ROOF  {measured}", *("  " + "".join(row).rstrip() for row in grid), "  FLOPs per byte →"]

@@ -44,39 +44,39 @@ class ChatScreen(ChatCatalogScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
 
-    def __init__(self, opening: ChatOptions, copy: Callable[[str], bool]) -> None:
-        super().__init__(opening)
+    def __init__(self, options: ChatOptions, copy: Callable[[str], bool]) -> None:
+        super().__init__(options)
         self._copy_with_tool = copy
         self._terminal = KeyboardTerminal()
         self.titles_after_s: float | None = TITLE_AFTER_S  # of quiet; None: no titles are made
         self._quiet_since_s = time.monotonic()
         self._removing = 0  # the turn that the next D removes
-        self._tidying = DeferredGc()
+        self._deferred_gc = DeferredGc()
 
     async def on_mount(self) -> None:
-        self._tidying.begin()
+        self._deferred_gc.begin()
         self.set_interval(STATUS_EVERY_S, self._tick)
         await self._show_session()
         self.composer.focus()
         self.call_after_refresh(self.begin)
 
     async def on_unmount(self) -> None:
-        self._tidying.end()
+        self._deferred_gc.end()
         await self.tools.switch_off()
         self._drafts.close()
 
     async def _tick(self) -> None:
         self.show_pulls()
-        self._owing.pay_if_due()
+        self._unsaved.write_if_due()
         if self._terminal.gone and not self._leaving:
             await self.leave()
         elif self._answering is not None and not self._answering.closed:
             self._answering.save_if_due()
             self._show_numbers()
             self._quiet_since_s = time.monotonic()
-            self._tidying.busy()
+            self._deferred_gc.busy()
         else:
-            self._tidying.quiet(time.monotonic() - self._quiet_since_s)
+            self._deferred_gc.quiet(time.monotonic() - self._quiet_since_s)
             self._title_when_quiet()
 
     def _title_when_quiet(self) -> None:
@@ -89,7 +89,7 @@ class ChatScreen(ChatCatalogScreen):
         start(self, making, "title")
 
     def _not_quiet(self) -> None:
-        self._tidying.busy()
+        self._deferred_gc.busy()
         self._quiet_since_s = time.monotonic()
         self.workers.cancel_group(self, "title")
 
@@ -275,7 +275,7 @@ class ChatScreen(ChatCatalogScreen):
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
-        self._owing.pay()
+        self._unsaved.write_all()
         keep = self._session.answer(to, goes_on=goes_on)
         await self._bring(keep.question.id)
         views = self.transcript.views
@@ -326,5 +326,5 @@ class ChatScreen(ChatCatalogScreen):
         if self._answering is not None:
             self._answering.close()
         with suppress(LocalLLMError):
-            self._owing.pay()
+            self._unsaved.write_all()
         self.app.exit()

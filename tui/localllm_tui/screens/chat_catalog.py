@@ -23,20 +23,20 @@ _WAY_ON = "What you type is kept. /model shows what else is installed here, /ret
 class ChatCatalogScreen(ChatStreamingScreen):
     """Starts the engine once the screen is there and says how far it is; pulls models while one chats."""
 
-    def __init__(self, opening: ChatOptions) -> None:
-        super().__init__(opening)
-        self.model_service = opening.desk
-        self.pulls = Pulls(opening.desk) if opening.desk is not None else None
-        self._starter = opening.model if opening.first_run and opening.desk is not None else ""
+    def __init__(self, options: ChatOptions) -> None:
+        super().__init__(options)
+        self.model_service = options.model_service
+        self.pulls = Pulls(options.model_service) if options.model_service is not None else None
+        self._starter = options.model if options.first_run and options.model_service is not None else ""
         self._choices: list[PlanChoice] | None = None
-        self._makes_own = opening.own
-        self._looking: Timer | None = None
-        self._troubled: LocalLLMError | None = None
-        self._told: set[int] = set()  # the downloads whose end was said
+        self._engine_factory = options.engine_factory
+        self._engine_timer: Timer | None = None
+        self._last_error: LocalLLMError | None = None
+        self._announced: set[int] = set()  # the downloads whose end was said
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
         """Say what went wrong, and the way on."""
-        self._troubled = error
+        self._last_error = error
         await super().trouble(error, way_on)
 
     def begin(self) -> None:
@@ -46,21 +46,21 @@ class ChatCatalogScreen(ChatStreamingScreen):
             start(self, self._ask_models, "models")
             return
         engine.start()
-        if self._looking is None:
-            self._looking = self.set_interval(_LOOK_S, self._look)
+        if self._engine_timer is None:
+            self._engine_timer = self.set_interval(_LOOK_S, self._look)
 
     def _look(self) -> None:
         engine = self.client.engine
         assert engine is not None
         progress = engine.progress()
         if progress.state != "loading":
-            assert self._looking is not None
-            self._looking.stop()
-            self._looking = None
+            assert self._engine_timer is not None
+            self._engine_timer.stop()
+            self._engine_timer = None
             if progress.error is None or not progress.down:
                 start(self, self._ask_models, "models")
             # An answer that waits ends in it, or has.
-            if progress.error not in (None, self._troubled) and not self.answering:
+            if progress.error not in (None, self._last_error) and not self.answering:
                 assert progress.error is not None
                 self.call_later(self.trouble, progress.error, _WAY_ON)
         self._show_state()
@@ -68,10 +68,10 @@ class ChatCatalogScreen(ChatStreamingScreen):
     async def use_own_engine(self) -> None:
         """Load the model in this chat, in place of the server that answered so far. Raises LocalLLMError."""
         engine = self.client.engine
-        if self._makes_own is None or (engine is not None and not engine.where and not engine.progress().down):
+        if self._engine_factory is None or (engine is not None and not engine.where and not engine.progress().down):
             raise UsageError("this chat has an engine of its own already")
         await self.stop_answer()
-        own = self._makes_own(self.model)
+        own = self._engine_factory(self.model)
         await self.client.aclose()
         self.client = ChatClient.of(own, self.client.sampling)
         self.model = self._session.model = own.model
@@ -92,8 +92,8 @@ class ChatCatalogScreen(ChatStreamingScreen):
         if self.pulls is None or not self.pulls.all():
             return
         for pull in self.pulls.all():
-            if pull.ended and id(pull) not in self._told:
-                self._told.add(id(pull))
+            if pull.ended and id(pull) not in self._announced:
+                self._announced.add(id(pull))
                 way_on = f": /model {pull.name} uses it" if pull.done else "; /models goes on" if pull.error else ""
                 severity = "error" if pull.error else "information"
                 self.notify(pull.words() + way_on, severity=severity, timeout=8, markup=False)  # type: ignore[arg-type]

@@ -34,12 +34,12 @@ NOTICE_ASKS = 8
 class ChatStreamingScreen(ChatViewScreen):
     """Asks, one answer at a time."""
 
-    def __init__(self, opening: ChatOptions) -> None:
-        super().__init__(opening)
+    def __init__(self, options: ChatOptions) -> None:
+        super().__init__(options)
         self._worker: Worker[None] | None = None
         self._leaving = self._save_failed = False
         self._notice_asks = NOTICE_ASKS
-        self._owing = UnsavedAnswers()
+        self._unsaved = UnsavedAnswers()
 
     @property
     def answering(self) -> bool:
@@ -70,7 +70,7 @@ class ChatStreamingScreen(ChatViewScreen):
     async def _send(self, text: str) -> None:
         editing = self._editing
         try:
-            self._owing.pay()
+            self._unsaved.write_all()
             if editing is not None and editing.role == "assistant":
                 self._session.change_answer(editing, text)
                 await self._end_edit()
@@ -124,8 +124,8 @@ class ChatStreamingScreen(ChatViewScreen):
             await self.transcript.query(ChatNote).remove()
 
     async def _start_answer(self, keep: PendingAnswer) -> None:
-        self._answering = AnswerStream(keep, self._not_saved)
         view = AnswerView(self.model, keep.text, keep.reasoning)
+        self._answering = AnswerStream(keep, self._not_saved, view.tool)
         await self.transcript.mount(view)
         view.start()
         view.progress("waiting for the first token…")
@@ -193,7 +193,7 @@ class ChatStreamingScreen(ChatViewScreen):
             if self._session.tree.holds(turn.id):
                 view.show_place(turn.id, self._session.place(turn))
             await view.settle("" if trouble is not None else note_under(turn))
-            self._owing.add(answering, partial(self._show_written, view))
+            self._unsaved.add(answering, partial(self._show_written, view))
         else:
             await view.remove()
             await self.redraw()  # a retry that came to nothing leaves what there was

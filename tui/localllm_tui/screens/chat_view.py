@@ -48,20 +48,20 @@ class ChatViewScreen(Screen[None]):
     ChatViewScreen { layout: vertical; }
     """
 
-    def __init__(self, opening: ChatOptions) -> None:
+    def __init__(self, options: ChatOptions) -> None:
         super().__init__()
-        self.client = opening.client
-        self.history = opening.history
-        self.model = opening.model
+        self.client = options.client
+        self.history = options.history
+        self.model = options.model
         self.n_ctx: int | None = None
         self.physics: ModelPhysics | None = None
         self.listed: ListedModel | None = None
-        self.tools = ToolBox(opening.tools)
-        self.greeting = opening.greeting
-        self.system_asked = opening.system
-        self.attached: list[tuple[str, str]] = list(opening.attached)
-        self._session = Session(opening.history, opening.model, conv_id=opening.resume, system=opening.system)
-        self._drafts = Drafts(opening.history.path.parent / "drafts")
+        self.tools = ToolBox(options.tools)
+        self.greeting = options.greeting
+        self.system_asked = options.system
+        self.attached: list[tuple[str, str]] = list(options.attached)
+        self._session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
+        self._drafts = Drafts(options.history.path.parent / "drafts")
         self._counting = TokenCounter(self, self._count, self.show_counts)
         self._columns = 0
         self._answering: AnswerStream | None = None
@@ -239,17 +239,17 @@ class ChatViewScreen(Screen[None]):
         loading = engine.progress().words(self.model) if engine is not None else ""
         attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
         width = self._columns or self.size.width
-        seen = self.seen
+        speed = self.speed
         reads = ""
         told = self.query_one(GlassPanel).wanted  # there, at this width
         if (
             self.physics is not None
-            and seen is not None
-            and seen.tok_s
+            and speed is not None
+            and speed.tok_s
             and width >= LEAST_HEADLINE_COLUMNS
             and not told
         ):
-            reads = headline(self.physics, seen)
+            reads = headline(self.physics, speed)
         how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
         parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools_on else ""]
         if not self._session.system and self.listed is not None and self.listed.has_system:
@@ -268,13 +268,13 @@ class ChatViewScreen(Screen[None]):
         self.query_one(StatusLine).show(n)
         self._show_head()
         if self.query_one(GlassPanel).wanted:
-            self.query_one(GlassPanel).show(self.physics, self.seen)
+            self.query_one(GlassPanel).show(self.physics, self.speed)
 
     @property
-    def seen(self) -> AnswerSpeed | None:
+    def speed(self) -> AnswerSpeed | None:
         """What is known of the newest answer's speed; None before the first."""
         answering = self._answering
-        return answering.seen(self.session.used_tokens) if answering is not None else None
+        return answering.speed(self.session.used_tokens) if answering is not None else None
 
     def show_counts(self) -> None:
         with suppress(NoMatches):  # a resize may come before the first compose

@@ -191,7 +191,7 @@ async def open_help(chat: ChatViewScreen, _: str) -> None:
 async def open_glass(chat: ChatViewScreen, _: str) -> None:
     """/glass: show or hide the panel; on a screen of its own where there is no room beside the conversation."""
     if chat.size.width < LEAST_COLUMNS:
-        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.seen)))
+        await chat.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed)))
     else:
         chat.query_one(GlassPanel).toggle()
         chat.show_counts()

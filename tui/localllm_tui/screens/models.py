@@ -69,38 +69,46 @@ class ModelsScreen(ModalScreen[str | None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
 
-    def __init__(self, desk: ModelService, pulls: Pulls, *, current: str = "", wish: PlanRequest | None = None) -> None:
+    def __init__(
+        self, service: ModelService, pulls: Pulls, *, current: str = "", request: PlanRequest | None = None
+    ) -> None:
         super().__init__()
-        self._desk, self._pulls, self._current = desk, pulls, current
-        self._wish = wish or PlanRequest()
-        self._planned: PlanList | None = None
+        self._service, self._pulls, self._current = service, pulls, current
+        self._request = request or PlanRequest()
+        self._plan_list: PlanList | None = None
         self._disk: Sequence[InstalledModel] | None = None
         self._fits: dict[str, str] = {}
         self._shows_disk = False
         self._marked: list[str] = []
         self._removing = ""
         self._done: set[str] = set()
-        self._again = self._planning = False
+        self._again = self.planning = False
 
     def compose(self) -> ComposeResult:
-        wish = self._wish
+        request = self._request
         machines = [
             "",
             *interfaces.MACHINES,
-            *([wish.machine] if wish.machine not in ("", *interfaces.MACHINES) else []),
+            *([request.machine] if request.machine not in ("", *interfaces.MACHINES) else []),
         ]
-        contexts = sorted({*interfaces.CONTEXTS, wish.context})
+        contexts = sorted({*interfaces.CONTEXTS, request.context})
         with Vertical():
             yield Static("", id="machine", markup=False)
-            yield Slider("context", contexts, context_words, value=wish.context, name="context")
+            yield Slider("context", contexts, context_words, value=request.context, name="context")
             with Horizontal(classes="sliders"):
                 yield Slider(
-                    "for", interfaces.PURPOSES, interfaces.PURPOSE_WORDS.__getitem__, value=wish.purpose, name="purpose"
+                    "for",
+                    interfaces.PURPOSES,
+                    interfaces.PURPOSE_WORDS.__getitem__,
+                    value=request.purpose,
+                    name="purpose",
                 )
-                yield Slider("wait", interfaces.WAITS_S, _wait_words, value=int(wish.longest_wait_s), name="wait")
+                yield Slider("wait", interfaces.WAITS_S, _wait_words, value=int(request.longest_wait_s), name="wait")
             with Horizontal(classes="sliders"):
-                yield Slider("machine", machines, lambda m: m or "this one", value=wish.machine, name="device")
-                yield Slider("memory", interfaces.MEMORIES_GB, _memory_words, value=int(wish.memory_gb), name="memory")
+                yield Slider("machine", machines, lambda m: m or "this one", value=request.machine, name="device")
+                yield Slider(
+                    "memory", interfaces.MEMORIES_GB, _memory_words, value=int(request.memory_gb), name="memory"
+                )
             yield Input(placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"', id="typed")
             yield Static("", id="columns", markup=False)
             yield OptionList()
@@ -135,23 +143,23 @@ class ModelsScreen(ModalScreen[str | None]):
     def _replan(self) -> None:
         """Plan in a thread; what is asked meanwhile is planned once that is done, and only the last of it."""
         self._again = True
-        if not self._planning:
-            self._planning = True
+        if not self.planning:
+            self.planning = True
             start(self, self._plan, "plan", exclusive=False)
 
     async def _plan(self) -> None:
         try:
             while self._again:
                 self._again = False
-                wish = self._asked()
+                request = self._asked()
                 try:
-                    self._planned = await asyncio.to_thread(self._desk.plan, wish)
-                    self._wish = wish
+                    self._plan_list = await asyncio.to_thread(self._service.plan, request)
+                    self._request = request
                     self._list()
                 except LocalLLMError as e:
                     self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
         finally:
-            self._planning = False
+            self.planning = False
 
     # -- what is listed -------------------------------------------------------------------------------------------
 
@@ -162,7 +170,7 @@ class ModelsScreen(ModalScreen[str | None]):
     @property
     def choices(self) -> tuple[PlanChoice, ...]:
         """What is listed, where plans are."""
-        return self._planned.choices if self._planned is not None else ()
+        return self._plan_list.choices if self._plan_list is not None else ()
 
     def _list(self) -> None:
         listed = self.query_one(OptionList)
@@ -177,7 +185,7 @@ class ModelsScreen(ModalScreen[str | None]):
         else:
             rows = [(o.ref, self._line(o)) for o in self.choices]
             self.query_one("#columns", Static).update(catalog_head(self._room))
-            said = _summary(self._planned)
+            said = _summary(self._plan_list)
         self.query_one("#machine", Static).update(elide(said, self._room))
         listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])
         if rows:
@@ -218,13 +226,13 @@ class ModelsScreen(ModalScreen[str | None]):
             lines = disk_details(model, self._fits.get(model.path, ""), self._room)
             if model.path not in self._fits:
                 start(self, partial(self._weigh, model), "fit")
-        elif self._planned is not None and not self._shows_disk:
+        elif self._plan_list is not None and not self._shows_disk:
             lines = ["nothing fits: a shorter context or another purpose may"]
         self.query_one("#details", Static).update("\n".join(lines[:_DETAIL_LINES]))
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
-            self._fits[model.path] = await asyncio.to_thread(self._desk.fit, model)
+            self._fits[model.path] = await asyncio.to_thread(self._service.fit, model)
         except LocalLLMError as e:
             self._fits[model.path] = e.message
         self._show_details()
@@ -263,7 +271,7 @@ class ModelsScreen(ModalScreen[str | None]):
         pull = self._pulls.of(choice.ref)
         if choice.installed or (pull is not None and pull.done):
             self.dismiss(choice.installed or (pull.name if pull is not None else ""))
-        elif self._wish.machine:
+        elif self._request.machine:
             self.notify("that machine is simulated: come back to this one to pull", severity="warning")
         else:
             self._pulls.start(choice.ref)
@@ -301,7 +309,7 @@ class ModelsScreen(ModalScreen[str | None]):
     async def _explain(self, choice: PlanChoice) -> None:
         try:
             columns = min(108, self.size.width - 8)
-            lines = await asyncio.to_thread(self._desk.explain, replace(self._wish), choice.ref, columns)
+            lines = await asyncio.to_thread(self._service.explain, replace(self._request), choice.ref, columns)
             await self.app.push_screen(TextDialog(f"why {choice.title}", [*lines, "", *choice.plan["reasons"]]))
         except LocalLLMError as e:
             self.notify(e.message, severity="warning", markup=False)
@@ -328,7 +336,7 @@ class ModelsScreen(ModalScreen[str | None]):
             start(self, self._look_at_disk, "disk")
 
     async def _look_at_disk(self) -> None:
-        self._disk = await asyncio.to_thread(self._desk.on_disk)
+        self._disk = await asyncio.to_thread(self._service.on_disk)
         if self._shows_disk:
             self._list()
 
@@ -361,7 +369,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     async def _remove(self, model: InstalledModel) -> None:
         try:
-            freed = await asyncio.to_thread(self._desk.remove, model)
+            freed = await asyncio.to_thread(self._service.remove, model)
             self.notify(f"removed {model.name}: {amount(freed)} freed", markup=False)
         except LocalLLMError as e:
             self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)

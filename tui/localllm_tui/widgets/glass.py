@@ -25,7 +25,7 @@ class GlassPanel(Static):
     def __init__(self) -> None:
         super().__init__("", id="glass", markup=False)
         self.physics: ModelPhysics | None = None
-        self.seen: AnswerSpeed | None = None
+        self.speed: AnswerSpeed | None = None
 
     @property
     def wanted(self) -> bool:
@@ -42,12 +42,12 @@ class GlassPanel(Static):
         """Make room for the conversation where the terminal is `narrow`."""
         self.set_class(narrow, "narrow")
 
-    def show(self, physics: ModelPhysics | None, seen: AnswerSpeed | None) -> None:
+    def show(self, physics: ModelPhysics | None, speed: AnswerSpeed | None) -> None:
         """Show these figures."""
-        if (physics, seen) != (self.physics, self.seen):
-            self.physics, self.seen = physics, seen
+        if (physics, speed) != (self.physics, self.speed):
+            self.physics, self.speed = physics, speed
             self._draw()
 
     def _draw(self) -> None:
         if self.wanted:
-            self.update("\n".join(panel_lines(self.physics, self.seen)))
+            self.update("\n".join(panel_lines(self.physics, self.speed)))
