@@ -8,7 +8,7 @@ from localllm.engine.cache.tree import as_tokens
 from localllm.engine.messages import FinishReason, Text, TokenLogprob
 from localllm.engine.request import RunningRequest
 from localllm.engine.request_table import RequestTable
-from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.row import Row
 from localllm.engine.scheduler import Grant
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling, Text
-from localllm.engine.sampling.sampler import Bounds, Sampler, distribution
+from localllm.engine.sampling.filters import distribution
+from localllm.engine.sampling.sampler import Bounds, Sampler
 from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec, SampleSpec
 from localllm_backends.mlx import backend_type as mlx

@@ -13,8 +13,7 @@ import pytest
 from engine.drive import GREEDY, Outcome, advance, prompt_tokens, run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Queued, Request
-from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.engine.sampling.sampler import Constraint
+from localllm.engine.sampling.grammar import Constraint, GrammarCompiler
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from localllm.conversation.tools.lark import json_value
-from localllm.engine.sampling.grammar import GrammarCompiler, _Vocabulary
+from localllm.engine.sampling.grammar import GrammarCompiler, Vocabulary
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
@@ -27,13 +27,13 @@ def backend(tiny_model: Path) -> Iterator[Backend]:
 @pytest.mark.parametrize("text", ["{", '{"name": "f", "arguments": ', "Ünïcode ✓", " w300", "a\n\tb", "\x02x", "\x02"])
 def test_tokens_spell_exactly_the_text(backend: Backend, text: str) -> None:
     assert backend.tokenize("{", special=False)[0] != backend.tokenize(" {", special=False)[-1]  # the space it adds
-    vocabulary = _Vocabulary(backend)
+    vocabulary = Vocabulary(backend)
     tokens = vocabulary(text)
     assert b"".join(vocabulary.tokens[t] for t in tokens) == text.encode()
 
 
 def test_half_a_character_is_not_spelled_as_another(backend: Backend) -> None:
-    vocabulary = _Vocabulary(backend)
+    vocabulary = Vocabulary(backend)
     half = "✓".encode()[:2]
     assert b"".join(vocabulary.tokens[t] for t in vocabulary(half)) in (half, b"")
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling.rejection import Distribution, acceptance_probability, couple, residual
-from localllm.engine.sampling.sampler import Sampler, distribution
+from localllm.engine.sampling.filters import distribution
+from localllm.engine.sampling.rejection import Distribution, acceptance_probability, rejection_sample, residual
+from localllm.engine.sampling.sampler import Sampler
 
 WEIGHTS = st.lists(st.integers(0, 20), min_size=2, max_size=8).filter(any)
 
@@ -27,11 +28,11 @@ def emitted_exactly(p: Distribution, q: Distribution, n: int) -> np.ndarray:
     rejected = 0.0
     for token, probability in zip(q.ids, q.probs, strict=True):
         accept = min(1.0, p.prob(int(token)) / probability)
-        # `couple` accepts below that threshold and not above it.
+        # `rejection_sample` accepts below that threshold and not above it.
         if accept > 0:
-            assert couple(p, q, int(token), accept * 0.999, 0.5) == (int(token), True)
+            assert rejection_sample(p, q, int(token), accept * 0.999, 0.5) == (int(token), True)
         if accept < 1:
-            assert not couple(p, q, int(token), min(accept * 1.001 + 1e-9, 0.999999), 0.5)[1]
+            assert not rejection_sample(p, q, int(token), min(accept * 1.001 + 1e-9, 0.999999), 0.5)[1]
         out[token] += probability * accept
         rejected += probability * (1 - accept)
     left = residual(p, q)
@@ -69,7 +70,7 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
     counts = np.zeros(max(len(a), len(b)))
     accepted = 0
     for token, (_, accept, draw) in zip(drafted.tolist(), uniforms.tolist(), strict=True):
-        out, right = couple(p, q, token, accept, draw)
+        out, right = rejection_sample(p, q, token, accept, draw)
         counts[out] += 1
         accepted += right
     expected = p.probs * draws
@@ -98,5 +99,5 @@ def test_verify_couples_with_what_choose_draws_from(seed: int, top_k: int, top_p
 
 def test_equal_distributions_accept_everything() -> None:
     p = dist([1, 2, 3])
-    assert all(couple(p, p, t, 0.999999, 0.5) == (t, True) for t in (0, 1, 2))
+    assert all(rejection_sample(p, p, t, 0.999999, 0.5) == (t, True) for t in (0, 1, 2))
     assert residual(p, p) is p

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import sampling_reference
 from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.dry import penalty, repetitions
+from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import acceptance_probability
-from localllm.engine.sampling.sampler import Bounds, Sampler, distribution
+from localllm.engine.sampling.sampler import Bounds, Sampler
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -29,37 +31,6 @@ def spell(token: int) -> bytes:
     return PIECES[token]
 
 
-def behind_the_last_breaker(window: list[int], breakers: list[str]) -> int:
-    """Whole tokens behind the last breaker: of those that begin in the latest token, the one that ends last."""
-    found = []
-    for first in range(len(window)):
-        text = b"".join(spell(t) for t in window[first:])
-        for b in (b.encode() for b in breakers):
-            at = max((i for i in range(len(spell(window[first]))) if text[i:].startswith(b)), default=-1)
-            if at >= 0:
-                last = first
-                while len(b"".join(spell(t) for t in window[first : last + 1])) < at + len(b):
-                    last += 1
-                found.append((first, last))
-    return len(window) - 1 - max(found)[1] if found else len(window)
-
-
-def read_slowly(history: list[int], s: Sampling) -> dict[int, int]:
-    """For every token of the window: the longest end of the window that stands right before it too."""
-    n = len(history) if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
-    window = history[max(0, len(history) - n) :]
-    reach = behind_the_last_breaker(window, list(s.dry_sequence_breakers))
-    out: dict[int, int] = {}
-    for at in range(1, len(window)):
-        same = 0
-        while same < min(at, reach) and window[at - 1 - same] == window[-1 - same]:
-            same += 1
-        if same >= s.dry_allowed_length and reach >= s.dry_allowed_length:
-            out[window[at]] = max(out.get(window[at], 0), same)
-    spared = [t for t in out if any(b.encode() in spell(t) for b in s.dry_sequence_breakers)]
-    return {t: length for t, length in out.items() if t not in spared}
-
-
 @settings(deadline=None, max_examples=400)
 @given(
     HISTORIES,
@@ -69,10 +40,7 @@ def read_slowly(history: list[int], s: Sampling) -> dict[int, int]:
 )
 def test_dry_finds_what_its_definition_says(history: list[int], last: int, allowed: int, breakers: list[str]) -> None:
     sampling = replace(DRY, dry_penalty_last_n=last, dry_allowed_length=allowed, dry_sequence_breakers=tuple(breakers))
-    if 0 <= last <= allowed or len(history) <= allowed:
-        assert repetitions(sampling, history, spell) == {}
-    else:
-        assert repetitions(sampling, history, spell) == read_slowly(history, sampling)
+    assert repetitions(sampling, history, spell) == sampling_reference.repetitions(history, sampling, spell)
 
 
 def test_llama_cpps_own_example() -> None:
@@ -186,9 +154,8 @@ def test_an_answer_is_the_same_with_and_without_drafts_under_dry(temperature: fl
 
 def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> None:
-        raise AssertionError("an unused filter was asked")
+        raise AssertionError("DRY was asked")
 
-    for name in ("repetitions", "_without_top_choices"):
-        monkeypatch.setattr(f"localllm.engine.sampling.sampler.{name}", never)
+    monkeypatch.setattr("localllm.engine.sampling.penalties.repetitions", never)
     assert Sampler(Sampling(temperature=0)).plain(10, 5)
     assert len(generated("off", Sampling(seed=3))[0]) == 150

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from localllm.engine.sampling.sampler import Constraint
+from localllm.engine.sampling.grammar import Constraint
 
 # (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its constraint.
 MakeConstraint = Callable[[tuple[str, str], str], Constraint]

@@ -9,10 +9,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from localllm.engine.sampling.ranking import Row
-from localllm.engine.sampling.sampler import Constraint
+from localllm.engine.sampling.row import Row
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend
 
@@ -50,7 +48,7 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
 
 
-class _Vocabulary:
+class Vocabulary:
     """What llguidance's TokenizerWrapper asks of a tokenizer."""
 
     def __init__(self, backend: Backend) -> None:
@@ -85,7 +83,7 @@ class GrammarCompiler:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._tokenizer: Any = None
-        self._vocabulary: _Vocabulary | None = None
+        self._vocabulary: Vocabulary | None = None
         self._named: dict[str, int] = {}
         self._preparing = threading.Lock()
 
@@ -119,7 +117,7 @@ class GrammarCompiler:
             _check_words(schema)
         if begun:
             self._begin(matcher, begun)
-        return MatcherConstraint(matcher, self._backend.info.n_vocab)
+        return Constraint(matcher)
 
     def _begin(self, matcher: Any, begun: str) -> None:
         """Let `matcher` read the beginning of the answer, all of it or nothing."""
@@ -138,7 +136,7 @@ class GrammarCompiler:
     def _prepare(self) -> None:
         import llguidance
 
-        vocabulary = self._vocabulary = _Vocabulary(self._backend)
+        vocabulary = self._vocabulary = Vocabulary(self._backend)
         self._named = {
             spelling.decode("utf-8", "replace"): token
             for token, spelling in enumerate(vocabulary.tokens)
@@ -161,35 +159,21 @@ class GrammarCompiler:
         return _TOKEN_NAME.sub(by_id, lark)
 
 
-class MatcherConstraint:
+class Constraint:
     """One request's place in its grammar."""
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
-        self._n_vocab = n_vocab
-        # What is allowed at this place, once that was asked.
-        self._bits: NDArray[np.uint8] | None = None
-
-    def allowed(self) -> NDArray[np.uint8]:
-        """What the grammar allows next, a bit for each token."""
-        if self._bits is None:
-            self._bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return self._bits
 
     def apply(self, logits: Row) -> None:
         """Set what the grammar forbids next to -inf."""
-        logits[:] = self.masked(logits)
-
-    def masked(self, logits: Row) -> Row:
-        """A new row in which what the grammar forbids next is -inf."""
-        most = _MOST.take(self.allowed(), axis=0).reshape(-1)[: self._n_vocab]
-        if len(most) < len(logits):
-            most = np.concatenate([most, np.full(len(logits) - len(most), -np.inf, dtype=np.float32)])
-        return np.minimum(logits, most, out=most)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        most = _MOST.take(bits, axis=0).reshape(-1)[: len(logits)]
+        np.minimum(logits[: len(most)], most, out=logits[: len(most)])
+        logits[len(most) :] = -np.inf
 
     def accept(self, token: int) -> None:
-        """OutputProcessor by a chosen token."""
-        self._bits = None
+        """Advance by a chosen token."""
         self._matcher.consume_token(token)
 
     def acceptable(self, tokens: Seq[int]) -> int:

@@ -1,4 +1,4 @@
-"""Penalties on tokens that came before.
+"""What a request changes of the logits, whatever they are: logit bias, then penalties on tokens that came before, then DRY.
 
 How often each token came is counted as tokens come and go out of the window: what a token costs does not grow with
 the window.
@@ -7,13 +7,13 @@ the window.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.dry import Recent, TokenBytes, penalty, repetitions
+from localllm.engine.sampling.row import Row
 
 # So many tokens are counted quicker together than one by one.
 _AT_ONCE = 64
@@ -87,21 +87,6 @@ class Tallies:
             self._at[int(self._ids[at])] = at
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """The tokens that came (`ids`), how often by token (`of`, for every token of the vocabulary), and what that costs."""
-
-    ids: NDArray[np.int64]
-    of: NDArray[np.int32]
-    sampling: Sampling
-
-    @property
-    def raises(self) -> bool:
-        """True where a penalty may be a reward."""
-        s = self.sampling
-        return s.repeat_penalty < 1.0 or s.presence_penalty < 0 or s.frequency_penalty < 0
-
-
 def counted(sampling: Sampling) -> bool:
     """True where the tokens that came before change the logits."""
     return sampling.repeat_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -122,3 +107,30 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
     if sampling.frequency_penalty:
         values = values - (counts * sampling.frequency_penalty).astype(np.float32)
     return values
+
+
+class Penalties:
+    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a token (None: no DRY)."""
+
+    def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
+        self._sampling = sampling
+        self._tallies, self._recent = Tallies(sampling.repeat_last_n), Recent()
+        self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
+        bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        self._bias = np.where(bias > -100, bias, np.float32(-np.inf))
+        self._dry = text if sampling.dry_multiplier else None
+        self.any = counted(sampling) or bool(sampling.logit_bias) or self._dry is not None
+
+    def apply(self, row: Row, history: Seq[int]) -> None:
+        """Change `row` in place, for the token behind `history`."""
+        s = self._sampling
+        if len(self._biased):
+            known = (self._biased >= 0) & (self._biased < len(row))
+            row[self._biased[known]] += self._bias[known]
+        if counted(s):
+            ids, counts = self._tallies.follow(history)
+            row[ids] = penalised(row[ids], counts, s)
+        if self._dry is not None:
+            for token, length in repetitions(s, history, self._dry, self._recent).items():
+                if token < len(row):
+                    row[token] -= np.float32(penalty(s, length))

@@ -1,4 +1,4 @@
-"""A distribution over tokens, and the exact acceptance of drafted ones: maximal coupling of two distributions.
+"""A distribution over tokens, and the exact acceptance of drafted ones: the maximal coupling of two distributions.
 
 Accept a token x drafted from q with probability min(1, p(x)/q(x)), else draw from the normalised (p − q)+. What is
 emitted follows p exactly, and no rule accepts more often: the acceptance probability is 1 − TV(p, q).
@@ -32,7 +32,7 @@ class Distribution:
         return int(self.ids[min(index, len(self.ids) - 1)])
 
 
-def couple(
+def rejection_sample(
     p: Distribution, q: Distribution, token: int, accept_uniform: float, draw_uniform: float
 ) -> tuple[int, bool]:
     """(token to emit, whether it is the drafted one), for `token` drawn from `q` and verified against `p`.

@@ -15,8 +15,8 @@ from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.sampling.sampler import distribution
 from localllm.engine.speculation.drafter import DraftContext, Drafter, Drafts
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 

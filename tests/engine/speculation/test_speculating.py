@@ -12,7 +12,7 @@ import pytest
 from engine.drive import GREEDY, Outcome, run, settle
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling.ranking import Row
+from localllm.engine.sampling.row import Row
 from localllm.engine.speculation.draft_model import vocabulary_difference
 from localllm_backends.contract import Chunk
 from support.requests import request_for
