@@ -1,54 +1,27 @@
-"""What a step costs besides the model: admission with many waiting, and sampling over large vocabularies.
+"""What a step costs besides the model: admission with many waiting, and 8 sampled streams (`sampler` has a token's cost alone).
 
 python -m benchmarks.step_overhead [--rounds 5]
 
 No model: a backend that computes nothing. Milliseconds of CPU time of this thread, so that others on the machine cost
-only their share of the caches. The bars: 0.3 ms a step for admission, 0.15 ms a token for sampling at 262,144.
+only their share of the caches. The bar: 0.3 ms a step for admission.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.sampler import SETTINGS, median_ms, row_of
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling
-from localllm.engine.sampling.sampler import Bounds, Sampler
 from localllm_backends.contract import Capabilities, Chunk, MemoryReport, ModelInfo
 
 CROWDS = ((4, 4, 8_000), (4, 8, 30_000), (2, 16, 60_000))
-VOCABULARIES = (151_936, 262_144)
-OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-SAMPLINGS = {
-    "defaults (k40 p.95 min.05)": Sampling(),
-    "Qwen (t.7 k20 p.8)": Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.0),
-    "Gemma (t1 k64 p.95)": Sampling(temperature=1.0, top_k=64, top_p=0.95, min_p=0.0),
-    "gpt-oss (t1, nothing else)": Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
-    "t1 p.95": Sampling(temperature=1.0, top_k=0, top_p=0.95, min_p=0.0),
-    "t1 min.01": Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.01),
-    "t1 p.95 min.05": Sampling(temperature=1.0, top_k=0, top_p=0.95, min_p=0.05),
-    "typical .9": Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.9),
-    "typical .9 k40": Sampling(top_k=40, typical_p=0.9),
-    "defaults, repeat 1.1": Sampling(repeat_penalty=1.1),
-    "defaults, repeat 1.1 over all": Sampling(repeat_penalty=1.1, repeat_last_n=-1),
-    "t1 p.95, repeat 1.1": Sampling(temperature=1.0, top_k=0, top_p=0.95, min_p=0.0, repeat_penalty=1.1),
-    "greedy, repeat 1.1": Sampling(temperature=0.0, repeat_penalty=1.1),
-    "t.7, nothing else": replace(OPEN, temperature=0.7),
-    "t1 p.95, repeat 1.1 over all": replace(OPEN, top_p=0.95, repeat_penalty=1.1, repeat_last_n=-1),
-    "t1, presence and frequency": replace(OPEN, presence_penalty=0.5, frequency_penalty=0.2),
-    "t1, logit_bias": replace(OPEN, logit_bias={5: 1.0, 9: -100.0}),
-    "t1, DRY over all": replace(OPEN, dry_multiplier=0.8, dry_penalty_last_n=-1),
-    "t1, XTC": replace(OPEN, xtc_probability=0.5),
-    "typical .9, repeat 1.1": replace(OPEN, typical_p=0.9, repeat_penalty=1.1),
-}
-HISTORY_TOKENS = 20_000
+SAMPLINGS = ("defaults", "none (gpt-oss)", "top_p", "typical_p")
 
 
 class Idle:
@@ -202,24 +175,6 @@ def sampled(sampling: Sampling, n_vocab: int, seed: int) -> float:
     return median_ms(engine.step, 30)
 
 
-def row_of(n_vocab: int, rng: np.random.Generator, *, peaked: bool) -> NDArray[np.float32]:
-    """Logits as models have them: most of them noise, and some dozens of words that would do."""
-    row = rng.normal(0.0, 2.2, n_vocab).astype(np.float32)
-    if peaked:
-        row[rng.integers(0, n_vocab, 40)] += np.linspace(18, 6, 40).astype(np.float32)
-    return row
-
-
-def median_ms(run: Callable[[], object], times: int) -> float:
-    """Median of the thread's own milliseconds."""
-    spent = []
-    for _ in range(times):
-        started = time.thread_time()
-        run()
-        spent.append(time.thread_time() - started)
-    return 1e3 * statistics.median(spent)
-
-
 def main() -> None:
     """Measure and report: the median of all rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -235,22 +190,8 @@ def main() -> None:
             flush=True,
         )
     print("\n8 sampled streams, 262144 tokens: ms a step")
-    for name in ("defaults (k40 p.95 min.05)", "gpt-oss (t1, nothing else)", "t1 p.95", "typical .9"):
-        print(f"  {name:30} {statistics.median(sampled(SAMPLINGS[name], 262_144, i) for i in rounds):7.3f}", flush=True)
-    rng = np.random.default_rng(0)
-    history = rng.integers(3, 49_000, HISTORY_TOKENS).tolist()
-    for n_vocab in VOCABULARIES:
-        for peaked in (True, False):
-            rows = [row_of(n_vocab, rng, peaked=peaked) for _ in range(4)]
-            print(f"\n{n_vocab} tokens, {'peaked' if peaked else 'flat'}: ms a token")
-            for name, sampling in SAMPLINGS.items():
-                sampler = Sampler(sampling, None, Bounds(text=lambda token: b"w%d " % token))
-                spent = [
-                    median_ms(lambda row=row, sampler=sampler: sampler.choose(row, history), 5)  # type: ignore[misc]
-                    for _ in rounds
-                    for row in rows
-                ]
-                print(f"  {name:30} {statistics.median(spent):7.3f}", flush=True)
+    for name in SAMPLINGS:
+        print(f"  {name:30} {statistics.median(sampled(SETTINGS[name], 262_144, i) for i in rounds):7.3f}", flush=True)
 
 
 if __name__ == "__main__":
