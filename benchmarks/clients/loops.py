@@ -30,7 +30,7 @@ from benchmarks.clients.brain import Worker
 from benchmarks.clients.model import ScriptedModel
 from benchmarks.clients.notations import NOTATIONS, Notation
 from benchmarks.clients.recorder import Exchange, Recorder
-from localllm.cli.commands.connect import _target
+from localllm.cli.commands.connect import target_of
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 
@@ -78,7 +78,7 @@ def stage(agent: Agent, notation: Notation, program: Path, n_ctx: int = 0, pause
         with running_server([ServedModel("local-model", model, info=model.info)]) as server:
             recorder = Recorder(server.app.build_middleware_stack())
             server.app.middleware_stack = recorder
-            place = Place(program, home, work, _target(server.url, None, None))
+            place = Place(program, home, work, target_of(server.url, None, None))
             recorder.exchanges.clear()
             try:
                 yield Stage(place, worker, model, recorder.exchanges)

@@ -61,7 +61,7 @@ def test_the_target_is_asked_of_the_server() -> None:
         ServedModel("fim", fim, info=fim.info),
     ]
     with running_server(models) as server:
-        target = command._target(server.url, None, None)
+        target = command.target_of(server.url, None, None)
     assert (target.model, target.autocomplete, target.embedding) == ("chat", "fim", "bert")
 
 

@@ -26,6 +26,7 @@ from localllm.server.serving import with_defaults
 from localllm.settings import Settings
 from models.tiny_bert import write_bert
 from support.http_server import running_server
+from support.until import until
 
 HI = [{"role": "user", "content": "Say hi"}]
 
@@ -53,13 +54,6 @@ def router(*names: str, only: bool = False, aliases: tuple[str, ...] = (), **fla
 def ask(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
     body = {"model": model, "prompt": "a", "max_tokens": 2, "ignore_eos": True, "temperature": 0, **more}
     return http.post("/v1/completions", json=body)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def states(http: httpx.Client) -> dict[str, str]:

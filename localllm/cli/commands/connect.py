@@ -40,7 +40,7 @@ def connect(
         raise NotFoundError(f"no recipe for {editor!r}; known: {', '.join(RECIPES)}")
     settings = Settings({"api_key": api_key})
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
-    target = _target(base, model, settings.value("api_key") or _own_key(base))
+    target = target_of(base, model, settings.value("api_key") or _own_key(base))
     recipe = recipe_of(target, Path.home())
     _say(recipe, write)
     if check:
@@ -83,7 +83,7 @@ def _own_key(base: str) -> str | None:
     return existing_key() if asks else None
 
 
-def _target(base: str, model: str | None, api_key: str | None) -> ClientTarget:
+def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget:
     """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
     import httpx
 

@@ -30,7 +30,7 @@ def doctor(
         typer.Option("--kv", metavar="MODEL", help="Measure what quantised KV costs MODEL in precision (a minute)."),
     ] = "",
 ) -> None:
-    """HealthCheck this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
+    """Check this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
     changes nothing.
 
     --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
