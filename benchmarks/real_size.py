@@ -128,7 +128,7 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
     """(device, model, plan, what is known of speeds here) of `path` on this machine, for one request at a time, by what
     `localllm bench` measured here."""
-    from localllm.cli.compose.lookup import machine_of
+    from localllm.cli.compose.plan_inputs import machine_of
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
     from localllm_catalog import catalog, from_gguf, gguf

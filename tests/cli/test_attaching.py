@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.chat import attach, engines
+from localllm.cli.chat import engines
 from localllm.cli.compose.api_keys import kept_key
 from localllm.cli.serve import running
 from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
@@ -35,16 +35,16 @@ def port(server: ScriptedServer) -> int:
 
 def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
     with ScriptedServer(models=MODELS) as server:
-        assert attach.here("idle", None) is None
+        assert engines.here("idle", None) is None
         with running.published(ServerSettings().secured(), port(server)):
             for asked, found in ((None, "busy"), ("Idle", "idle"), ("sleepy", "idle"), ("idle:latest", "idle")):
-                attached = attach.here(asked, None)
+                attached = engines.here(asked, None)
                 assert attached is not None
                 assert (attached.base_url, attached.model, attached.api_key) == (server.base_url, found, None)
-            assert attach.here("another", None) is None
-            by_file = attach.here("/models/Idle.gguf", None, lambda: "idle")
+            assert engines.here("another", None) is None
+            by_file = engines.here("/models/Idle.gguf", None, lambda: "idle")
             assert by_file is not None
-        assert attach.here("idle", None) is None
+        assert engines.here("idle", None) is None
         assert list(running.folder().iterdir()) == []
 
 
@@ -83,34 +83,34 @@ def test_what_a_dead_server_left_is_removed_and_another_of_its_number_is_not_tak
 
 def test_a_server_that_does_not_answer_is_passed_over() -> None:
     with running.published(ServerSettings().secured(), 9):
-        assert attach.here(None, None) is None
+        assert engines.here(None, None) is None
 
 
 def test_the_kept_key_goes_to_our_own_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     key = kept_key()
     with ScriptedServer(models=MODELS, api_key=key) as server:
         with pytest.raises(UsageError, match="asks for a key"):
-            attach.at(server.base_url, "idle", None)
+            engines.at(server.base_url, "idle", None)
         secured = replace(ServerSettings(host="0.0.0.0").secured(), api_key=key)
         with running.published(secured, port(server)):
-            found = attach.here("idle", None)
+            found = engines.here("idle", None)
             assert found is not None
             assert found.api_key == key
-            assert attach.at(server.base_url, "idle", None).api_key == key
+            assert engines.at(server.base_url, "idle", None).api_key == key
         with pytest.raises(UsageError, match="refuses the key"):
-            attach.at(server.base_url, "idle", "wrong")
+            engines.at(server.base_url, "idle", "wrong")
         monkeypatch.setenv("LOCALLLM_API_KEY", key)
-        assert attach.at(server.base_url, "idle", None).api_key == key
+        assert engines.at(server.base_url, "idle", None).api_key == key
 
 
 def test_an_address_that_is_named_answers_or_the_reason_is_said() -> None:
     with ScriptedServer(models=MODELS) as server:
         bare = server.base_url.removesuffix("/v1").removeprefix("http://")
-        assert attach.at(bare, None, None).model == "busy"
+        assert engines.at(bare, None, None).model == "busy"
         with pytest.raises(ModelNotFoundError, match="no model 'gpt'"):
-            attach.at(server.base_url, "gpt", None)
+            engines.at(server.base_url, "gpt", None)
     with pytest.raises(ServerUnreachableError, match="no server answers"):
-        attach.at(server.base_url, None, None)
+        engines.at(server.base_url, None, None)
 
 
 def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
@@ -149,7 +149,7 @@ def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(tiny
         for line in serve.stderr:
             if line.startswith("serving on"):
                 break
-        attached = attach.here(str(tiny_model), None, lambda: tiny_model.stem)
+        attached = engines.here(str(tiny_model), None, lambda: tiny_model.stem)
         assert attached is not None
         assert attached.where == str(path.resolve())
         asked = [*command, "chat", "hello", "-m", str(tiny_model), "--max-tokens", "3"]

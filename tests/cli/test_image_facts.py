@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from localllm.cli.all_commands import app
-from localllm.cli.compose.lookup import device_named
+from localllm.cli.compose.plan_inputs import device_named
 from localllm.cli.compose.projector import image_readers
 from localllm.library.catalog import load_catalog
 from localllm.planner import memory

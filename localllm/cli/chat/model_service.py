@@ -65,7 +65,7 @@ class LocalModelService:
         self._device(request)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
-        from localllm.cli.compose.lookup import of_quant
+        from localllm.cli.compose.plan_inputs import of_quant
         from localllm.library.describe import describe
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
@@ -104,7 +104,7 @@ class LocalModelService:
         return store.rm(self._local(model))
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        from localllm.cli.compose.lookup import variant_choice
+        from localllm.cli.compose.plan_inputs import variant_choice
         from localllm.library.pull import pull
 
         def hear(p: DownloadProgress) -> None:
@@ -124,7 +124,7 @@ class LocalModelService:
         return self._catalog
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        from localllm.cli.compose.lookup import machine_of
+        from localllm.cli.compose.plan_inputs import machine_of
 
         key = (request.machine.strip(), request.memory_gb)
         if key not in self._devices:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.options import Json
+from localllm.cli.commands.shared import Json
 
 if TYPE_CHECKING:
     from localllm.cli.compose.load_plan import LoadPlan

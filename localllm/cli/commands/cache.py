@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from localllm.cli.commands.options import Json, Yes
-from localllm.cli.commands.output import confirmed, gb, print_json, table
+from localllm.cli.commands.shared import Json, Yes, confirmed, gb, print_json, table
 
 if TYPE_CHECKING:
     from localllm.engine.cache.folder import ModelPrefixes

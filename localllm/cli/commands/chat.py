@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import CpuMoe, GpuLayers, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, installed_names
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import Json
-from localllm.cli.commands.output import print_json
+from localllm.cli.commands.shared import Json, print_json
 
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck

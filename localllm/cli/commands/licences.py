@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import Json
+from localllm.cli.commands.shared import Json
 
 if TYPE_CHECKING:
     from importlib import metadata

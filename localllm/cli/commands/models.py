@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.options import Json, Quiet, Yes
-from localllm.cli.commands.output import confirmed, gb, print_json, table
+from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, gb, print_json, table
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel

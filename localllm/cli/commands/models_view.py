@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.commands.output import gb, table
+from localllm.cli.commands.shared import gb, table
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import Json
+from localllm.cli.commands.shared import Json
 
 if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
@@ -30,8 +30,8 @@ def pull(
     import sys
 
     from localllm.cli.commands.models_view import as_row
-    from localllm.cli.commands.output import gb, print_json
-    from localllm.cli.compose.lookup import variant_choice
+    from localllm.cli.commands.shared import gb, print_json
+    from localllm.cli.compose.plan_inputs import variant_choice
     from localllm.library.pull import pull as fetch
     from localllm.settings import Settings
 

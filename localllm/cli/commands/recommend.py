@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import CpuMoe, GpuLayers, Split
-from localllm.cli.compose.lookup import device_named, of_quant, overrides_for
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
+from localllm.cli.compose.plan_inputs import device_named, of_quant, overrides_for
 
 if TYPE_CHECKING:
     from localllm.device.types import Device

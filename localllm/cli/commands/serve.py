@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.commands.options import CpuMoe, GpuLayers, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, installed_names
 
 
 def serve(
@@ -91,9 +91,9 @@ def serve(
     """
     import asyncio
 
+    from localllm.cli.compose.installed_models import LibraryStore
     from localllm.cli.compose.model_router import router_of
     from localllm.cli.serve.listening import listening, port_of, server_settings
-    from localllm.cli.serve.model_store import LibraryStore
     from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published

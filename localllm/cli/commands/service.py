@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.options import Json
+from localllm.cli.commands.shared import Json
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,10 +1,12 @@
-"""The models on this disk as a server offers them: listed at once, each described when there is time or somebody asks."""
+"""The models on this disk as a server offers them: listed at once, each described when there is time or somebody asks; and what
+its clients may fetch and remove."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.cli.compose.served_models import real_path
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from localllm.cli.compose.served_models import ServedModels
+    from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
-    from localllm.server.models.served import ServedModel
+    from localllm.server.models.served import ServedModel, StoreProgress
+
 
 # The disk is looked at again when a list is asked for this long after the last look, and for a name nobody has sooner.
 _FRESH_S = 10.0
@@ -124,3 +128,44 @@ class DiskModels:
         path = real_path(local.path)
         self._describe(path)
         return self._named.get(path) or self._listed.get(path)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryStore:
+    """Implements server.models.installed.ModelStore. A reference is a name of the catalog or the hub, never a path."""
+
+    offline: bool = False
+
+    def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
+        """See ModelStore.pull."""
+        from localllm.cli.compose.plan_inputs import variant_choice
+        from localllm.library.pull import pull
+        from localllm.server.models.served import StoreProgress
+
+        def hear(p: DownloadProgress) -> None:
+            on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))
+
+        name = _ours(ref)
+        pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
+
+    def remove(self, ref: str) -> None:
+        """See ModelStore.remove."""
+        from localllm.library import store
+        from localllm.library.resolve import resolve
+
+        store.rm(resolve(_ours(ref), offline=True))
+
+
+def _ours(ref: str) -> str:
+    """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises UsageError for a path."""
+    from localllm.library import hub, names
+    from localllm.library.catalog import load_catalog
+
+    names.parse(ref, hub_hosts=hub.hosts())
+    ref = ref.removesuffix(":latest")
+    family, colon, size = ref.partition(":")
+    if colon and "/" not in ref:
+        catalog = load_catalog()
+        if catalog.get(family) is None and catalog.get(f"{family}-{size.lower()}") is not None:
+            return f"{family}-{size.lower()}"
+    return ref

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,15 +12,11 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from localllm.cli.serve.model_store import LibraryStore
+    from localllm.cli.compose.installed_models import LibraryStore
+    from localllm.server.http.asgi import App, Message, Receive, Scope, Send
     from localllm.server.http.settings import ServerSettings
     from localllm.server.models.router import ModelRouter, ServedModel
 
-import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 
 _GB = "{:.2f} GB"
 _MOST_NAMED = 5
