@@ -1,4 +1,4 @@
-"""The roofline of a machine with plans on it: data here, drawn as terminal text or SVG (PNG: roofline_png.py)."""
+"""The roofline of a machine with plans on it: data here, drawn as terminal text, SVG or PNG."""
 
 from __future__ import annotations
 
@@ -158,3 +158,36 @@ def svg(picture: Roofline) -> str:
     out.append(f'<text x="16" y="{_TOP - 8}">tok/s</text>')
     out.append("</svg>")
     return "\n".join(out) + "\n"
+
+
+_GREY, _BLACK, _RED, _BLUE = "#dddddd", "#282828", "#c0392b", "#2c5f8a"
+
+
+def png(picture: Roofline) -> bytes:
+    """The picture as a PNG file's bytes."""
+    import io
+
+    from PIL import Image, ImageDraw, ImageFont  # nobody else of the planner needs it
+
+    image = Image.new("RGB", (_W, _H), "white")
+    draw = ImageDraw.Draw(image)
+    small, large = ImageFont.load_default(12), ImageFont.load_default(16)
+    draw.text((_LEFT, 24), picture.title, _BLACK, large, anchor="ls")
+    draw.text((_LEFT, 44), picture.note, _BLACK, small, anchor="ls")
+    for value in decades(picture.x_range):
+        x, _ = place(picture, value, picture.y_range[0])
+        draw.line((x, _TOP, x, _H - _BOTTOM), _GREY)
+        draw.text((x, _H - _BOTTOM + 18), f"{value:g}", _BLACK, small, anchor="ms")
+    for value in decades(picture.y_range):
+        _, y = place(picture, picture.x_range[0], value)
+        draw.line((_LEFT, y, _W - _RIGHT, y), _GREY)
+        draw.text((_LEFT - 8, y), f"{value:g}", _BLACK, small, anchor="rm")
+    draw.line(roof_ends(picture), _RED, width=2)
+    for point, spot in zip(picture.points, label_spots(picture), strict=True):
+        draw.circle(place(picture, point.gb_per_token, point.tok_s), 4, _BLUE)
+        draw.text(spot, point.label, _BLACK, small, anchor="lm")
+    draw.text((_W / 2, _H - 16), "GB of weights read per token", _BLACK, small, anchor="ms")
+    draw.text((10, _TOP - 10), "tok/s", _BLACK, small, anchor="ls")
+    target = io.BytesIO()
+    image.save(target, "PNG")
+    return target.getvalue()

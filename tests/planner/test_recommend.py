@@ -12,7 +12,7 @@ import pytest
 from localllm.device.named import resolve
 from localllm.device.table import rows
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import explain, memory, needs, quality, recommend, roofline, roofline_png, serialise, verify
+from localllm.planner import explain, memory, needs, quality, recommend, roofline, serialise, verify
 from localllm.planner.plan import Overrides, max_context, plan_for
 from localllm.planner.speed import Measured
 from localllm.planner.types import Plan, RunSettings, Workload
@@ -306,7 +306,7 @@ def test_the_roofline_is_drawn_in_text_svg_and_png() -> None:
     assert len(picture.points) == 8
     svg = roofline.svg(picture)
     assert svg.count("<circle") == 8
-    png = roofline_png.png(picture)
+    png = roofline.png(picture)
     assert png.startswith(b"\x89PNG")
     assert png.endswith(b"IEND\xaeB`\x82")
 

@@ -338,9 +338,7 @@ def _plot(device: Device, plans: list[Plan], file: str | None) -> None:
         return
     target = Path(file)
     if target.suffix == ".png":
-        from localllm.planner.roofline_png import png
-
-        target.write_bytes(png(picture))
+        target.write_bytes(roofline.png(picture))
     else:
         target.write_text(roofline.svg(picture), encoding="utf-8")
     print(f"wrote {target}", file=sys.stderr)
