@@ -30,8 +30,7 @@ from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.generation.prompt import ResponseOptions, build_prompt
 
 # The catalog's family of a template's file name, by how that begins; templates of no family of ours are not named.
 FAMILIES = {
@@ -159,7 +158,7 @@ def _plan(case: Case, source: Path) -> ReplyFormat:
         continues="continue_final_message" in settings,
     )
     template = _template(source / case.template)
-    return asyncio.run(prompting.build(template, normalise(_messages(case, template)), wishes)).answer.reply
+    return asyncio.run(build_prompt(template, normalise(_messages(case, template)), wishes)).answer.reply
 
 
 @lru_cache
@@ -171,7 +170,7 @@ def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
     sent = [_sent(m) for m in case.settings.get("messages", ())] or [_USER]
     if case.settings.get("continue_final_message") == "COMMON_CHAT_CONTINUATION_REASONING":
         # A client of ours goes on with a thought by opening it in the answer's own text.
-        plain = asyncio.run(prompting.build(template, normalise([_USER]), ResponseOptions())).answer.reply
+        plain = asyncio.run(build_prompt(template, normalise([_USER]), ResponseOptions())).answer.reply
         opening = plain.think[0] if plain.think is not None else ""
         sent[-1] = {"role": "assistant", "content": opening + sent[-1]["reasoning_content"]}
     return sent

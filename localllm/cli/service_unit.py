@@ -37,7 +37,7 @@ class Doors:
     @property
     def streams(self) -> tuple[str, ...]:
         """As systemd writes them; none where the system's resolver has a say, or any port would do."""
-        from localllm.server.http.names import is_address
+        from localllm.server.http.settings import is_address
 
         if self.unix is not None:
             return (str(self.unix),)

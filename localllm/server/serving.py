@@ -115,7 +115,7 @@ class Server:
             job = await self._generate(model, translated, PrefillProgress(), begin)
             return collectors[0], job
 
-        done = await unless_gone(request, work())
+        done = await unless_gone(request.receive, work())
         if done is None:
             return Response(status_code=499)
         collected, job = done

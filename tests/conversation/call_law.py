@@ -19,8 +19,7 @@ from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import GrammarTrigger
 from localllm.conversation.tools.prompt import Choice
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Prompt, ResponseOptions
+from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -48,7 +47,7 @@ def obeyed(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls
 def planned(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Prompt:
     """The server's own plan of an answer that may call `tools`."""
     asked = normalise([{"role": "user", "content": ASKED}])
-    return asyncio.run(prompting.build(template, asked, ResponseOptions(tools=tools, choice=Choice("auto"))))
+    return asyncio.run(build_prompt(template, asked, ResponseOptions(tools=tools, choice=Choice("auto"))))
 
 
 def written(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls, prompt: Prompt) -> str:

@@ -12,8 +12,7 @@ from conversation.test_grammar_triggers import TOOLS, matcher
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.tools.schemas import constrainable
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Prompt, ResponseOptions
+from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
 
 HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 QWEN = HERMES + "{# <function= #}"
@@ -40,7 +39,7 @@ def tool(described: dict[str, Any]) -> dict[str, Any]:
 
 def built(template: str, tools: list[dict[str, Any]], **wishes: Any) -> Prompt:
     asked = [{"role": "user", "content": "Hello"}]
-    return asyncio.run(prompting.build(ChatTemplate(template), asked, ResponseOptions(tools=tools, **wishes)))
+    return asyncio.run(build_prompt(ChatTemplate(template), asked, ResponseOptions(tools=tools, **wishes)))
 
 
 @pytest.mark.parametrize("word", HARD)

@@ -13,8 +13,7 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.notations import harmony
 from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.generation.prompt import ResponseOptions, build_prompt
 from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type
 
@@ -71,7 +70,7 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
 def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(backend: Backend) -> None:
     # As gpt-oss's template does: it knows tools, and the reply begins before any channel.
     template = ChatTemplate("{% if tools %}<|channel|>{% endif %}<|start|>assistant<|message|>")
-    built = asyncio.run(prompting.build(template, [], ResponseOptions(grammar=("json_schema", '{"type": "integer"}'))))
+    built = asyncio.run(build_prompt(template, [], ResponseOptions(grammar=("json_schema", '{"type": "integer"}'))))
     assert built.answer.grammar is not None
 
     def ids(text: str) -> list[int]:

@@ -13,8 +13,7 @@ from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools import has_unknown_notation
 from localllm.conversation.tools.prompt import Choice
 from localllm.errors import UnsupportedError
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Prompt, ResponseOptions
+from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
 
 ASKED = [{"role": "user", "content": "Hello"}]
 SAY = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -22,9 +21,7 @@ FOREIGN = SAY + "{% if tools %}call: ((name, arguments)){% endif %}"
 
 
 def built(template: str, mode: str = "auto") -> Prompt:
-    return asyncio.run(
-        prompting.build(ChatTemplate(template), ASKED, ResponseOptions(tools=TOOLS, choice=Choice(mode)))
-    )
+    return asyncio.run(build_prompt(ChatTemplate(template), ASKED, ResponseOptions(tools=TOOLS, choice=Choice(mode))))
 
 
 def read(prompt: Prompt, reply: str, cut: bool = False) -> tuple[str, str, list[tuple[str, object]]]:

@@ -19,7 +19,7 @@ import pytest
 from localllm.cli.serve.listening import server_settings
 from localllm.errors import UsageError
 from localllm.server.generation.image_fetching import MOST_BYTES
-from localllm.server.http.names import image_host
+from localllm.server.http.settings import image_host
 from localllm.server.http.sockets import trusted_certificates
 from localllm.settings import Settings
 from support.http_server import running_server

@@ -200,7 +200,7 @@ def _kept_for(base_url: str) -> str | None:
 
     from localllm.cli.compose.api_keys import existing_key
     from localllm.cli.serve.running import running
-    from localllm.server.http.names import is_loopback
+    from localllm.server.http.settings import is_loopback
 
     asked = urlsplit(base_url)
     ours = any(s.key == "kept" and urlsplit(s.base_url).port == asked.port for s in running())

@@ -72,7 +72,7 @@ def _own_key(base: str) -> str | None:
     import httpx
 
     from localllm.cli.compose.api_keys import existing_key
-    from localllm.server.http.names import is_loopback
+    from localllm.server.http.settings import is_loopback
 
     if not is_loopback(httpx.URL(base).host):
         return None

@@ -35,7 +35,7 @@ def worker(
 
     Loopback only, unless --allow names who may come from elsewhere: the protocol has no authentication."""
     from localllm.errors import BackendMissingError
-    from localllm.server.http.names import is_loopback
+    from localllm.server.http.settings import is_loopback
     from localllm_backends.llamacpp.rpc import library_path
 
     allowed = networks(allow or ())

@@ -76,7 +76,7 @@ def _models(value: Any, where: str) -> Mapping[str, str]:
 def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) -> str:
     """`url` where requests may be sent: on this machine, or on one of the `allowed` ones (names, addresses, networks).
     Raises UsageError; also for a key that would cross the internet in the clear."""
-    from localllm.server.http.names import is_loopback
+    from localllm.server.http.settings import is_loopback
 
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()

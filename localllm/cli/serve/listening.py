@@ -24,8 +24,7 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
 
     from localllm.cli.compose.api_keys import kept_key, load_keys
     from localllm.library.hub import is_offline
-    from localllm.server.http.names import image_host
-    from localllm.server.http.settings import ServerSettings, TlsFiles
+    from localllm.server.http.settings import ServerSettings, TlsFiles, image_host
 
     certificate, private = settings.value("tls_cert"), settings.value("tls_key")
     tls = None
@@ -106,7 +105,7 @@ def _address_of(given: Sequence[socket.socket], settings: ServerSettings) -> str
     import socket
     import sys
 
-    from localllm.server.http.names import is_loopback
+    from localllm.server.http.settings import is_loopback
 
     again = "`localllm service install` makes them anew"
     keyed = settings.api_key is not None

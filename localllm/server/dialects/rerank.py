@@ -66,7 +66,7 @@ def routes(server: Server) -> APIRouter:
                     raise UnsupportedError(f"{model.name} does not rank", param="model")
                 return await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
 
-        found = await unless_gone(request, work())
+        found = await unless_gone(request.receive, work())
         if found is None:
             return Response(status_code=499)
         return JSONResponse(_body(fields, model, documents, found), headers={**request_id(), **ignored_header(ignored)})

@@ -69,7 +69,7 @@ async def answer(
             caller().charge(n_tokens, 0, 0)
             return vectors, n_tokens
 
-    found = await unless_gone(request, work())
+    found = await unless_gone(request.receive, work())
     if found is None:
         return Response(status_code=499)
     return JSONResponse(translated.body(*found), headers={**request_id(), **ignored_header(ignored)})

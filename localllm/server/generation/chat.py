@@ -10,10 +10,9 @@ from localllm.conversation.images import prepare_images
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
-from localllm.server.generation import prompt as prompting
 from localllm.server.generation.compaction import Messages, TokenCounts, fit_to_context
 from localllm.server.generation.job import GenerationJob
-from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt, wants_bos
 from localllm.server.models.router import ServedModel
 
 
@@ -41,8 +40,8 @@ async def chat_job(
         engine = EngineWithImages(engine, told.files)
     template = model.template(engine.info)
 
-    async def render(kept: Messages) -> prompting.Prompt:
-        return await prompting.build(template, kept, chat.options, engine.tokenize)
+    async def render(kept: Messages) -> Prompt:
+        return await build_prompt(template, kept, chat.options, engine.tokenize)
 
     if chat.compaction:
         prompt, shortened = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
@@ -56,7 +55,7 @@ async def chat_job(
         prompt=prompt.text,
         generation=generation,
         answer=prompt.answer,
-        add_bos=prompting.wants_bos(engine.info, prompt.text),
+        add_bos=wants_bos(engine.info, prompt.text),
         n=chat.n,
         images={mark: file for mark, file in told.files.items() if mark in prompt.text},
         ignored=ignored,

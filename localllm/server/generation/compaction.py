@@ -15,8 +15,7 @@ from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
-from localllm.server.generation import prompt as prompting
-from localllm.server.generation.prompt import Prompt
+from localllm.server.generation.prompt import Prompt, wants_bos
 
 # Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for 32,000 whatever the context.
 _ANSWER_SHARE = 4
@@ -109,7 +108,7 @@ async def fit_to_context(
 
 
 async def _size(engine: EngineClient, prompt: Prompt) -> int:
-    return len(await engine.tokenize(prompt.text, add_bos=prompting.wants_bos(engine.info, prompt.text)))
+    return len(await engine.tokenize(prompt.text, add_bos=wants_bos(engine.info, prompt.text)))
 
 
 async def _costs(

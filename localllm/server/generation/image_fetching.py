@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.addresses import address_kind
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError
-from localllm.server.http.names import is_address, is_loopback
+from localllm.server.http.settings import is_address, is_loopback
 from localllm.server.http.sockets import trusted_certificates
 
 if TYPE_CHECKING:

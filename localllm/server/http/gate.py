@@ -17,8 +17,7 @@ from localllm.server.http.accounts import Account, Accounts, called_by
 from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.errors import BodyTooLargeError, KeyRequiredError, MediaTypeError, headers_of
 from localllm.server.http.json_body import send_json
-from localllm.server.http.names import below_localhost, host_name, is_loopback, served_with_key
-from localllm.server.http.settings import ServerSettings
+from localllm.server.http.settings import ServerSettings, below_localhost, host_name, is_loopback, served_with_key
 
 # Schemes of desktop apps: no web site can have such an origin.
 _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")

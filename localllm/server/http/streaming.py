@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError
@@ -171,10 +170,10 @@ class _Ticker:
         self._timer = self._loop.call_later(self._period_s, self._tick)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`; None if the client disconnected first, which cancels it."""
     task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_cancel_when_gone(request.receive, task))
+    watcher = asyncio.create_task(_cancel_when_gone(receive, task))
     try:
         await asyncio.wait({task})
         return None if task.cancelled() else task.result()

@@ -54,8 +54,7 @@ class ProxyMiddleware:
                 await self.app(scope, receive, send)
                 return
             outgoing = self._outgoing(scope, model, body)
-            work = asyncio.create_task(self._relay(outgoing, scope, send))
-            await relay.until_disconnect(receive, work, outgoing.meter)
+            await relay.until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
         except LocalLLMError as e:
             await send_json(send, e.http_status, e.to_openai(), headers_of(e))
 

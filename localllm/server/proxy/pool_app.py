@@ -178,8 +178,7 @@ class PoolFront:
             affinity_key = kept[1].encode()
         client = _ClientStream(send)
         request = _PooledRequest(scope, raw, prompt, affinity_key, meter)
-        work = asyncio.create_task(self._try_nodes(request, client))
-        await relay.until_disconnect(receive, work, meter)
+        await relay.until_disconnect(receive, self._try_nodes(request, client), meter)
 
     async def _try_nodes(self, request: _PooledRequest, client: _ClientStream) -> None:
         tried: set[str] = set()

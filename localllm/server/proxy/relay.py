@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import RAN_ON, Receive, Send
+from localllm.server.http.streaming import unless_gone
 from localllm.server.proxy.client import ProxyRequest, UpstreamError, upstream_error
 from localllm.server.proxy.usage_meter import UsageMeter
 
@@ -134,22 +135,18 @@ def error_frame_as(content_type: str, error: LocalLLMError) -> bytes:
     return b"data: " + said + b"\n\n" if "event-stream" in content_type else said + b"\n"
 
 
-async def until_disconnect(receive: Receive, work: asyncio.Task[None], meter: UsageMeter) -> None:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None], meter: UsageMeter) -> None:
     """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises what `work` raises."""
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        work.cancel()
+    async def completed() -> bool:
+        await work
+        return True
 
-    watcher = asyncio.create_task(watch())
+    left = True
     try:
-        await asyncio.wait({work})
-        if not work.cancelled():
-            work.result()
+        left = await unless_gone(receive, completed()) is None
+    except Exception:
+        left = False
+        raise
     finally:
-        left = not work.done() or work.cancelled()
-        work.cancel()
-        watcher.cancel()
-        await asyncio.gather(work, watcher, return_exceptions=True)
         meter.close(left=left)

@@ -1,23 +1,174 @@
-"""Routes of Anthropic's API."""
+"""Routes of Anthropic's API, and its answers: stream events, the message object, errors."""
 
 from __future__ import annotations
 
+import json
+import secrets
 from typing import Any
 
 from fastapi import APIRouter
 
-from localllm.server.dialects.anthropic import events, messages
+from localllm.engine.messages import Timings, TokenLogprob
+from localllm.errors import ContextLengthError, LocalLLMError
+from localllm.server.dialects.anthropic import messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
-from localllm.server.dialects.wire import EVENT_STREAM
+from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.job import GenerationJob, PrefillProgress
+from localllm.server.generation.job import GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
-_ANTHROPIC = Dialect(EVENT_STREAM, events.frame_error, events.ping, events.error_body)
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "repetition": "max_tokens"}
+_ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def error_body(error: LocalLLMError) -> dict[str, Any]:
+    """Anthropic's error object. Clients parse this message of a too long prompt to compact the conversation."""
+    kind = _ERROR_TYPES.get(error.http_status, "api_error")
+    said = error.message
+    if isinstance(error, ContextLengthError) and error.counts is not None:
+        said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
+    return {"type": "error", "error": {"type": kind, "message": said}}
+
+
+class MessageEvents(ReplyWriter):
+    """Writes Anthropic's events. `message_start` waits for the first content, when the prompt's size is known."""
+
+    def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
+        self._outbox, self._model, self._progress = outbox, model, progress
+        self._block = -1
+        self._kind = ""
+        self._begun = False
+        self._outcome: Outcome | None = None
+
+    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        if not text:
+            return
+        self._open("text", '{"type":"text","text":""}')
+        self._delta(f'{{"type":"text_delta","text":{quote(text)}}}')
+
+    def reasoning(self, choice: int, text: str) -> None:
+        self._open("thinking", '{"type":"thinking","thinking":"","signature":""}')
+        self._delta(f'{{"type":"thinking_delta","thinking":{quote(text)}}}')
+
+    def call_start(self, choice: int, index: int, name: str) -> None:
+        body = f'{{"type":"tool_use","id":"{new_tool_id()}","name":{quote(name)},"input":{{}}}}'
+        self._open(f"call{index}", body)
+
+    def call_arguments(self, choice: int, index: int, text: str) -> None:
+        self._delta(f'{{"type":"input_json_delta","partial_json":{quote(text)}}}')
+
+    def finish(self, choice: int, outcome: Outcome) -> None:
+        self._begin()
+        self._close()
+        self._outcome = outcome
+
+    def end(self, usage: ReplyUsage, timings: Timings) -> None:
+        assert self._outcome is not None
+        reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        self._send("message_delta", json.dumps({"delta": delta, "usage": usage_body(usage)})[1:-1])
+        self._send("message_stop", "")
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        counted = ReplyUsage(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
+        message: dict[str, Any] = {
+            "id": new_id(), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
+        }  # fmt: skip
+        self._send("message_start", f'"message":{json.dumps(message)}')
+
+    def _open(self, kind: str, body: str) -> None:
+        if kind == self._kind:
+            return
+        self._begin()
+        self._close()
+        self._block += 1
+        self._kind = kind
+        self._send("content_block_start", f'"index":{self._block},"content_block":{body}')
+
+    def _delta(self, delta: str) -> None:
+        self._send("content_block_delta", f'"index":{self._block},"delta":{delta}')
+
+    def _close(self) -> None:
+        if self._kind == "thinking":
+            # Clients send the signature back with the thinking; it is not checked.
+            self._delta('{"type":"signature_delta","signature":"localllm"}')
+        if self._kind:
+            self._send("content_block_stop", f'"index":{self._block}')
+        self._kind = ""
+
+    def _send(self, event: str, fields: str) -> None:
+        more = f",{fields}" if fields else ""
+        self._outbox.write(f'event: {event}\ndata: {{"type":"{event}"{more}}}\n\n'.encode())
+
+
+def ping(progress: PrefillProgress) -> bytes:
+    """Anthropic's keep-alive, with the progress as a comment."""
+    return f': {progress}\n\nevent: ping\ndata: {{"type": "ping"}}\n\n'.encode()
+
+
+def frame_error(error: LocalLLMError) -> bytes:
+    return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
+
+
+def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
+    choice = collected.choices[0]
+    assert choice.outcome is not None
+    content: list[dict[str, Any]] = []
+    if choice.reasoning:
+        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": "localllm"})
+    if choice.text:
+        content.append({"type": "text", "text": choice.text})
+    for call in choice.calls:
+        content.append(
+            {"type": "tool_use", "id": new_tool_id(), "name": call.name, "input": arguments_object(call.arguments)}
+        )
+    reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
+    return {
+        "id": new_id(), "type": "message", "role": "assistant", "model": model.name, "content": content,
+        "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(collected.usage),
+    }  # fmt: skip
+
+
+def stop_reason(outcome: Outcome, n_ctx: int | None) -> tuple[str, str | None]:
+    """Anthropic's stop_reason and stop_sequence. A full window has a name of its own: a higher limit would not help."""
+    if outcome.stop is not None and outcome.reason == "stop":
+        return "stop_sequence", outcome.stop
+    used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
+    if outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
+        return "model_context_window_exceeded", None
+    return _STOP_REASONS[outcome.reason], None
+
+
+def usage_body(usage: ReplyUsage) -> dict[str, Any]:
+    """Anthropic counts cached tokens apart from the fresh ones."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def new_id() -> str:
+    return "msg_" + secrets.token_hex(12)
+
+
+def new_tool_id() -> str:
+    return "toolu_" + secrets.token_hex(12)
+
+
+_ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping, error_body)
 
 
 def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
@@ -26,10 +177,10 @@ def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
     chat, skipped = messages.chat_request(fields, model.sampling_for("none" if off else None))
 
     def whole(collected: ReplyCollector, job: GenerationJob) -> dict[str, Any]:
-        return events.whole(collected, model)
+        return message(collected, model)
 
-    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> events.MessageEvents:
-        return events.MessageEvents(outbox, model, progress)
+    def writer(outbox: Outbox, job: GenerationJob, progress: PrefillProgress) -> MessageEvents:
+        return MessageEvents(outbox, model, progress)
 
     return TranslatedRequest(chat, whole, writer, tuple(skipped))
 

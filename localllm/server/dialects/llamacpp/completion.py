@@ -14,10 +14,9 @@ from localllm.errors import UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields
 from localllm.server.dialects.wire import quote, timings_body
-from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.fim import fim_prompt
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.prompt import fim_prompt, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
@@ -90,7 +89,7 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
             n = fields.n_cmpl or n
         return GenerationJob(
             prompt=prompt,
-            add_bos=isinstance(prompt, str) and prompting.wants_bos(engine.info, prompt),
+            add_bos=isinstance(prompt, str) and wants_bos(engine.info, prompt),
             generation=fields.generation(model.sampling),
             answer=AnswerPlan(grammar=grammar),
             n=n or 1,

@@ -27,11 +27,9 @@ from localllm.server.dialects.fields import (
     of_schema,
 )
 from localllm.server.dialects.vectors import EmbeddingRequest, Texts, cut, numbers
-from localllm.server.generation import prompt as prompting
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.fim import fim_prompt
 from localllm.server.generation.job import AnswerPlan, GenerationJob
-from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.generation.prompt import ResponseOptions, fim_prompt, wants_bos
 from localllm.server.models.router import ServedModel
 
 # Go durations (1h30m, 300ms, -1m), or a number of seconds.
@@ -207,7 +205,7 @@ async def raw_job(fields: OllamaGenerate, model: ServedModel, engine: EngineClie
         prompt = await fim_prompt(engine, fields.prompt, fields.suffix, answer_tokens=fields.answer_tokens())
     return GenerationJob(
         prompt=prompt,
-        add_bos=prompting.wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
+        add_bos=wants_bos(engine.info, prompt) if isinstance(prompt, str) else False,
         generation=fields.generation(model.sampling),
         answer=AnswerPlan(grammar=fields.constraint()),
     )

@@ -129,7 +129,7 @@ def _managing(router: APIRouter, server: Server) -> None:
         name, headers = fields.wanted(), {**request_id(), **ignored_header(ignored)}
         if fields.stream is False:
             said: list[dict[str, Any]] = []
-            await unless_gone(request, puller.pull(store, name, said.append))
+            await unless_gone(request.receive, puller.pull(store, name, said.append))
             return JSONResponse(said[-1], headers=headers) if said else Response(status_code=499)
 
         async def produce(outbox: Outbox) -> None:

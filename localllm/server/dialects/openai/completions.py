@@ -15,10 +15,9 @@ from localllm.errors import RequestError
 from localllm.server.dialects.fields import Constraint, Limit, SamplingFields, first_limit
 from localllm.server.dialects.openai.chat import ChatChunks, StreamOptions, chat_completion, usage_body, wants_usage
 from localllm.server.dialects.wire import quote, timings_body
-from localllm.server.generation import prompt as prompting
 from localllm.server.generation.collector import ReplyCollector
-from localllm.server.generation.fim import fim_prompt
 from localllm.server.generation.job import AnswerPlan, GenerationJob, Outcome, PrefillProgress, ReplyUsage, ReplyWriter
+from localllm.server.generation.prompt import fim_prompt, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
@@ -113,7 +112,7 @@ async def job_of(
         assert isinstance(prompts[0], str)
         prompts = [await fim_prompt(engine, prompts[0], fields.suffix, answer_tokens=fields.answer_tokens())]
     elif isinstance(prompts[0], str):
-        add_bos = prompting.wants_bos(engine.info, prompts[0])
+        add_bos = wants_bos(engine.info, prompts[0])
     return GenerationJob(
         prompt=prompts[0],
         generation=fields.generation(model.sampling),
