@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Sequence
 
@@ -34,13 +33,13 @@ def _parse(block: str) -> list[Call] | None:
         calls = _listed(block.strip())
     except (ValueError, RecursionError):
         calls = None
-    return calls if calls is not None else _python(block)
+    return calls if calls is not None else json_calls(block)
 
 
 def _listed(block: str) -> list[Call] | None:
     """Calls whose values are literals of Python's or JSON: names may be words of Python's, and true is no name."""
-    if not (block.startswith("[") and block.endswith("]")):
-        return None
+    if not block.startswith("["):
+        block = f"[{block}]"  # the model forgets them at times
     calls: list[Call] = []
     at = 1
     while (head := _HEAD.match(block, at)) is not None:
@@ -53,25 +52,6 @@ def _listed(block: str) -> list[Call] | None:
         at += 1
         calls.append((head[1], as_json(values)))
     return calls if calls and block[at:].strip() == "]" else None
-
-
-def _python(block: str) -> list[Call] | None:
-    try:
-        tree = ast.parse(block.strip(), mode="eval").body
-        items = tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree]
-        calls: list[Call] = []
-        for item in items:
-            prefix = ""
-            if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Sub):
-                # `get-weather(…)` is a subtraction to Python.
-                prefix, item = ast.unparse(item.left).replace(" ", "") + "-", item.right
-            if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
-                return json_calls(block)
-            values = {str(k.arg): ast.literal_eval(k.value) for k in item.keywords}
-            calls.append((prefix + ast.unparse(item.func), as_json(values)))
-        return calls or None
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return json_calls(block)
 
 
 def _before(key: str | None) -> str:
