@@ -135,12 +135,7 @@ class History:
                 parent = int(db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0])
             elif parent and not self._has(db, conv_id, parent):
                 raise TurnGoneError("the turn before this one was removed in another window")
-            cursor = db.execute(
-                "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (conv_id, parent, role, content, reasoning, json.dumps(meta or {}), int(complete), now),
-            )
-            n = int(cursor.lastrowid or 0)
+            n = self._insert(db, conv_id, parent, StoredMessage(0, role, content, reasoning, meta or {}, complete, now))
             if role != "system":
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (n, conv_id))
             return n
@@ -153,13 +148,7 @@ class History:
             self._touch(db, conv_id, time.time())
             head = 0
             for t in turns:
-                parent = places.get(t.parent_id, 0)
-                cursor = db.execute(
-                    "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (conv_id, parent, t.role, t.content, t.reasoning, json.dumps(t.meta), int(t.complete), t.created_s),
-                )
-                places[t.id] = int(cursor.lastrowid or 0)
+                places[t.id] = self._insert(db, conv_id, places.get(t.parent_id, 0), t)
                 head = head if t.role == "system" else places[t.id]
             db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (head, conv_id))
         return places
@@ -177,7 +166,7 @@ class History:
         with self._write() as db:
             row = db.execute("SELECT conversation_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row is None:
-                raise NotFoundError(f"no message {message_id} in the history")
+                raise _unknown("message", message_id)
             db.execute(
                 "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning), meta = COALESCE(?, meta),"
                 " complete = ? WHERE id = ?",
@@ -190,7 +179,7 @@ class History:
         with self._read() as db:
             row = db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()
             if row is None:
-                raise NotFoundError(f"no conversation {conv_id!r} in the history")
+                raise _unknown("conversation", conv_id)
             rows = db.execute(
                 "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM messages"
                 " WHERE conversation_id = ? ORDER BY id",
@@ -224,13 +213,13 @@ class History:
                 raise TurnGoneError("this turn was removed in another window")
             done = db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id))
             if done.rowcount == 0:
-                raise NotFoundError(f"no conversation {conv_id!r} in the history")
+                raise _unknown("conversation", conv_id)
 
     def get(self, conv_id: str) -> ConversationSummary:
         with self._read() as db:
             row = db.execute(_SUMMARY + " WHERE c.id = ?", (conv_id,)).fetchone()
         if row is None:
-            raise NotFoundError(f"no conversation {conv_id!r} in the history")
+            raise _unknown("conversation", conv_id)
         return ConversationSummary(*row)
 
     def holds(self, conv_id: str) -> bool:
@@ -260,7 +249,7 @@ class History:
                 "UPDATE conversations SET title = ?, titled = ? WHERE id = ?", (title, titled, conv_id)
             )
             if changed.rowcount == 0:
-                raise NotFoundError(f"no conversation {conv_id!r} in the history")
+                raise _unknown("conversation", conv_id)
 
     def remove(self, message_id: int) -> int:
         """Remove one turn and all that follows it on any branch; returns how many went. A head that goes with them
@@ -268,7 +257,7 @@ class History:
         with self._write() as db:
             row = db.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
             if row is None:
-                raise NotFoundError(f"no message {message_id} in the history")
+                raise _unknown("message", message_id)
             conv_id, parent = row
             gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
             db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
@@ -280,7 +269,7 @@ class History:
     def delete(self, conv_id: str) -> None:
         with self._write() as db:
             if db.execute("DELETE FROM conversations WHERE id = ?", (conv_id,)).rowcount == 0:
-                raise NotFoundError(f"no conversation {conv_id!r} in the history")
+                raise _unknown("conversation", conv_id)
 
     def close(self) -> None:
         with self._lock:
@@ -293,6 +282,15 @@ class History:
         self.close()
 
     @staticmethod
+    def _insert(db: sqlite3.Connection, conv_id: str, parent: int, m: StoredMessage) -> int:
+        cursor = db.execute(
+            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (conv_id, parent, m.role, m.content, m.reasoning, json.dumps(m.meta), int(m.complete), m.created_s),
+        )
+        return int(cursor.lastrowid or 0)
+
+    @staticmethod
     def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
         found = db.execute("SELECT 1 FROM messages WHERE id = ? AND conversation_id = ?", (message_id, conv_id))
         return found.fetchone() is not None
@@ -300,7 +298,7 @@ class History:
     @staticmethod
     def _touch(db: sqlite3.Connection, conv_id: str, now: float) -> None:
         if db.execute("UPDATE conversations SET updated_s = ? WHERE id = ?", (now, conv_id)).rowcount == 0:
-            raise NotFoundError(f"no conversation {conv_id!r} in the history")
+            raise _unknown("conversation", conv_id)
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
@@ -323,6 +321,10 @@ class History:
                 self._db.execute("COMMIT")
             except sqlite3.Error as e:
                 raise HistoryError(f"the conversations can't be written: {e}") from e
+
+
+def _unknown(what: str, key: str | int) -> NotFoundError:
+    return NotFoundError(f"no {what} {key!r} in the history")
 
 
 _SUMMARY = (
