@@ -102,7 +102,7 @@ def run(
     arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
 ) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines the trial program printed, and one sentence where it failed ("" = it ended well)."""
-    # Threads that spin for each other are ruinous beside anything else that runs (engine/worker/watchdog.py).
+    # Threads that spin for each other are ruinous beside anything else that runs (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
     command = [sys.executable, "-m", _PROGRAM, *arguments]
     try:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.messages import LoopLimits
-from localllm.engine.text import LoopGuard
+from localllm.engine.request import LoopGuard
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec

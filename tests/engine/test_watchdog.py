@@ -17,8 +17,7 @@ from localllm.engine.messages import Event, Failure, Finish
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions, Embeds
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.supervisor import Supervisor
-from localllm.engine.worker.watchdog import Pulse, Watchdog, effort_of
+from localllm.engine.worker.supervisor import Pulse, Supervisor, Watchdog, effort_of
 from localllm.errors import WorkerDiedError
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert

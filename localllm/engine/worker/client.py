@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from localllm.engine.host.memory import Available, check_before_load
 from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.watchdog import HANG_S, ProcessEngine, Pulse, worker_environment
+from localllm.engine.worker.supervisor import HANG_S, ProcessEngine, Pulse, worker_environment
 from localllm_backends.contract import LoadSpec, MemoryReport, ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON;
-    `draft_path` is a smaller model of the same vocabulary that drafts for it. `hang_s`: see watchdog.py (0: unwatched)."""
+    `draft_path` is a smaller model of the same vocabulary that drafts for it. `hang_s`: see supervisor.py (0: unwatched)."""
 
     spec: LoadSpec
     backend: str = "auto"

@@ -1,17 +1,21 @@
-"""Keeps one model served: loads it on first use if memory allows, reloads it after a crash or when it hangs, and gives
-its memory back when closed."""
+"""A worker process as its parent sees it, and whether it hangs; the supervisor, which keeps one model served: it loads it on
+first use if memory allows, again after a crash or a hang, and gives its memory back when closed."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
 import time
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from localllm.engine.host.memory import Available
-from localllm.engine.worker.watchdog import ProcessEngine, watch
+from localllm.engine.worker.pipe import JsonProcess
 from localllm.errors import BusyError, WorkerDiedError
+from localllm_backends.contract import ModelInfo
 
 # A model that crashes at once must not be reloaded in a tight loop.
 _BACKOFF_S = (0.0, 0.5, 2.0, 8.0, 30.0)
@@ -21,8 +25,8 @@ _HEALTHY_AFTER_S = 60.0
 _PATIENCE_S = 2.5
 
 
-E = TypeVar("E", bound=ProcessEngine)
-StartedE = TypeVar("StartedE", bound=ProcessEngine, covariant=True)
+E = TypeVar("E", bound="ProcessEngine")
+StartedE = TypeVar("StartedE", bound="ProcessEngine", covariant=True)
 
 
 class Startable(Protocol[StartedE]):
@@ -126,3 +130,194 @@ class Supervisor(Generic[E]):
                 retry_after_s=math.ceil(left_s),
             )
         await asyncio.sleep(max(0.0, left_s))
+
+
+# How long a process may show no sign of life, where nobody says.
+HANG_S = 300.0
+# A process that only waits uses less than this part of one core: it answers us, and its threads look around at times. One
+# that works uses more, be it the last in the queue of a crowded machine.
+_IDLE_SHARE = 0.002
+# One in which a thread holds the lock of Python's threads and sleeps: every other one wakes 200 times a second to ask for
+# it (measured: 0.9 % of a core for three threads). Such a process doesn't answer us; one that works does, by a thread that
+# native code leaves the lock to.
+_SILENT_SHARE = 0.05
+# A step that works is beyond doubt after this many times what the longest one took, and twice our patience.
+_TIMES_LONGEST = 100.0
+_KNOWS_AFTER_STEPS = 20
+_MOST_BETWEEN_LOOKS_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the steps it has done and
+    the longest of them. One that doesn't say it is `silent`, and `busy_s` for as long as it has been."""
+
+    busy_s: float
+    steps: int = 0
+    longest_step_s: float = 0.0
+    silent: bool = False
+
+
+def effort_of(pid: int) -> float:
+    """Seconds of processor time that a process has used, and something for every read: grows while it works.
+
+    Raises ProcessLookupError once it has ended."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        # Pages of a mapped model file: reads on Linux and Windows, page-ins on macOS.
+        read_bytes = process.io_counters().read_bytes if hasattr(process, "io_counters") else 0
+        page_ins = getattr(process.memory_info(), "pageins", 0)
+    except psutil.Error as e:
+        raise ProcessLookupError(pid) from e
+    return float(times.user + times.system + read_bytes / 1e6 + page_ins)
+
+
+class Watchdog:
+    """Watches one process; everything is measured by `clock`, in seconds."""
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._effort = -math.inf
+        self._looked_at = self._moved_at = clock()
+
+    def verdict(self, pulse: Pulse, effort: float) -> str:
+        """Why the process hangs; empty while it may not."""
+        now = self._clock()
+        since_s = now - self._looked_at
+        idle_share = _SILENT_SHARE if pulse.silent else _IDLE_SHARE
+        # After a longer time unwatched (the machine slept) nothing can be said of it.
+        if effort - self._effort > idle_share * since_s or since_s > self._patience_s / 2:
+            self._moved_at = now
+        self._effort, self._looked_at = effort, now
+        still_s = now - self._moved_at
+        if pulse.busy_s <= self._patience_s:
+            return ""
+        if still_s > self._patience_s:
+            return (
+                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of it without any work being done"
+            )
+        known = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
+        if known and pulse.busy_s > max(2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s):
+            return (
+                f"one call has lasted {pulse.busy_s:.0f} s, and none before it more than {pulse.longest_step_s:.1f} s"
+            )
+        return ""
+
+
+async def watch(
+    process: ProcessEngine,
+    patience_s: float,
+    effort: Callable[[int], float] = effort_of,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Look after `process` until it has ended; condemn it if it hangs. It isn't looked at while nobody waits for it."""
+    between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
+    dog: Watchdog | None = None
+    silent_since: float | None = None
+    while process.alive:
+        await asyncio.sleep(between_s)
+        if not process.awaited:
+            dog = silent_since = None
+            continue
+        dog = dog or Watchdog(patience_s, clock)
+        pulse = await _within(process.pulse(), between_s)
+        if pulse is None:
+            # Not even its reader answers: the whole process stands still, or one thread lets no other run.
+            silent_since = silent_since or clock()
+            pulse = Pulse(clock() - silent_since, silent=True)
+        else:
+            silent_since = None
+        try:
+            why = dog.verdict(pulse, effort(process.pid))
+        except ProcessLookupError:
+            continue
+        if why:
+            process.condemn(why)
+            return
+
+
+async def _within(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
+    try:
+        return await asyncio.wait_for(answer, max(seconds, 0.5))
+    except (TimeoutError, WorkerDiedError):
+        return None
+
+
+# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on an idle machine,
+# ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
+# alone (0.93 of a bare loop through HTTP) and 42 tok/s beside one busy process, where the default falls to 8; with 300
+# it is 50, but 0.88 through HTTP; sleeping at once costs 60 % alone.
+# Every thread that allocates gets a heap of its own, and every sliced prefill is a thread: over 1,500 mixed requests the worker grew
+# by 10 %, with two heaps for all by 0.2 % (mallopt(3), M_ARENA_MAX).
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
+# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB, where it gives them only to
+# who asks (transparent_hugepage/enabled is `madvise` on most distributions). Measured with llama-bench, with and without in
+# turn: gpt-oss-20b is loaded in 6.6 and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to
+# 12 % faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C libraries.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it pays for them all.
+_USUAL_PAGE_BYTES = 4096
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of every worker: this process's, and what native code reads there unless somebody chose it."""
+    huge = _HUGE_PAGES if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES else {}
+    return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
+
+
+class ProcessEngine:
+    """Asks `process`, which said `ready`. `finished` counts the requests it has answered."""
+
+    def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
+        facts = ready["ready"]
+        self._process = process
+        self.info = ModelInfo(**{**facts, "eog_tokens": tuple(facts["eog_tokens"])})
+        self.finished = 0
+
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return not self._process.ended
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
+        """Token ids of `text`, whose marks stand for `images` (base64); an image's are below zero. An embedding model
+        sets its own marks around it, whatever is asked for."""
+        message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
+        if images:
+            message["images"] = images
+        tokens: list[int] = await self._process.ask(message)
+        return tokens
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Text of `tokens`."""
+        text: str = await self._process.ask({"op": "detokenize", "tokens": tokens})
+        return text
+
+    @property
+    def awaited(self) -> bool:
+        """True while somebody waits for an answer."""
+        return self._process.awaited
+
+    async def pulse(self) -> Pulse:
+        """What the process says of itself. This one answers questions one by one: when it answers, it is at no other."""
+        await self.tokenize("")
+        return Pulse(0.0)
+
+    def condemn(self, why: str) -> None:
+        """End a process that hangs; whoever waits is told `why`."""
+        self._process.condemn(why)
+
+    async def close(self) -> None:
+        """End the process: it finishes its step, frees the model, and is killed if it takes too long."""
+        await self._process.close()

@@ -26,7 +26,7 @@ from localllm.engine.messages import Event, Failure, event_text, request_from_js
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
-from localllm.engine.worker.watchdog import Pulse
+from localllm.engine.worker.supervisor import Pulse
 from localllm.errors import UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 
