@@ -103,9 +103,9 @@ async def stream(base_url: str, folder: Path) -> list[tuple[float, float, int]]:
             app = ChatApp(ChatOptions(client, history, "scripted"), lambda _: True)
             app.chat.titles_after_s = None
             async with app.run_test(size=(120, 40)) as pilot:
-                app.composer.insert("go")
+                app.chat.composer.insert("go")
                 await pilot.press("enter")
-                while app.answering:
+                while app.chat.answering:
                     at_s, cpu_s = time.monotonic(), time.thread_time()
                     await asyncio.sleep(LOOK_S)
                     passed_s = time.monotonic() - at_s - LOOK_S

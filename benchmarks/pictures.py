@@ -47,10 +47,10 @@ async def draw(app: ChatApp) -> None:
 
     app.chat.titles_after_s = None
     async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: app.client.ready and app.n_ctx is not None)
-        app.composer.insert(QUESTION)
+        await until(pilot, lambda: app.chat.client.ready and app.chat.n_ctx is not None)
+        app.chat.composer.insert(QUESTION)
         await pilot.press("enter")
-        await until(pilot, lambda: not app.answering)
+        await until(pilot, lambda: not app.chat.answering)
         await pilot.pause(0.5)
         keep("chat")
         await pilot.press("f3")

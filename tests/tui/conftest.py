@@ -84,7 +84,7 @@ class Driver:
         await asyncio.wait_for(wait(), 60)
 
     async def type(self, text: str) -> None:
-        self.app.composer.insert(text)
+        self.app.chat.composer.insert(text)
         await self.pilot.pause()
 
     async def press(self, *keys: str) -> None:
@@ -94,7 +94,7 @@ class Driver:
     async def ask(self, text: str) -> None:
         """Type, send, and wait for the whole answer."""
         await self.send(text)
-        await self.until(lambda: not self.app.answering)
+        await self.until(lambda: not self.app.chat.answering)
         await self.pilot.pause()
 
     async def send(self, text: str) -> None:

@@ -27,10 +27,10 @@ def test_an_answer_streams_to_the_screen_and_the_disk(
         await d.send("count")
         await d.until(lambda: "One two" in d.screen())  # Markdown is rendered while it streams
         assert "three" not in d.screen()
-        assert d.app.answering
+        assert d.app.chat.answering
         assert "Esc stops" in d.screen()
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.until(lambda: "One two three" in d.screen())
         assert all(len(line) <= size[0] for line in d.screen().splitlines())
         if size[0] >= 80:
@@ -72,7 +72,7 @@ def test_stopping_keeps_the_text_and_tells_the_server(
         await d.send("go on for ever")
         await d.until(lambda: "so far" in d.screen())
         await d.press(key)
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "so far" in d.screen()
         assert "stopped" in d.screen()
         assert "2/1,000" in d.screen()  # no usage came: the tokens seen
@@ -133,7 +133,7 @@ def test_enter_sends_and_ctrl_j_breaks_the_line(drive: Any, server: ScriptedServ
 
     async def play(d: Driver) -> None:
         await d.press("a", "ctrl+j", "b", "enter")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
 
     drive(play)
     assert server.requests[0]["messages"][0]["content"] == "a\nb"
@@ -148,11 +148,11 @@ def test_a_question_sent_during_an_answer_waits_for_its_end(drive: Any, server: 
         await d.send("first?")
         await d.until(lambda: "slow" in d.screen())
         await d.send("second?")
-        assert d.app.composer.text == "second?"
+        assert d.app.chat.composer.text == "second?"
         assert "sent when this answer ends" in d.screen()
         gate.opened.set()
-        await d.until(lambda: len(server.requests) == 2 and not d.app.answering)
-        assert d.app.composer.text == ""
+        await d.until(lambda: len(server.requests) == 2 and not d.app.chat.answering)
+        assert d.app.chat.composer.text == ""
 
     drive(play)
     assert [m["content"] for m in server.requests[1]["messages"]] == ["first?", "slow", "second?"]
@@ -171,9 +171,9 @@ def test_a_waiting_question_is_not_sent_once_it_is_changed_or_the_answer_stopped
         await d.send("second?")
         await d.press(key)
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
-        assert d.app.composer.text.startswith("second?")
+        assert d.app.chat.composer.text.startswith("second?")
 
     drive(play)
     assert len(server.requests) == 1
@@ -205,11 +205,11 @@ def test_scrolling_up_is_respected_while_text_arrives(drive: Any, server: Script
         await d.until(lambda: "line 59" in d.screen())
         await d.press("pageup", "pageup")
         await d.until(lambda: "line 59" not in d.screen())
-        before = d.app.transcript.scroll_y
+        before = d.app.chat.transcript.scroll_y
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
-        assert d.app.transcript.scroll_y == before
+        assert d.app.chat.transcript.scroll_y == before
         await d.press("pagedown", "pagedown", "pagedown")
         await d.until(lambda: "the very end" in d.screen())
 

@@ -53,7 +53,7 @@ def test_list_searches_texts_and_opens_the_choice(drive: Any, server: ScriptedSe
         assert "rivers" not in d.screen()
         await d.press("enter")
         await d.until(lambda: "the Eiger" in d.screen())
-        assert d.app.session.title == "mountains"
+        assert d.app.chat.session.title == "mountains"
 
     drive(play)
 
@@ -84,7 +84,7 @@ def test_removing_the_open_conversation_starts_a_new_one(drive: Any, server: Scr
         await d.send("/list")
         await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
         await d.press("ctrl+x", "ctrl+x", "escape")
-        await d.until(lambda: not d.app.session.turns)
+        await d.until(lambda: not d.app.chat.session.turns)
         await d.ask("two")
 
     drive(play)
@@ -137,14 +137,14 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
         await d.ask("a")
         await d.ask("b")
         await d.type("a draft")
-        d.app.composer.replace_text("")
+        d.app.chat.composer.replace_text("")
         await d.send("/edit last")
-        assert d.app.composer.text == "b"
+        assert d.app.chat.composer.text == "b"
         await d.ask("!")
-        assert [w.text for w in d.app.transcript.query(QuestionView)] == ["a", "b!"]
-        assert [w.text for w in d.app.transcript.query(AnswerView)] == ["one", "three"]
+        assert [w.text for w in d.app.chat.transcript.query(QuestionView)] == ["a", "b!"]
+        assert [w.text for w in d.app.chat.transcript.query(AnswerView)] == ["one", "three"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.composer.text == ""  # and no stray command
+        assert d.app.chat.composer.text == ""  # and no stray command
 
     drive(play)
     assert len(history.list()) == 1
@@ -160,10 +160,10 @@ def test_an_edit_given_up_changes_nothing(drive: Any, server: ScriptedServer, hi
         await d.ask("a")
         await d.send("/edit")
         await d.press("escape")
-        assert d.app.composer.text == ""
+        assert d.app.chat.composer.text == ""
         await d.ask("/new")
         await d.ask("/continue")
-        assert d.app.composer.text == ""
+        assert d.app.chat.composer.text == ""
 
     drive(play)
     assert len(history.list()) == 1
@@ -264,7 +264,7 @@ def test_a_file_too_large_for_the_context_is_refused_at_once(drive: Any, tmp_pat
     file.write_text("x" * 9000)
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.n_ctx == 1000)
+        await d.until(lambda: d.app.chat.n_ctx == 1000)
         await d.ask(f"/attach {file}")
         assert "can't fit in a context of 1,000 tokens" in d.screen().replace("\n", " ")
 
@@ -279,13 +279,13 @@ def test_an_unsent_draft_survives(drive: Any, server: ScriptedServer) -> None:
         await d.press("ctrl+q")
 
     async def second(d: Driver) -> None:
-        assert d.app.composer.text == "half a thou"
+        assert d.app.chat.composer.text == "half a thou"
         await d.ask("ght")
         await d.type("more")
         await d.send("/unused")  # a command with the draft in it is not a question
 
     async def third(d: Driver) -> None:
-        assert d.app.composer.text == ""
+        assert d.app.chat.composer.text == ""
 
     drive(first)
     drive(second)
@@ -305,7 +305,7 @@ def test_an_unknown_command_is_explained_and_never_sent(drive: Any, server: Scri
 def test_tab_completes_a_command(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("/", "s", "a", "v", "tab")
-        assert d.app.composer.text == "/save "
+        assert d.app.chat.composer.text == "/save "
 
     drive(play)
 
@@ -318,14 +318,14 @@ def test_up_brings_back_questions_and_down_leaves_them(drive: Any, server: Scrip
         await d.ask("first")
         await d.ask("second")
         await d.press("up")
-        assert d.app.composer.text == "second"
+        assert d.app.chat.composer.text == "second"
         await d.press("up")
-        assert d.app.composer.text == "first"
+        assert d.app.chat.composer.text == "first"
         await d.press("down", "down")
-        assert d.app.composer.text == ""
+        assert d.app.chat.composer.text == ""
         await d.type("mine")
         await d.press("up")
-        assert d.app.composer.text == "mine"
+        assert d.app.chat.composer.text == "mine"
 
     drive(play)
 

@@ -27,7 +27,7 @@ def _said(history: History, *texts: str) -> Session:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text for w in d.app.transcript.query(TurnView)]
+    return [w.text for w in d.app.chat.transcript.query(TurnView)]
 
 
 async def _panel(d: Driver, key: str = "ctrl+o") -> None:
@@ -50,8 +50,8 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
         await d.press("down", "enter")
         await d.until(lambda: not isinstance(d.app.screen, ConversationPicker))
         await d.until(lambda: _shown(d) == ["rivers", "the Danube and others", "more"])
-        assert d.app.transcript.selected is not None
-        assert d.app.transcript.selected.text == "the Danube and others"
+        assert d.app.chat.transcript.selected is not None
+        assert d.app.chat.transcript.selected.text == "the Danube and others"
 
     drive(play)
 
@@ -84,10 +84,10 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
         await d.press(*"needle")
         assert "1 turn" in d.screen()
         await d.press("enter")
-        await d.until(lambda: d.app.transcript.selected is not None)
+        await d.until(lambda: d.app.chat.transcript.selected is not None)
         await d.until(lambda: "turn 3 with a needle" in d.screen())
         await d.press("escape")
-        assert d.app.composer.has_focus
+        assert d.app.chat.composer.has_focus
 
     drive(play, resume=session.id)
 
@@ -114,8 +114,8 @@ def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: Hi
 
     async def play(d: Driver) -> None:
         await d.send("/continue")
-        await d.until(lambda: bool(d.app.transcript.views) and "turn 2000" in d.screen())
-        assert len(d.app.transcript.views) == TURNS_SHOWN
-        assert d.app.transcript.query_one(EarlierTurns)
+        await d.until(lambda: bool(d.app.chat.transcript.views) and "turn 2000" in d.screen())
+        assert len(d.app.chat.transcript.views) == TURNS_SHOWN
+        assert d.app.chat.transcript.query_one(EarlierTurns)
 
     drive(play, size=(120, 40))

@@ -117,7 +117,7 @@ def test_no_warning_of_a_full_context_where_it_is_compacted(drive: Any, server: 
         assert "/compact lets the oldest messages be left out" in " ".join(d.screen().split())
 
     async def compacted(d: Driver) -> None:
-        d.app.client.sampling = {"truncation": "auto"}
+        d.app.chat.client.sampling = {"truncation": "auto"}
         await d.ask("hi")
         assert "% full" not in d.screen()
 

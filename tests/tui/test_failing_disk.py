@@ -35,7 +35,7 @@ def test_an_answer_that_the_full_disk_refused_is_written_once_there_is_room(
         await d.until(lambda: "one" in d.screen())
         disk.fill()
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert len(texts(history)[1]) < 100
         disk.free()
         await d.until(lambda: len(texts(history)[1]) > 10_000)
@@ -59,13 +59,13 @@ def test_a_whole_answer_that_was_refused_is_sent_along_and_written_before_the_ne
         await d.until(gate.reached.is_set)
         disk.fill()
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert texts(history) == ["q"]
         await d.send("r " * 9000)  # refused: there is no room for it either
         await d.until(lambda: "still in the input" in d.screen())
-        assert d.app.composer.text.startswith("r r")
+        assert d.app.chat.composer.text.startswith("r r")
         disk.free()
-        d.app.composer.replace_text("")
+        d.app.chat.composer.replace_text("")
         await d.ask("r")
 
     drive(play, server_=server)
@@ -84,7 +84,7 @@ def test_an_answer_that_ends_while_another_program_holds_the_file_is_written_aft
         await d.until(gate.reached.is_set)
         other.execute("BEGIN IMMEDIATE")
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "locked" in d.screen()
         assert texts(history) == ["q"]
         other.execute("ROLLBACK")
@@ -114,7 +114,7 @@ def test_a_failed_answer_on_a_full_disk_is_an_error_and_no_crash(
         await d.send("r")
         history._write = full  # type: ignore[method-assign]
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.pilot.pause()
         assert d.app.is_running
         history._write = write  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_refused_or_used_and_never_a_crash(
         await d.ask("/new")
         await d.ask("/continue")
         await d.send("one more")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert d.app.is_running
 
     for _ in range(8):

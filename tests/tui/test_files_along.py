@@ -37,7 +37,7 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.n_ctx is not None)
+        await d.until(lambda: d.app.chat.n_ctx is not None)
         await d.type("look at ")
         await d.press("@")
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
@@ -46,10 +46,10 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
         await d.until(lambda: "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen())
         await d.press("enter")
         await d.until(lambda: bool(d.app.chat.attached))
-        assert d.app.composer.text == "look at @engine.py "
-        assert "engine.py" in str(d.app.composer.border_title)
+        assert d.app.chat.composer.text == "look at @engine.py "
+        assert "engine.py" in str(d.app.chat.composer.border_title)
         await d.press("enter")
-        await d.until(lambda: bool(server.requests) and not d.app.answering)
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
     drive(play)
     assert server.requests[0]["messages"][0]["content"].startswith("File engine.py:\n```py\nx = 1")
@@ -82,7 +82,7 @@ def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedS
     server.count = lambda text: len(text.split())
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.n_ctx is not None)
+        await d.until(lambda: d.app.chat.n_ctx is not None)
         await d.press("@")
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
         await d.press(*"long")
@@ -90,7 +90,7 @@ def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedS
         await d.press("enter")
         assert "long.txt can't go along" in d.screen()
         await d.press("escape")
-        assert d.app.composer.text == "@"
+        assert d.app.chat.composer.text == "@"
         assert not d.app.chat.attached
 
     drive(play)
@@ -100,7 +100,7 @@ def test_an_at_within_a_word_is_a_letter(drive: Any, folder: Path) -> None:
     async def play(d: Driver) -> None:
         await d.press(*"me", "@", *"home")
         assert not isinstance(d.app.screen, FilePicker)
-        assert d.app.composer.text == "me@home"
+        assert d.app.chat.composer.text == "me@home"
 
     drive(play)
 
@@ -124,13 +124,13 @@ def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: Scr
     async def play(d: Driver) -> None:
         d.app.post_message(events.Paste(f"'{folder / 'notes.txt'}'"))
         await d.until(lambda: bool(d.app.chat.attached))
-        assert d.app.composer.text == ""
+        assert d.app.chat.composer.text == ""
         await d.ask("/attach -")
         assert not d.app.chat.attached
         d.app.post_message(events.Paste("/etc/nothing like a path"))
-        await d.until(lambda: bool(d.app.composer.text))
+        await d.until(lambda: bool(d.app.chat.composer.text))
         await d.press("enter")
-        await d.until(lambda: bool(server.requests) and not d.app.answering)
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
     drive(play)
     assert server.requests[0]["messages"][0]["content"] == "/etc/nothing like a path"
@@ -142,15 +142,15 @@ def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(drive:
     pasted = "line of text\n" * 80_000
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.n_ctx is not None)
+        await d.until(lambda: d.app.chat.n_ctx is not None)
         await d.type("draft")
         d.app.post_message(events.Paste(pasted))
         await d.until(lambda: "pasted-1.txt" in d.screen())
         d.app.post_message(events.Paste(pasted))
         await d.until(lambda: "can't fit" in d.screen())
-        assert d.app.composer.text == "draft"
+        assert d.app.chat.composer.text == "draft"
         await d.press("enter")
-        await d.until(lambda: bool(server.requests) and not d.app.answering)
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
 
     drive(play)
     assert pasted.strip() in server.requests[0]["messages"][0]["content"]

@@ -117,17 +117,17 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, s
                     async with app.run_test(size=(100, 30)) as pilot:
 
                         async def ask(text: str) -> None:
-                            app.composer.insert(text)
+                            app.chat.composer.insert(text)
                             await pilot.pause()
                             await pilot.press("enter")
                             await pilot.pause()
-                            while app.answering:
+                            while app.chat.answering:
                                 await pilot.pause()
                             await pilot.pause()
 
                         await ask("what is this?")
                         assert said in str([static.render() for static in app.query("Trouble Static")])
                         await ask("say hi")
-                        assert app.session.turns[-1].role == "assistant"
+                        assert app.chat.session.turns[-1].role == "assistant"
 
         asyncio.run(chat())

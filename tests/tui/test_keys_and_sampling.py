@@ -36,9 +36,9 @@ def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(drive: An
         await d.send("q")
         await d.until(lambda: "F9 stops" in d.screen())
         await d.press("escape")
-        assert d.app.answering
+        assert d.app.chat.answering
         await d.press("f9")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.press("f1")
         await d.until(lambda: "Ctrl+G" in d.screen())
 

@@ -47,10 +47,10 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
         await d.until(lambda: "loading scripted 42%…" in d.screen())  # in the answer's place, too
         assert server.requests == []
         engine.now = EngineProgress()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "Bonjour" in d.screen()
         assert "loading" not in d.screen()
-        await d.until(lambda: d.app.n_ctx == 1000)
+        await d.until(lambda: d.app.chat.n_ctx == 1000)
 
     drive(play, engine=engine)
 
@@ -66,9 +66,9 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: A
         await d.until(lambda: "it needs 40.0 GB" in d.screen())
         assert "take a smaller one" in d.screen()
         assert "/model shows what else" in d.screen()
-        assert d.app.composer.text == "half a thought"
+        assert d.app.chat.composer.text == "half a thought"
         await d.press("enter")  # asked again, since memory may be free by now
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "here" in d.screen()
 
     drive(play, engine=engine)
@@ -81,7 +81,7 @@ def test_an_answer_that_waits_ends_in_what_loading_ended_in(drive: Any, server: 
         await d.send("q")
         engine.now = EngineProgress("failed", 0.0, LocalLLMError("no such weights"))
         await d.until(lambda: "no such weights" in d.screen())
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert d.screen().count("no such weights") == 1
         assert server.requests == []
 
@@ -91,9 +91,9 @@ def test_an_answer_that_waits_ends_in_what_loading_ended_in(drive: Any, server: 
 def test_what_waits_can_be_stopped(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.send("q")
-        await d.until(lambda: d.app.answering)
+        await d.until(lambda: d.app.chat.answering)
         await d.press("escape")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "Stopped before the answer began" in d.screen()
 
     drive(play, engine=Engine())
@@ -157,9 +157,9 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
                 await d.send("/model sound")
                 await d.until(lambda: "sound answers from here on" in d.screen())
                 await d.send("/retry")
-                await d.until(lambda: app.session.last_answer is not None and not app.answering)
-                assert app.session.last_answer is not None
-                assert app.session.last_answer.meta["completion_tokens"] > 0
+                await d.until(lambda: app.chat.session.last_answer is not None and not app.chat.answering)
+                assert app.chat.session.last_answer is not None
+                assert app.chat.session.last_answer.meta["completion_tokens"] > 0
             await client.aclose()
 
     try:

@@ -48,7 +48,7 @@ def ended(client: Recording) -> int:
 
 async def counted(base_url: str, model: str, d: Driver) -> int:
     """The server's count of the conversation, asked beside the chat."""
-    body = {"model": model, "input": d.app.session.context()}
+    body = {"model": model, "input": d.app.chat.session.context()}
     async with httpx.AsyncClient() as http:
         said = await http.post(f"{base_url}/responses/input_tokens", json=body, timeout=60)
     return int(said.json()["input_tokens"])
@@ -62,19 +62,19 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
         app.chat.titles_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
-            await d.until(lambda: app.n_ctx == CONTEXT)
+            await d.until(lambda: app.chat.n_ctx == CONTEXT)
             await d.ask("Count to ten.")
             assert meter(d) == ended(client)
             await d.ask("/retry")
             assert len(client.ends) == 2
             assert meter(d) == ended(client)
             await d.send("/edit")
-            app.composer.replace_text("Say the names of three colours, please.")
+            app.chat.composer.replace_text("Say the names of three colours, please.")
             await d.press("enter")
-            await d.until(lambda: len(client.ends) == 3 and not app.answering)
+            await d.until(lambda: len(client.ends) == 3 and not app.chat.answering)
             assert meter(d) == ended(client)
             await d.press("f2", "e")  # the answer
-            app.composer.replace_text("Red, and some others that I made up.")
+            app.chat.composer.replace_text("Red, and some others that I made up.")
             await d.press("enter")
             edited = await counted(base_url, model, d)
             await d.until(lambda: meter(d) == edited)
@@ -88,7 +88,7 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             await d.send("Write a long story about the sea.")
             await d.until(lambda: app.chat.answer_text.count(" ") > 5)
             await d.press("escape")
-            await d.until(lambda: not app.answering)
+            await d.until(lambda: not app.chat.answering)
             assert len(client.ends) == 3
             stopped = await counted(base_url, model, d)
             assert stopped > edited + 5
@@ -121,7 +121,7 @@ async def speed_on_screen(base_url: str, model: str, history: History) -> None:
         app.chat.titles_after_s = None
         async with app.run_test(size=(120, 50)) as pilot:
             d = Driver(app, pilot)
-            await d.until(lambda: app.n_ctx == CONTEXT)
+            await d.until(lambda: app.chat.n_ctx == CONTEXT)
             await d.ask("Count to twenty.")
             await d.press("f3")
             await d.until(lambda: "GB/s: " in d.screen())

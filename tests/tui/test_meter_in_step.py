@@ -24,7 +24,7 @@ def test_a_stopped_answer_is_counted_by_the_server_also_when_reopened(
 
     async def reopened(d: Driver) -> None:
         await d.until(lambda: "32/1,000" in d.screen())
-        assert not d.app.answering
+        assert not d.app.chat.answering
 
     drive(play)
     drive(reopened, resume=history.list()[0].id)
@@ -38,7 +38,7 @@ def test_an_answer_cut_by_a_crash_is_counted(drive: Any, server: ScriptedServer,
 
     async def play(d: Driver) -> None:
         await d.until(lambda: "12/1,000" in d.screen())
-        assert d.app.session.unfinished(d.app.session.turns[-1])
+        assert d.app.chat.session.unfinished(d.app.chat.session.turns[-1])
 
     drive(play, resume=conv)
 
@@ -53,7 +53,7 @@ def test_a_broken_and_a_refused_answer_leave_the_servers_count(drive: Any, serve
         await d.until(lambda: "12/1,000" in d.screen())
         await d.ask("refused")
         await d.until(lambda: "Error: busy" in d.screen() and "12/1,000" in d.screen())
-        assert d.app.session.unanswered
+        assert d.app.chat.session.unanswered
 
     drive(play)
 
@@ -66,9 +66,9 @@ def test_the_prompt_counts_while_the_answer_streams(drive: Any, server: Scripted
     async def play(d: Driver) -> None:
         await d.send("q" * 300)
         await d.until(lambda: "301/1,000" in d.screen())
-        assert d.app.answering
+        assert d.app.chat.answering
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert "301/1,000" in d.screen()
 
     drive(play)

@@ -99,7 +99,7 @@ def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> 
         await d.until(lambda: "pulling" not in d.screen().splitlines()[0])
         await opened(d)
         await d.press("enter")
-        await d.until(lambda: d.app.session.model == "big")
+        await d.until(lambda: d.app.chat.session.model == "big")
         assert "big answers from here on" in d.screen()
 
     with ScriptedServer(models=models) as server:
@@ -177,7 +177,7 @@ def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(d
             it.go_on.release()
         await d.until(lambda: "MID is here: F6 uses it" in d.screen())
         await d.press("f6")
-        await d.until(lambda: d.app.session.model == "mid")
+        await d.until(lambda: d.app.chat.session.model == "mid")
         await d.ask("hello")
         assert "starter model" not in d.screen()
 

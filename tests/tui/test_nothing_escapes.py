@@ -48,7 +48,7 @@ def test_a_servers_words(drive: Any) -> None:
             await d.ask("r")
             assert f"Error: ]0;t]52;c;ZXZpbA==31m{SHOWN}" in d.screen()
             harmless(d)
-            d.app.chat.use_model(EVIL, await d.app.client.models())
+            d.app.chat.use_model(EVIL, await d.app.chat.client.models())
             await d.ask("/system " + EVIL)
             await d.ask("/title " + EVIL)
             harmless(d)
@@ -71,7 +71,7 @@ def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
         harmless(d)
         assert SHOWN in d.screen()
         await d.press("y")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert SHOWN in d.screen()
         harmless(d)
 
@@ -91,7 +91,7 @@ def test_names_of_files_and_what_is_typed(drive: Any, server: ScriptedServer, tm
         await d.type(EVIL)
         harmless(d)
         await d.press("enter")
-        await d.until(lambda: bool(server.requests) and not d.app.answering)
+        await d.until(lambda: bool(server.requests) and not d.app.chat.answering)
         harmless(d)
         await d.type("/retr" + EVIL)
         await d.press("enter", "up")
@@ -116,12 +116,12 @@ def test_titles_and_texts_in_the_lists(drive: Any, server: ScriptedServer, histo
         await d.press(*"needle", "right", "down")
         harmless(d)
         await d.press("enter")
-        await d.until(lambda: d.app.session.id == session.id)
+        await d.until(lambda: d.app.chat.session.id == session.id)
         await d.pilot.pause()
         harmless(d)
         await d.press("f2", "e")
         harmless(d)
-        assert "needle" in d.app.composer.text
+        assert "needle" in d.app.chat.composer.text
 
     drive(play, size=(120, 40))
 

@@ -54,7 +54,7 @@ def conversation(history: History) -> str:
 
 async def compare(d: Driver, name: str) -> None:
     """Hold the screen against its picture: it comes to look so, or the difference is told."""
-    d.app.composer.show_cursor = False  # it blinks
+    d.app.chat.composer.show_cursor = False  # it blinks
     file = FOLDER / f"{name}-{d.app.size.width}x{d.app.size.height}.svg"
     if os.environ.get("UPDATE_SNAPSHOTS"):
         drawn, before = _drawn(d), ""
@@ -96,11 +96,11 @@ def test_a_conversation_and_what_a_token_costs(drive: Any, history: History, siz
     models = [{"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}]
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.n_ctx is not None)
+        await d.until(lambda: d.app.chat.n_ctx is not None)
         await compare(d, "conversation")
         await d.press("f3")
         await compare(d, "glass")
-        assert d.app.n_ctx == 8192
+        assert d.app.chat.n_ctx == 8192
 
     with ScriptedServer(models=models) as server:
         drive(play, resume=conversation(history), size=size, server_=server)
@@ -143,7 +143,7 @@ def test_help_and_a_tool_that_asks(drive: Any, server: ScriptedServer, size: tup
         await d.until(lambda: isinstance(d.app.screen, ToolApproval))
         await compare(d, "approval")
         await d.press("n")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert len(server.requests) == 2
 
     drive(play, tools=(Host(),), size=size)

@@ -62,12 +62,12 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
 def test_every_command_completes_and_explains_itself_in_the_frame(drive: Any) -> None:
     async def play(d: Driver) -> None:
         for command in COMMANDS:
-            d.app.composer.replace_text(f"/{command.name}")
+            d.app.chat.composer.replace_text(f"/{command.name}")
             await d.pilot.pause()
             assert f"/{command.name} · {command.help}" in d.screen()
             await d.press("backspace", "tab")
             alone = sum(c.name.startswith(command.name) for c in COMMANDS) == 1
-            assert d.app.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
+            assert d.app.chat.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
 
     drive(play, size=(120, 40))
 
@@ -90,7 +90,7 @@ def test_a_command_runs_from_the_palette(drive: Any, server: ScriptedServer) -> 
         await d.ask("q")
         (retry,) = (c for c in d.app.get_system_commands(d.app.screen) if c.title == "Retry the last answer")
         retry.callback()
-        await d.until(lambda: "two" in d.screen() and not d.app.answering)
+        await d.until(lambda: "two" in d.screen() and not d.app.chat.answering)
 
     drive(play)
     assert len(server.requests) == 2
@@ -167,7 +167,7 @@ def test_the_frames_say_what_the_keys_do_now(drive: Any, server: ScriptedServer)
         assert hints(KeyContext.ANSWERING) in d.screen()
         await d.press("escape")
         gate.opened.set()
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         await d.send("/edit")
         assert hints(KeyContext.EDITING) in d.screen()
         await d.press("escape", "f2")

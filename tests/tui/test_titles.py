@@ -19,7 +19,7 @@ def test_a_title_is_made_when_nobody_types(drive: Any, server: ScriptedServer, h
     async def play(d: Driver) -> None:
         await d.ask("capital of France?")
         await d.until(lambda: history.list()[0].title == "The capital of France")
-        await d.until(lambda: d.app.session.title == "The capital of France")
+        await d.until(lambda: d.app.chat.session.title == "The capital of France")
 
     drive(play, titles_after_s=0.0)
     assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
@@ -39,7 +39,7 @@ def test_what_is_no_title_is_not_taken_nor_asked_for_again(
         await d.ask("capital of France?")
         await d.until(lambda: len(server.requests) == 2)
         if reply is not None:
-            await d.until(lambda: d.app.session.titled == 1)
+            await d.until(lambda: d.app.chat.session.titled == 1)
         d.app.chat.titles_after_s = None
         await d.ask("and?")
 

@@ -88,7 +88,7 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
         assert '"zone": "CET"' in d.screen()
         assert host.asked == []
         await d.press("y")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert host.asked == [("time", {"zone": "CET"})]
         assert "It is noon." in d.screen()
         fold = d.app.screen.query_one(ToolFold)
@@ -96,11 +96,11 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
         second = server.requests[1]["messages"]
         assert second[-2]["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"zone": "CET"}'}
         assert second[-1] == {"role": "tool", "tool_call_id": "c1", "content": "12:00[2J"}
-        answer = d.app.session.last_answer
+        answer = d.app.chat.session.last_answer
         assert answer is not None
         assert answer.content == "Let me look. It is noon."
         assert answer.meta["tools"][0]["result"] == "12:00[2J"
-        assert d.app.session.used_tokens == 45
+        assert d.app.chat.session.used_tokens == 45
         await d.send("/tools off")
         await d.until(lambda: not host.open_now)
 
@@ -120,7 +120,7 @@ def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str
         await d.press("enter", "space")  # neither
         assert isinstance(d.app.screen, ToolApproval)
         await d.press(key)
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert host.asked == []
         assert server.requests[1]["messages"][-1]["content"] == NOT_ALLOWED
         assert "did not run" in d.screen()

@@ -28,11 +28,11 @@ def conversation(history: History) -> str:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text.partition("\n")[0] for w in d.app.transcript.query(TurnView)]
+    return [w.text.partition("\n")[0] for w in d.app.chat.transcript.query(TurnView)]
 
 
 def _selected(d: Driver) -> str:
-    view = d.app.transcript.selected
+    view = d.app.chat.transcript.selected
     return view.text.partition("\n")[0] if view is not None else ""
 
 
@@ -46,7 +46,7 @@ def test_the_footer_names_the_key_for_versions_where_there_are_some(
         await d.until(lambda: "Esc back" in d.screen())
         assert "version" not in d.screen()
         await d.press("r")
-        await d.until(lambda: "another" in d.screen() and not d.app.answering)
+        await d.until(lambda: "another" in d.screen() and not d.app.chat.answering)
         await d.press("f2")
         await d.until(lambda: "←→ version" in d.screen())
         await d.press("up")
@@ -63,14 +63,14 @@ def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_bei
 
     async def play(d: Driver) -> None:
         await d.press("f2", "r")
-        await d.until(lambda: "another" in d.screen() and not d.app.answering)
+        await d.until(lambda: "another" in d.screen() and not d.app.chat.answering)
         await d.send("and now?")
         await d.until(lambda: "half of it" in d.screen())
         await d.press("f2", "up")
         await d.until(lambda: "←→ version" in d.screen())
         await d.press("left")
         await d.until(lambda: "was stopped; g at its turn goes on with it" in " ".join(d.screen().split()))
-        assert not d.app.answering
+        assert not d.app.chat.answering
         await d.press("right")
         await d.until(lambda: "half of it" in d.screen())
 
@@ -89,9 +89,9 @@ def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:
         assert _selected(d) == "a1"
         await d.press("escape", *"hi")
         assert _selected(d) == ""
-        assert d.app.composer.text == "hi"
+        assert d.app.chat.composer.text == "hi"
         await d.press("ctrl+up", "down", *"!")
-        assert d.app.composer.text == "hi!"
+        assert d.app.chat.composer.text == "hi!"
 
     drive(play, resume=conversation)
 
@@ -104,11 +104,11 @@ def test_a_question_in_the_middle_is_changed_and_both_branches_are_there(
     async def play(d: Driver) -> None:
         await d.type("a draft")
         await d.press("f2", "up", "up", "up", "e")
-        assert d.app.composer.text == "q1"
+        assert d.app.chat.composer.text == "q1"
         await d.ask("!")
         assert _shown(d) == ["q1!", "anew"]
         assert "◂ 2/2 ▸" in d.screen()
-        assert d.app.composer.text == "a draft"  # what was being written is back
+        assert d.app.chat.composer.text == "a draft"  # what was being written is back
         await d.press("f2", "up", "left")
         assert _shown(d) == ["q1", "a1", "q2", "a2"]
         assert _selected(d) == "q1"
@@ -128,7 +128,7 @@ def test_an_answer_is_changed_and_the_model_goes_on_from_what_it_says_now(
 
     async def play(d: Driver) -> None:
         await d.press("f2", "up", "up", "e")
-        d.app.composer.replace_text("changed")
+        d.app.chat.composer.replace_text("changed")
         await d.press("enter")
         await d.pilot.pause()
         assert _shown(d) == ["q1", "changed"]
@@ -152,7 +152,7 @@ def test_an_answer_in_the_middle_is_asked_for_again(
             while _selected(d) != "a1":
                 await d.press("up")
             await d.press("r")
-            await d.until(lambda: not d.app.answering)
+            await d.until(lambda: not d.app.chat.answering)
             await d.pilot.pause()
             if len(server.requests) == 1:  # refused: nothing is lost
                 assert _shown(d) == ["q1", "a1", "q2", "a2"]
@@ -170,7 +170,7 @@ def test_a_stopped_answer_is_gone_on_with(drive: Any, server: ScriptedServer, hi
     async def play(d: Driver) -> None:
         await d.ask("q")
         await d.press("f2", "g")
-        await d.until(lambda: not d.app.answering)
+        await d.until(lambda: not d.app.chat.answering)
         assert _shown(d) == ["q", "half way"]
 
     drive(play)
@@ -239,7 +239,7 @@ def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(drive
 def test_nothing_to_select_is_no_trouble(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2", "e", "up")
-        assert d.app.composer.has_focus
-        assert not d.app.transcript.query(AnswerView)
+        assert d.app.chat.composer.has_focus
+        assert not d.app.chat.transcript.query(AnswerView)
 
     drive(play)

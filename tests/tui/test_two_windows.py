@@ -103,7 +103,7 @@ def test_a_window_says_that_another_has_gone_on_too(drive: Any, server: Scripted
     async def play(d: Driver) -> None:
         await d.ask("first")
         with History(history.path) as elsewhere:
-            other = Session(elsewhere, "m", conv_id=d.app.session.id)
+            other = Session(elsewhere, "m", conv_id=d.app.chat.session.id)
             await asyncio.to_thread(other.ask, "from the other window")
         await d.ask("second")
         assert "Another window has gone on" in " ".join(d.screen().split())

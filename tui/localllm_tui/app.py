@@ -18,23 +18,17 @@ from textual.theme import Theme
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import commands
 from localllm_tui.control.chat import ChatOptions
-from localllm_tui.control.client import ChatClient
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
-from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import copy_with_tool, on_signals
 from localllm_tui.screens.chat import ChatScreen
-from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.line_filters import CSS as NO_COLOR_CSS
 from localllm_tui.widgets.line_filters import NoColors, NoControls
-from localllm_tui.widgets.transcript import Transcript
 
 QUIT_WITHIN_S = 2.0
 
 
 class ChatApp(App[None]):
-    """The chat; `copy` is the system's clipboard."""
-
     TITLE = "localllm"
     # At the top: at the bottom they would cover the input.
     CSS = (
@@ -69,38 +63,6 @@ class ChatApp(App[None]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         filters = [*super().get_line_filters(), NoControls()]
         return [*filters, NoColors()] if self.no_color else filters
-
-    # -- what a caller may ask of the chat ------------------------------------------------------------------------
-
-    @property
-    def client(self) -> ChatClient:
-        """The server."""
-        return self.chat.client
-
-    @property
-    def session(self) -> Session:
-        """The conversation on screen."""
-        return self.chat.session
-
-    @property
-    def answering(self) -> bool:
-        """Whether an answer is on its way, or being drawn to its end."""
-        return self.chat.answering
-
-    @property
-    def n_ctx(self) -> int | None:
-        """The model's context in tokens; None while not known."""
-        return self.chat.n_ctx
-
-    @property
-    def composer(self) -> Composer:
-        """The input."""
-        return self.chat.composer
-
-    @property
-    def transcript(self) -> Transcript:
-        """The conversation as shown."""
-        return self.chat.transcript
 
     # -- keys and commands on every screen ------------------------------------------------------------------------
 

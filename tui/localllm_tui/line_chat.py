@@ -88,7 +88,6 @@ class LineChat:
         self.wanted = self.session.answer(to, goes_on=goes_on)
 
     async def redraw(self) -> None:
-        """Print the last turn."""
         if self.session.turns:
             turn = self.session.turns[-1]
             print(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
@@ -193,8 +192,6 @@ async def _obey(chat: LineChat, name: str, argument: str) -> None:
 
 
 def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
-    """Run a command; what goes wrong is printed."""
-
     async def run() -> None:
         async with client:
             await what
@@ -206,7 +203,6 @@ def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
 
 
 def _answer(chat: LineChat, keep: PendingAnswer) -> None:
-    """Print an answer; what goes wrong is printed."""
     compacts = chat.client.compacts or chat.session.compacts
     try:
         ask_once(chat.client, chat.model, keep.messages, keep, compact=compacts)

@@ -30,7 +30,6 @@ class McpHost:
     _leave: asyncio.Event | None = None
 
     async def open(self) -> Sequence[ToolSpec]:
-        """See ToolHost."""
         try:
             import mcp  # noqa: F401
         except ImportError as e:
@@ -51,7 +50,6 @@ class McpHost:
             ) from e
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """See ToolHost."""
         if self._session is None:
             raise LocalLLMError(f"{self.name} is no longer running")
         try:
@@ -63,7 +61,6 @@ class McpHost:
         return f"error: {text}" if getattr(result, "is_error", False) else text
 
     async def close(self) -> None:
-        """See ToolHost."""
         if self._leave is not None:
             self._leave.set()
         if self._task is not None:

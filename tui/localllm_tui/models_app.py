@@ -16,8 +16,6 @@ from localllm_tui.widgets.line_filters import NoColors, NoControls
 
 
 class ModelsApp(App[str | None]):
-    """See the module docstring."""
-
     TITLE = "localllm recommend"
     CSS = NO_COLOR_CSS
     ENABLE_COMMAND_PALETTE = False

@@ -36,11 +36,9 @@ class AnswerDisplay(Protocol):
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
         """Show a piece of the answer or of the thinking."""
-        ...
 
     def progress(self, what: str) -> None:
         """Say what happens before the first piece; "" when it is over."""
-        ...
 
 
 class AnswerStream:

@@ -38,98 +38,51 @@ class ChatOptions:
 class Chat(Protocol):
     """A chat with a conversation on screen. Every method shows what it did."""
 
-    @property
-    def client(self) -> ChatClient:
-        """The server."""
-        ...
+    client: ChatClient
+    history: History
+    model: str
+    n_ctx: int | None  # None while not known
+    session: Session
+    system_asked: str | None  # that the chat was started with
+    attached: list[tuple[str, str]]  # files for the next question: name and text
 
     @property
-    def history(self) -> History:
-        """The conversations on disk."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """The model that answers."""
-        ...
-
-    @property
-    def n_ctx(self) -> int | None:
-        """Its context in tokens; None while not known."""
-        ...
-
-    @property
-    def session(self) -> Session:
-        """The conversation on screen."""
-        ...
-
-    @property
-    def system_asked(self) -> str | None:
-        """The system prompt that the chat was started with."""
-        ...
-
-    @property
-    def answering(self) -> bool:
-        """Whether an answer is on its way."""
-        ...
+    def answering(self) -> bool: ...
 
     @property
     def answer_text(self) -> str:
         """What came of the answer that is on its way; "" when there is none."""
-        ...
-
-    @property
-    def attached(self) -> list[tuple[str, str]]:
-        """Files for the next question: name and text."""
-        ...
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
         """Say something that is no part of the conversation."""
-        ...
 
     async def open(self, session: Session, at: int = 0) -> None:
         """Show another conversation, at the turn of this id (0: its end)."""
-        ...
 
     async def choose(self, words: str, *, within: bool = False) -> None:
         """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
-        ...
 
     async def stop_answer(self) -> bool:
         """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""
-        ...
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
         """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
-        ...
 
     async def redraw(self) -> None:
         """Show the branch that the session shows now."""
-        ...
 
     def edit(self, turn: StoredMessage) -> None:
         """Let the person change `turn`: what comes of it stands beside it."""
-        ...
 
-    def attach(self, name: str, text: str) -> None:
-        """Keep a file for the next question."""
-        ...
+    def attach(self, name: str, text: str) -> None: ...
 
-    def detach(self) -> None:
-        """Take back the files for the next question."""
-        ...
+    def detach(self) -> None: ...
 
-    def use_model(self, name: str, models: list[ListedModel]) -> None:
-        """Let `name`, one of `models`, answer from here on."""
-        ...
+    def use_model(self, name: str, models: list[ListedModel]) -> None: ...
 
-    def to_clipboard(self, text: str, what: str) -> None:
-        """Put `text` on the clipboard, which is `what` in words."""
-        ...
+    def to_clipboard(self, text: str, what: str) -> None: ...
 
-    async def leave(self) -> None:
-        """End the chat."""
-        ...
+    async def leave(self) -> None: ...

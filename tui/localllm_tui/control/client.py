@@ -48,8 +48,6 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of the answer."""
-
     text: str
 
 
@@ -164,7 +162,6 @@ class ChatClient:
 
     @classmethod
     def of(cls, engine: ChatEngine, sampling: Mapping[str, Any]) -> ChatClient:
-        """A client of this engine."""
         return cls(engine.base_url, engine.api_key, sampling, engine=engine)
 
     @property
@@ -193,7 +190,6 @@ class ChatClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections."""
         if self._http is not None:
             await self._http.aclose()
             self._http = None

@@ -26,12 +26,10 @@ async def new(chat: Chat, _: str) -> None:
 
 
 async def find(chat: Chat, words: str) -> None:
-    """The list of conversations."""
     await chat.choose(words)
 
 
 async def look(chat: Chat, words: str) -> None:
-    """Words in this conversation."""
     if chat.session.id is None:
         raise UsageError("nothing was said yet")
     await chat.choose(words, within=True)
@@ -162,7 +160,6 @@ async def _save(chat: Chat, name: str, mode: str) -> None:
 
 
 async def title(chat: Chat, text: str) -> None:
-    """The title, shown or changed."""
     if chat.session.id is None:
         raise UsageError("a conversation has a title once something was asked")
     if text:
@@ -197,7 +194,6 @@ def attach_text(chat: Chat, name: str, text: str) -> None:
 
 
 async def system(chat: Chat, text: str) -> None:
-    """The system prompt, shown or changed."""
     if text:
         await chat.stop_answer()
         chat.session.set_system("" if text == "-" else text)
@@ -212,7 +208,6 @@ async def system(chat: Chat, text: str) -> None:
 
 
 async def model(chat: Chat, name: str) -> None:
-    """The models there are, or another one in use."""
     models = await chat.client.models()
     names = [m.name for m in models]
     if not name:
@@ -230,7 +225,6 @@ async def model(chat: Chat, name: str) -> None:
 
 
 async def sample(chat: Chat, text: str) -> None:
-    """How answers are drawn, shown or changed."""
     if text:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
@@ -239,7 +233,6 @@ async def sample(chat: Chat, text: str) -> None:
 
 
 async def leave(chat: Chat, _: str) -> None:
-    """The end of the chat."""
     await chat.leave()
 
 

@@ -43,7 +43,6 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """How it is typed."""
         return f"/{self.name} {self.argument}".rstrip()
 
 
@@ -187,14 +186,11 @@ class HelpEntry:
 
 @dataclass(frozen=True, slots=True)
 class HelpSection:
-    """Entries that belong together."""
-
     title: str
     entries: tuple[HelpEntry, ...]
 
 
 def help_sections() -> tuple[HelpSection, ...]:
-    """All keys and commands."""
     return (
         _key_section("In the input", COMPOSER),
         _key_section("Anywhere in the chat", CHAT, APP),

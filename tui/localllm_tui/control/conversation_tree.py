@@ -61,7 +61,6 @@ class ConversationTree:
         return self.path[-1].id if self.path else 0
 
     def create(self, title: str, model: str) -> None:
-        """Give a new conversation its place on disk."""
         self.id = self.history.create(title, model)
 
     def forget(self) -> None:
@@ -73,7 +72,6 @@ class ConversationTree:
 
     @property
     def every(self) -> Iterable[StoredMessage]:
-        """The turns of all branches."""
         return self._turns.values()
 
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
@@ -89,11 +87,9 @@ class ConversationTree:
         return turn_id in self._after.get(parent_id, ())
 
     def parent(self, turn: StoredMessage) -> StoredMessage | None:
-        """The turn before it."""
         return self._turns.get(turn.parent_id)
 
     def holds(self, turn_id: int) -> bool:
-        """Whether there is such a turn, on any branch."""
         return turn_id in self._turns
 
     def show(self, turn_id: int) -> None:

@@ -50,12 +50,10 @@ class PlanChoice:
 
     @property
     def ref(self) -> str:
-        """What is pulled."""
         return f"{self.plan['model']}:{self.plan['variant']['quant']}"
 
     @property
     def title(self) -> str:
-        """Its model's name and its quant."""
         return f"{self.plan['name']} {self.plan['variant']['quant']}"
 
 
@@ -100,28 +98,22 @@ class ModelService(Protocol):
 
     def plan(self, request: PlanRequest) -> PlanList:
         """Every model that fits, planned anew."""
-        ...
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
-        ...
 
     def on_disk(self) -> Sequence[InstalledModel]:
         """What is installed, whoever keeps it."""
-        ...
 
     def fit(self, model: InstalledModel) -> str:
         """What loading it here would take and give, in a sentence."""
-        ...
 
     def remove(self, model: InstalledModel) -> int:
         """Remove its files; returns the bytes freed."""
-        ...
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
         """Bring a model to this disk, going on where an earlier try ended; returns its name here. What `told` raises
         ends it."""
-        ...
 
 
 State = Literal["loading", "ready", "failed"]
@@ -162,19 +154,13 @@ class ChatEngine(Protocol):
     @property
     def where(self) -> str:
         """Its address, as people say it; "" for the chat's own."""
-        ...
 
     def start(self) -> None:
         """Begin to load, in a thread; once is enough."""
-        ...
 
-    def progress(self) -> EngineProgress:
-        """How far it is."""
-        ...
+    def progress(self) -> EngineProgress: ...
 
-    def stop(self) -> None:
-        """Let it go."""
-        ...
+    def stop(self) -> None: ...
 
 
 def is_here(engine: ChatEngine) -> bool:
@@ -200,17 +186,10 @@ class ToolSpec:
 class ToolHost(Protocol):
     """A program that offers tools, `name`d in config.toml. All raise LocalLLMError."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
-    async def open(self) -> Sequence[ToolSpec]:
-        """Start it, and learn its tools."""
-        ...
+    async def open(self) -> Sequence[ToolSpec]: ...
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool says."""
-        ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str: ...
 
-    async def close(self) -> None:
-        """End it."""
-        ...
+    async def close(self) -> None: ...

@@ -66,7 +66,6 @@ class Key:
 
     @property
     def label_now(self) -> str:
-        """The same as people say it."""
         return label_of(self.keys_now) if self.id in _remapped else self.label
 
 

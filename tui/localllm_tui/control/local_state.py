@@ -54,7 +54,6 @@ class Drafts:
                 break
 
     def load(self, conv_id: str | None) -> str:
-        """The draft, or ""."""
         file = self._file(conv_id, self._place)
         self._writer.submit(lambda: None).result()  # all that was saved before is written
         try:
@@ -143,7 +142,6 @@ class Preferences:
         return self._read().get(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Remember a value."""
         try:
             paths.private_dir(self._file.parent)
             paths.write_private(self._file, json.dumps({**self._read(), name: value}))

@@ -35,7 +35,6 @@ class AnswerMeter:
         self.usage: AnswerUsage | None = None
 
     def delta(self) -> None:
-        """A piece of text or thinking arrived."""
         self._last_s = self._now()
         if self._first_s is None:
             self._first_s = self._last_s
@@ -43,7 +42,6 @@ class AnswerMeter:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens so far."""
         return self.usage.completion if self.usage else self._deltas
 
     @property
@@ -97,7 +95,6 @@ class StatusFigures:
 
     @classmethod
     def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> StatusFigures:
-        """From an answer's `meta`."""
         return cls(
             model,
             meta.get("tok_s"),
@@ -162,7 +159,6 @@ class UnsentMessage:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to send."""
         return not self.text.strip() and not self.attached
 
     def messages(self, session: Session, *, alone: bool = False) -> list[dict[str, str]]:

@@ -32,11 +32,9 @@ class Pull:
 
     @property
     def done(self) -> bool:
-        """Whether the model is there."""
         return bool(self.name)
 
     def words(self) -> str:
-        """How it is doing, in a line."""
         if self.done:
             return f"{self.ref} is here"
         if self.error is not None:
@@ -61,15 +59,12 @@ class Pulls:
         self._pulls: dict[str, Pull] = {}
 
     def all(self) -> list[Pull]:
-        """Every one, also those that ended."""
         return [*self._pulls.values()]
 
     def running(self) -> list[Pull]:
-        """Those on their way."""
         return [p for p in self._pulls.values() if not p.ended]
 
     def of(self, ref: str) -> Pull | None:
-        """That of a model, if there was one."""
         return self._pulls.get(ref)
 
     def start(self, ref: str) -> Pull:
@@ -88,7 +83,6 @@ class Pulls:
             pull.stopping.set()
 
     def stop_all(self) -> None:
-        """Let all of them end."""
         for ref in self._pulls:
             self.stop(ref)
 
@@ -129,7 +123,6 @@ def context_words(tokens: int) -> str:
 
 
 def catalog_head(width: int) -> str:
-    """The names of the columns of `plan_line`."""
     name, wide = _room(width)
     columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
     if wide:
@@ -153,7 +146,6 @@ def plan_line(choice: PlanChoice, width: int, pull: Pull | None = None) -> str:
 
 
 def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None) -> list[str]:
-    """What is known of one plan, in a few lines."""
     plan, memory = choice.plan, choice.plan["memory"]
     lines = [
         f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {amount(memory['total_bytes'])} of "
@@ -186,7 +178,6 @@ def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
 
 
 def disk_head(width: int) -> str:
-    """The names of the columns of `disk_line`."""
     name = _disk_name(width)
     return f"  {'model':{name}} {'quant':9} {'size':>8}  kept by"
 
@@ -200,7 +191,6 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
-    """What is known of files on this disk."""
     may = "Delete twice removes them" if model.ours else "remove them there: they are not localllm's"
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
     return [piece for line in lines for piece in textwrap.wrap(printable(line), max(20, width))]
@@ -251,5 +241,4 @@ def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *
 
 
 def worth_pulling(starter: str, choices: Sequence[PlanChoice]) -> list[PlanChoice]:
-    """The best plans that are not the starter itself."""
     return [c for c in choices if not starter.startswith(c.ref.partition(":")[0])][:FIRST_RUN_SHOWN]

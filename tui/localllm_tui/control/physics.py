@@ -64,7 +64,6 @@ class ModelPhysics:
             return None
 
     def kv_bytes(self, depth: float) -> float:
-        """KV bytes that a token reads behind `depth` tokens."""
         points = self.kv_points
         if not points or depth <= 0:
             return 0.0
@@ -112,7 +111,6 @@ class AnswerSpeed:
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens per second from the first to the last."""
         if self.live is not None:
             return self.live
         made = self.usage.completion - 1

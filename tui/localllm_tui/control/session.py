@@ -52,7 +52,6 @@ class Session:
 
     @property
     def turns(self) -> list[StoredMessage]:
-        """The questions and answers that are shown."""
         return self.tree.path
 
     @property
@@ -67,7 +66,6 @@ class Session:
 
     @property
     def last_answer(self) -> StoredMessage | None:
-        """The newest answer, or None."""
         return next((t for t in reversed(self.turns) if t.role == "assistant"), None)
 
     @property
@@ -335,23 +333,19 @@ class PendingAnswer:
 
     @classmethod
     def more(cls, session: Session, begun: StoredMessage) -> PendingAnswer:
-        """More of an answer that there is."""
         return cls(session, session.tree.parent(begun) or begun, begun)
 
     @property
     def text(self) -> str:
-        """The answer so far."""
         self._text = ["".join(self._text)]  # put together once: the screen asks often, and an answer may be long
         return self._text[0]
 
     @property
     def reasoning(self) -> str:
-        """The thinking so far."""
         return "".join(self._reasoning)
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What to send for it."""
         if self._begun is not None:
             return self.session.context_to(self._begun)
         return self.session.payload_of(self.question)

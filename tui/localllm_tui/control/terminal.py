@@ -115,12 +115,10 @@ class DeferredGc:
         self._due = False
 
     def begin(self) -> None:
-        """Put the search off."""
         self._before = gc.get_threshold()
         gc.set_threshold(*self._before[:2], _NEVER)
 
     def end(self) -> None:
-        """Have it as it was."""
         if self._before is not None:
             gc.set_threshold(*self._before)
             self._before = None

@@ -36,7 +36,6 @@ class ToolBox:
 
     @property
     def names(self) -> list[str]:
-        """The hosts there are."""
         return [*self._hosts]
 
     async def switch_on(self, name: str = "") -> None:
@@ -53,7 +52,6 @@ class ToolBox:
                 self._open[host.name] = await host.open()
 
     async def switch_off(self) -> None:
-        """End all of them."""
         for name in [*self._open]:
             del self._open[name]
             await self._hosts[name].close()
@@ -76,7 +74,6 @@ class ToolBox:
         return "\n".join(lines) or "no programs that offer tools are named in config.toml"
 
     def offered(self) -> list[dict[str, Any]]:
-        """The tools as a request names them."""
         return [
             {
                 "type": "function",

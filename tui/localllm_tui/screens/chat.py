@@ -82,10 +82,10 @@ class ChatScreen(ChatCatalogScreen):
     def _title_when_quiet(self) -> None:
         """Have a title made once nothing was typed or answered for a while."""
         quiet_s = time.monotonic() - self._quiet_since_s
-        if self.titles_after_s is None or quiet_s < self.titles_after_s or not titles.wanted(self._session):
+        if self.titles_after_s is None or quiet_s < self.titles_after_s or not titles.wanted(self.session):
             return
         self._quiet_since_s = time.monotonic()
-        making = partial(titles.give, self.client, self.model, self._session)
+        making = partial(titles.give, self.client, self.model, self.session)
         start(self, making, "title")
 
     def _not_quiet(self) -> None:
@@ -101,7 +101,7 @@ class ChatScreen(ChatCatalogScreen):
             self._not_quiet()
             text = self.composer.text
             if self._editing is None and commands.parse(text) is None:  # a command is nothing to come back to
-                self._drafts.save(self._session.id, text)
+                self._drafts.save(self.session.id, text)
             self._counting.soon()
             self._show_state()
 
@@ -120,14 +120,13 @@ class ChatScreen(ChatCatalogScreen):
     def _show_state(self) -> None:
         """As everywhere; but what the next D does stays said, whatever else has news meanwhile."""
         super()._show_state()
-        selected, turns = self.transcript.selected, [turn.id for turn in self._session.turns]
+        selected, turns = self.transcript.selected, [turn.id for turn in self.session.turns]
         if selected is not None and selected.turn_id == self._removing and self._removing in turns:
             follows = len(turns) - 1 - turns.index(self._removing)
             with_it = f" and the {follows} after it" if follows else ""
             self.composer.border_title = f"D again removes this turn{with_it} for good"
 
     def action_select(self) -> None:
-        """Give the keys to the newest turn."""
         self.transcript.action_select(-1)
         self._show_state()
 
@@ -144,7 +143,7 @@ class ChatScreen(ChatCatalogScreen):
 
     async def on_turn_asked(self, event: TurnAsked) -> None:
         """Do what a key says with the turn that is selected."""
-        turns = {t.id: t for t in self._session.turns}
+        turns = {t.id: t for t in self.session.turns}
         turn, selected = turns.get(event.turn_id), self.transcript.selected
         if turn is None or selected is None:
             return
@@ -168,7 +167,7 @@ class ChatScreen(ChatCatalogScreen):
         if what in ("copy", "code"):
             return
         if what == "version":
-            views = [v for v in self.transcript.views if self._session.tree.follows(v.turn_id, turn.parent_id)]
+            views = [v for v in self.transcript.views if self.session.tree.follows(v.turn_id, turn.parent_id)]
             self.transcript.select(views[0] if views else None)
         elif what == "remove":
             self.transcript.select(None)
@@ -191,14 +190,12 @@ class ChatScreen(ChatCatalogScreen):
         return True
 
     def action_thinking(self) -> None:
-        """Fold or unfold the newest thinking."""
         for view in reversed(self.transcript.query(AnswerView)):
             if view.toggle_thinking():
                 self.transcript.follow()
                 return
 
     async def action_command(self, name: str) -> None:
-        """A key of a slash command."""
         await self.run_command(name, "")
 
     # -- files ---------------------------------------------------------------------------------------------------
@@ -243,8 +240,8 @@ class ChatScreen(ChatCatalogScreen):
     async def open(self, session: Session, at: int = 0) -> None:
         """Show another conversation, at the turn of this id (0: its end); the draft of this one is kept."""
         await self.stop_answer()
-        self._drafts.save(self._session.id, self.composer.text if self._editing is None else self._draft)
-        self._session = session
+        self._drafts.save(self.session.id, self.composer.text if self._editing is None else self._draft)
+        self.session = session
         await self._show_session(at)
         if at:
             self.transcript.select(next((v for v in self.transcript.views if v.turn_id == at), None))
@@ -258,14 +255,14 @@ class ChatScreen(ChatCatalogScreen):
             self.call_later(self._after_choice, place)
 
         await self.app.push_screen(
-            ConversationPicker(self.history, words, within=self._session.id if within else None), chosen
+            ConversationPicker(self.history, words, within=self.session.id if within else None), chosen
         )
 
     async def _after_choice(self, place: TurnPlace | None) -> None:
         try:
             if place is not None:
                 await command_actions.resume(self, place.conversation_id, place.turn_id)
-            elif self._session.id is not None and not self.history.holds(self._session.id):
+            elif self.session.id is not None and not self.history.holds(self.session.id):
                 await command_actions.new(self, "")  # it was removed in the list
         except LocalLLMError as e:
             await self.trouble(e)
@@ -276,7 +273,7 @@ class ChatScreen(ChatCatalogScreen):
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
         self._unsaved.write_all()
-        keep = self._session.answer(to, goes_on=goes_on)
+        keep = self.session.answer(to, goes_on=goes_on)
         await self._bring(keep.question.id)
         views = self.transcript.views
         after = next((i + 1 for i, v in enumerate(views) if v.turn_id == keep.question.id), len(views))
@@ -288,7 +285,6 @@ class ChatScreen(ChatCatalogScreen):
         await self._start_answer(keep)
 
     def edit(self, turn: StoredMessage) -> None:
-        """Put `turn` into the input, to be said differently."""
         if self._editing is None:
             self._draft = self.composer.text
         self._editing = turn
@@ -296,24 +292,20 @@ class ChatScreen(ChatCatalogScreen):
         self._show_state()
 
     def attach(self, name: str, text: str) -> None:
-        """Keep a file for the next question."""
         self.attached.append((name, text))
         self._counting.soon()
         self._show_state()
 
     def detach(self) -> None:
-        """Take back the files for the next question."""
         self.attached = []
         self._counting.soon()
         self._show_state()
 
     def use_model(self, name: str, models: list[ListedModel]) -> None:
-        """Let `name`, one of `models`, answer from here on."""
-        self.model = self._session.model = name
+        self.model = self.session.model = name
         self._learn_context(models)
 
     def to_clipboard(self, text: str, what: str) -> None:
-        """Put `text` on the clipboard, which is `what` in words."""
         self.app.copy_to_clipboard(text)
         how = "" if self._copy_with_tool(text) else " (through the terminal)"
         self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)

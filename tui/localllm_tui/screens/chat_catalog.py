@@ -35,7 +35,6 @@ class ChatCatalogScreen(ChatStreamingScreen):
         self._announced: set[int] = set()  # the downloads whose end was said
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        """Say what went wrong, and the way on."""
         self._last_error = error
         await super().trouble(error, way_on)
 
@@ -74,7 +73,7 @@ class ChatCatalogScreen(ChatStreamingScreen):
         own = self._engine_factory(self.model)
         await self.client.aclose()
         self.client = ChatClient.of(own, self.client.sampling)
-        self.model = self._session.model = own.model
+        self.model = self.session.model = own.model
         self.n_ctx = self.physics = None
         self.begin()
         self.show_counts()
@@ -84,7 +83,6 @@ class ChatCatalogScreen(ChatStreamingScreen):
 
     @property
     def pulling(self) -> str:
-        """The downloads on their way, in a line."""
         return self.pulls.words() if self.pulls is not None else ""
 
     def show_pulls(self) -> None:

@@ -32,8 +32,6 @@ NOTICE_ASKS = 8
 
 
 class ChatStreamingScreen(ChatViewScreen):
-    """Asks, one answer at a time."""
-
     def __init__(self, options: ChatOptions) -> None:
         super().__init__(options)
         self._worker: Worker[None] | None = None
@@ -72,15 +70,15 @@ class ChatStreamingScreen(ChatViewScreen):
         try:
             self._unsaved.write_all()
             if editing is not None and editing.role == "assistant":
-                self._session.change_answer(editing, text)
+                self.session.change_answer(editing, text)
                 await self._end_edit()
                 return
             typed = UnsentMessage(text, tuple(self.attached), editing)
-            await check_fits(self.client, self.model, self._session, typed, self.n_ctx)
-            before = self._session.id
+            await check_fits(self.client, self.model, self.session, typed, self.n_ctx)
+            before = self.session.id
             if editing is None:
                 await self._bring(0)
-            turn = self._session.ask(text, self.attached, instead=editing)
+            turn = self.session.ask(text, self.attached, instead=editing)
             self.attached = []
             if editing is not None:
                 await self._end_edit()
@@ -89,19 +87,19 @@ class ChatStreamingScreen(ChatViewScreen):
                 self._drafts.save(before, "")
                 self.composer.replace_text("")
                 await self._remove_welcome()
-                await self.transcript.mount(QuestionView.of(turn, place=self._session.place(turn)))
+                await self.transcript.mount(QuestionView.of(turn, place=self.session.place(turn)))
         except LocalLLMError as e:
             await self.trouble(e, "What you typed is still in the input.")
             return
         self.composer.recall.append(text)
         await self._say_if_elsewhere()
-        await self._start_answer(self._session.answer())
+        await self._start_answer(self.session.answer())
 
     async def _end_edit(self) -> None:
         """Show the branch that an edit made, and what was in the input before."""
         self._editing = None
         self.composer.replace_text(self._draft)
-        self._frame(self._session.turns[-1].id)
+        self._frame(self.session.turns[-1].id)
         await self.redraw()
         self.transcript.follow(always=True)
 
@@ -113,14 +111,14 @@ class ChatStreamingScreen(ChatViewScreen):
             await self.redraw()
 
     async def _say_if_elsewhere(self) -> None:
-        tree = self._session.tree
+        tree = self.session.tree
         if tree.copied or tree.beside:
             said = CONTINUED_ELSEWHERE if tree.copied else CONTINUED_BESIDE
             tree.copied = tree.beside = False
             await self.say(said)
 
     async def _remove_welcome(self) -> None:
-        if len(self._session.turns) == 1:
+        if len(self.session.turns) == 1:
             await self.transcript.query(ChatNote).remove()
 
     async def _start_answer(self, keep: PendingAnswer) -> None:
@@ -146,7 +144,7 @@ class ChatStreamingScreen(ChatViewScreen):
         """Take one answer from the server; whatever ends it, the screen says how it ended."""
         trouble: LocalLLMError | None = None
         try:
-            compact = self._session.compacts
+            compact = self.session.compacts
             if self.tools.on and not keep.goes_on:
                 stream = stream_with_tools(
                     self.client, self.model, keep.messages, self.tools, self._approves, compact=compact
@@ -190,8 +188,8 @@ class ChatStreamingScreen(ChatViewScreen):
     async def _show_end(self, view: AnswerView, answering: AnswerStream, trouble: LocalLLMError | None) -> None:
         turn = answering.turn
         if turn is not None:
-            if self._session.tree.holds(turn.id):
-                view.show_place(turn.id, self._session.place(turn))
+            if self.session.tree.holds(turn.id):
+                view.show_place(turn.id, self.session.place(turn))
             await view.settle("" if trouble is not None else note_under(turn))
             self._unsaved.add(answering, partial(self._show_written, view))
         else:
@@ -205,8 +203,8 @@ class ChatStreamingScreen(ChatViewScreen):
         await self._say_if_elsewhere()
         if trouble is not None:
             if turn is None:
-                self._session.fail_question()
-            alone = self._compacts or not self._session.alive
+                self.session.fail_question()
+            alone = self._compacts or not self.session.alive
             await self.trouble(trouble, way_on(trouble, kept=turn is not None, alone=alone))
         elif self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
             await self._ask_models()
@@ -219,8 +217,8 @@ class ChatStreamingScreen(ChatViewScreen):
         """An answer has its place in the conversation at last."""
         self._save_failed = False
         self.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
-        if view.is_attached and self._session.tree.holds(turn.id):
-            view.show_place(turn.id, self._session.place(turn))
+        if view.is_attached and self.session.tree.holds(turn.id):
+            view.show_place(turn.id, self.session.place(turn))
 
     async def _ask_notice(self) -> None:
         """Whether the server has found something about how the model runs: it knows after an answer or two, or never."""
@@ -234,14 +232,14 @@ class ChatStreamingScreen(ChatViewScreen):
                 await self.say(printable(found))
 
     async def _warn_of_full_context(self) -> None:
-        used = self._session.used_tokens
+        used = self.session.used_tokens
         if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned and not self._compacts:
             self._warned = True
             await self.say(full_context(used, self.n_ctx))
 
     @property
     def _compacts(self) -> bool:
-        return self.client.compacts or self._session.compacts
+        return self.client.compacts or self.session.compacts
 
     async def stop_answer(self) -> bool:
         """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""

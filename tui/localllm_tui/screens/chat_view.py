@@ -60,7 +60,7 @@ class ChatViewScreen(Screen[None]):
         self.greeting = options.greeting
         self.system_asked = options.system
         self.attached: list[tuple[str, str]] = list(options.attached)
-        self._session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
+        self.session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._counting = TokenCounter(self, self._count, self.show_counts)
         self._columns = 0
@@ -71,11 +71,6 @@ class ChatViewScreen(Screen[None]):
         self._first = 0
         self._last: int | None = None
         self._warned = self._queued = False
-
-    @property
-    def session(self) -> Session:
-        """The conversation on screen."""
-        return self._session
 
     @property
     def answering(self) -> bool:
@@ -91,12 +86,10 @@ class ChatViewScreen(Screen[None]):
 
     @property
     def composer(self) -> Composer:
-        """The input."""
         return self.query_one("#composer", Composer)
 
     @property
     def transcript(self) -> Transcript:
-        """The conversation as shown."""
         return self.query_one("#transcript", Transcript)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -112,14 +105,14 @@ class ChatViewScreen(Screen[None]):
         self._frame(at)
         await self.transcript.remove_children()
         await self.redraw()
-        self.composer.replace_text(self._drafts.load(self._session.id))
+        self.composer.replace_text(self._drafts.load(self.session.id))
         self._counting.afresh()
         if not at:
             self.transcript.restart()
 
     def _frame(self, at: int = 0) -> None:
         """Choose the turns to be on screen: those around this one, or the last ones."""
-        turns = self._session.turns
+        turns = self.session.turns
         place = next((i for i, t in enumerate(turns) if t.id == at), len(turns))
         self._first = max(0, min(place - TURNS_ABOVE, len(turns) - TURNS_SHOWN))
         self._last = self._first + TURNS_SHOWN
@@ -128,7 +121,7 @@ class ChatViewScreen(Screen[None]):
 
     async def redraw(self) -> None:
         """Show the branch that the session shows now: what is on screen of it already stays."""
-        turns = self._session.turns
+        turns = self.session.turns
         if self._first >= len(turns) or (self._last is not None and self._last >= len(turns)):
             self._frame()
         wanted = turns[self._first : self._last]
@@ -136,12 +129,12 @@ class ChatViewScreen(Screen[None]):
         for view, turn in zip(self.transcript.views, wanted, strict=False):
             if view.turn_id != turn.id:
                 break
-            view.show_place(turn.id, self._session.place(turn))
+            view.show_place(turn.id, self.session.place(turn))
             same += 1
         keep = set(self.transcript.views[:same])
         await self.transcript.remove_children([w for w in self.transcript.children if w not in keep])
-        sent = {t.id for t in self._session.alive}
-        widgets: list[Widget] = [view_of(self._session, t, sent) for t in wanted[same:]]
+        sent = {t.id for t in self.session.alive}
+        widgets: list[Widget] = [view_of(self.session, t, sent) for t in wanted[same:]]
         if not turns:
             engine = self.client.engine
             elsewhere = engine.where if engine is not None and not is_here(engine) else ""
@@ -149,7 +142,7 @@ class ChatViewScreen(Screen[None]):
             widgets.append(ChatNote(text, markdown=True))
         elif self._last is not None:
             widgets.append(LaterTurns(len(turns) - self._last))
-        elif self._session.unanswered:
+        elif self.session.unanswered:
             widgets.append(ChatNote(UNANSWERED))
         await self.transcript.mount_all(widgets)
         await self._mount_earlier()
@@ -167,7 +160,7 @@ class ChatViewScreen(Screen[None]):
         """Turns below the last one shown come in."""
         if self._last is not None:
             self._last += TURNS_SHOWN
-            if self._last >= len(self._session.turns):
+            if self._last >= len(self.session.turns):
                 self._last = None
             self.transcript.release()
             self.transcript.following = False
@@ -186,8 +179,8 @@ class ChatViewScreen(Screen[None]):
         self.transcript.following = False
         first = next(iter(self.transcript.views), None)
         await self.transcript.query(EarlierTurns).remove()
-        sent = {t.id for t in self._session.alive}
-        views = [view_of(self._session, t, sent) for t in self._session.turns[self._first : end]]
+        sent = {t.id for t in self.session.alive}
+        views = [view_of(self.session, t, sent) for t in self.session.turns[self._first : end]]
         await self.transcript.mount_all(views, before=0)
         await self._mount_earlier()
         if first is not None:
@@ -199,7 +192,6 @@ class ChatViewScreen(Screen[None]):
         self.transcript.follow(always=True)
 
     async def trouble(self, error: LocalLLMError, way_on: str = "") -> None:
-        """Say what went wrong, and the way on."""
         await self.transcript.mount(ErrorNote(error.message, error.hint, way_on))
         self.transcript.follow(always=True)
 
@@ -221,18 +213,12 @@ class ChatViewScreen(Screen[None]):
     def _alone(self) -> bool:
         """Whether the turn that is selected has no other version."""
         selected = self.transcript.selected
-        turn = next((t for t in self._session.turns if selected is not None and t.id == selected.turn_id), None)
-        return turn is not None and self._session.place(turn)[1] == 1
+        turn = next((t for t in self.session.turns if selected is not None and t.id == selected.turn_id), None)
+        return turn is not None and self.session.place(turn)[1] == 1
 
     @property
     def pulling(self) -> str:
-        """The downloads on their way, in a line."""
         return ""
-
-    @property
-    def tools_on(self) -> bool:
-        """Whether the model may ask for tools."""
-        return self.tools.on
 
     def _show_head(self) -> None:
         engine = self.client.engine
@@ -251,14 +237,14 @@ class ChatViewScreen(Screen[None]):
         ):
             reads = headline(self.physics, speed)
         how = sampling.words(self.listed.sampling, self.client.sampling) if self.listed is not None else ""
-        parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools_on else ""]
-        if not self._session.system and self.listed is not None and self.listed.has_system:
+        parts = [loading, self.pulling, reads, attached, how, "tools on" if self.tools.on else ""]
+        if not self.session.system and self.listed is not None and self.listed.has_system:
             parts.append("the preset's system prompt")
         busy = bool(loading or self.pulling)
-        self.query_one(HeadLine).show(parts, self._session.system, busy=busy, width=width)
+        self.query_one(HeadLine).show(parts, self.session.system, busy=busy, width=width)
 
     def _show_numbers(self) -> None:
-        answering, session, said = self._answering, self._session, self._counting.cost.said
+        answering, session, said = self._answering, self.session, self._counting.cost.said
         if answering is not None and not answering.closed:
             n = StatusFigures.so_far(self.model, self.n_ctx, answering.meter, session.used_tokens)
         else:
@@ -290,7 +276,7 @@ class ChatViewScreen(Screen[None]):
     async def _count(self) -> TokenCosts:
         if self.answering or (self._editing is not None and self._editing.role == "assistant"):
             return self._counting.cost
-        return await TokenCosts.of(self.client, self.model, self._session, self._typed())
+        return await TokenCosts.of(self.client, self.model, self.session, self._typed())
 
     async def _ask_models(self) -> None:
         if self.n_ctx is None:

@@ -184,7 +184,6 @@ def arguments_text(arguments: str) -> str:
 
 
 async def open_help(chat: ChatViewScreen, _: str) -> None:
-    """/help: all commands and keys."""
     await chat.app.push_screen(HelpScreen())
 
 

@@ -169,7 +169,6 @@ class ModelsScreen(ModalScreen[str | None]):
 
     @property
     def choices(self) -> tuple[PlanChoice, ...]:
-        """What is listed, where plans are."""
         return self._plan_list.choices if self._plan_list is not None else ()
 
     def _list(self) -> None:
@@ -242,7 +241,6 @@ class ModelsScreen(ModalScreen[str | None]):
         self._show_details()
 
     def _look(self) -> None:
-        """Show how the downloads are doing."""
         ended = [p for p in self._pulls.all() if p.ended and p.ref not in self._done]
         self._done = {p.ref for p in self._pulls.all() if p.ended}
         shown = [p.words() for p in [*self._pulls.running(), *ended]]
@@ -289,7 +287,6 @@ class ModelsScreen(ModalScreen[str | None]):
             self.query_one(f"#{which}", Slider).action_move(step)
 
     def action_machine(self) -> None:
-        """Type the name of a machine."""
         self._ask_machine(True)
 
     def _ask_machine(self, asked: bool) -> None:
@@ -302,7 +299,6 @@ class ModelsScreen(ModalScreen[str | None]):
         self._ask_machine(False)
 
     def action_why(self) -> None:
-        """The arithmetic of the plan."""
         if (choice := self._choice) is not None:
             start(self, partial(self._explain, choice), "why")
 
@@ -315,7 +311,6 @@ class ModelsScreen(ModalScreen[str | None]):
             self.notify(e.message, severity="warning", markup=False)
 
     def action_mark(self) -> None:
-        """Put the plan beside others, or take it away."""
         if (choice := self._choice) is not None:
             self._marked = [r for r in self._marked if r != choice.ref] + [choice.ref] * (
                 choice.ref not in self._marked
@@ -329,7 +324,6 @@ class ModelsScreen(ModalScreen[str | None]):
             await self.app.push_screen(TextDialog("side by side", rows=compare(marked)))
 
     def action_disk(self) -> None:
-        """What is on this disk, or back to the plans."""
         self._shows_disk = not self._shows_disk
         self._list()
         if self._shows_disk and self._disk is None:

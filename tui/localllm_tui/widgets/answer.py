@@ -93,7 +93,6 @@ class AnswerView(TurnView):
         line.update(what)
 
     def start(self) -> None:
-        """Expect a stream."""
         self._timer = self.set_interval(DRAW_EVERY_S, self._draw)
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
@@ -115,7 +114,6 @@ class AnswerView(TurnView):
         self.note(note)
 
     def note(self, note: str) -> None:
-        """Show `note` under the answer, or nothing."""
         line = self.query_one(".note", Static)
         line.display = bool(note)
         line.update(note)
@@ -162,8 +160,6 @@ class AnswerView(TurnView):
 
 
 class ToolFold(Collapsible):
-    """A call and what came of it."""
-
     DEFAULT_CSS = """
     ToolFold { border: none; padding: 0; margin: 0; background: transparent; height: auto; }
     ToolFold Contents { padding: 0 0 0 2; height: auto; }
@@ -183,6 +179,5 @@ class ToolFold(Collapsible):
 
 
 def tool_ran(told: Mapping[str, Any]) -> ToolResult:
-    """From what is kept with an answer."""
     call = ToolCall("", str(told.get("name", "")), str(told.get("arguments", "")))
     return ToolResult(call, str(told.get("result", "")), bool(told.get("allowed")))

@@ -77,7 +77,6 @@ class Composer(TextArea):
         return acts[action]()
 
     def replace_text(self, text: str) -> None:
-        """Set the text with the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
 

@@ -29,7 +29,6 @@ class GlassPanel(Static):
 
     @property
     def wanted(self) -> bool:
-        """Whether it was asked for."""
         return self.has_class("wanted")
 
     def toggle(self) -> bool:
@@ -43,7 +42,6 @@ class GlassPanel(Static):
         self.set_class(narrow, "narrow")
 
     def show(self, physics: ModelPhysics | None, speed: AnswerSpeed | None) -> None:
-        """Show these figures."""
         if (physics, speed) != (self.physics, self.speed):
             self.physics, self.speed = physics, speed
             self._draw()

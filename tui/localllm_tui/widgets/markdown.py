@@ -67,14 +67,12 @@ class MarkdownRows:
         self._links_came = False
 
     def at(self, width: int) -> list[MarkdownRow]:
-        """All rows, in so many columns."""
         if width != self._width:
             self._width = width
             self._anew()
         return self._rows
 
     def add(self, new: str) -> None:
-        """Go on with the text."""
         self.source += new
         self._tail += new
         if self._width:
@@ -180,12 +178,10 @@ def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: 
 
 
 def _first(node: SyntaxTreeNode) -> int:
-    """The number of a list's first item."""
     return int(node.attrs.get("start", 1))
 
 
 def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
-    """An item of the list `node`."""
     bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
     inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [MarkdownRow(Text(""))]
     yield from _led(inside, Text(bullet, "bullet"), Text(" " * len(bullet)))
@@ -269,7 +265,6 @@ def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
 
 
 def _inline(node: SyntaxTreeNode, style: str = "") -> Text:
-    """The words of a block, with their styles."""
     text = Text(style=style)
     for inline in node.children:
         _words(inline, text)

@@ -39,7 +39,6 @@ class Slider(Static, Generic[T]):
 
     @property
     def value(self) -> T:
-        """What is chosen."""
         return self.values[self._at]
 
     def choose(self, value: T) -> None:
@@ -49,15 +48,12 @@ class Slider(Static, Generic[T]):
         self._to(self.values.index(value))
 
     def action_move(self, step: int) -> None:
-        """Go to the next value, or the one before."""
         self._to(max(0, min(len(self.values) - 1, self._at + step)))
 
     def action_first(self) -> None:
-        """Go to the first value."""
         self._to(0)
 
     def action_last(self) -> None:
-        """Go to the last value."""
         self._to(len(self.values) - 1)
 
     def _to(self, at: int) -> None:

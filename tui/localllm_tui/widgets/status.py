@@ -24,7 +24,6 @@ class StatusLine(Widget):
         self._numbers: StatusFigures | None = None
 
     def show(self, numbers: StatusFigures) -> None:
-        """Show these numbers."""
         if numbers != self._numbers:
             self._numbers = numbers
             self.refresh()

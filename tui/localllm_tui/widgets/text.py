@@ -35,16 +35,13 @@ class GrowingText(Widget):
 
     @property
     def source(self) -> str:
-        """All that was added."""
         return self.rows.source
 
     def add(self, new: str) -> None:
-        """Show more text."""
         self.rows.add(new)
         self._changed(self.rows.finished)
 
     def end(self) -> None:
-        """Nothing more comes."""
         if self.rows.end():
             self._changed(0)
 

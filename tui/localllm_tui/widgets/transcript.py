@@ -48,7 +48,6 @@ class Transcript(VerticalScroll):
 
     @property
     def selected(self) -> TurnView | None:
-        """The turn the keys are for."""
         return next((view for view in self._turns if view.has_class("-selected")), None)
 
     def select(self, view: TurnView | None) -> None:
@@ -167,14 +166,12 @@ class TurnView(Vertical):
 
     @property
     def text(self) -> str:
-        """What is said."""
         raise NotImplementedError
 
     def _headline(self) -> Static:
         return Static(headline(self.who, self.place), classes="who", markup=False)
 
     def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
-        """Say which version this is."""
         self.turn_id, self.place = turn_id, place
         try:
             self.query_one(".who", Static).update(headline(self.who, place))

@@ -20,8 +20,6 @@ from localllm_tui.widgets.transcript import TurnView
 
 
 class QuestionView(TurnView):
-    """What the user said."""
-
     DEFAULT_CSS = """
     QuestionView { border-left: heavy $accent; }
     """
@@ -43,7 +41,6 @@ class QuestionView(TurnView):
 
     @property
     def text(self) -> str:
-        """What was typed."""
         return self._said
 
     def compose(self) -> ComposeResult:
@@ -136,8 +133,6 @@ UNANSWERED = "This question has no answer yet: /retry asks for one, /edit change
 
 
 class FirstRunPage(Static):
-    """Shows these lines."""
-
     DEFAULT_CSS = """
     FirstRunPage { margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent; }
     """
