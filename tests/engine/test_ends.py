@@ -96,9 +96,9 @@ class Saying(ScriptedBackend):
     def step(self, chunks):  # type: ignore[no-untyped-def]
         result = super().step(chunks)
         first = len(self.tokenize(PROMPT))
-        (line,) = [self._lines[c.sequence] for c in chunks]
+        (line,) = [self.lines[c.sequence] for c in chunks]
         words = self.tokenize(self.words)
-        for row, length in zip(reversed(result._rows[0]), range(len(line), 0, -1), strict=False):
+        for row, length in zip(reversed(result.rows[0]), range(len(line), 0, -1), strict=False):
             if first <= length < first + len(words):
                 row[words[length - first]] = 100.0
         return result

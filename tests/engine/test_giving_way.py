@@ -105,18 +105,17 @@ def test_a_short_step_takes_fewer_threads_and_says_the_same(few_layers: Path) ->
     """With far fewer tokens than attention is split among threads for (512, ops.cpp)."""
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256))
     assert backend.capabilities.threaded
-    native, context = backend._llama, backend._context  # type: ignore[attr-defined]
     tokens = backend.tokenize("The tide turned before dawn, and the boats went out in a long line. " * 4)
     rows = []
-    loaded = native.llama_n_threads(context)
+    loaded, _ = backend.threads_in_use
     for most in (1000, 1):
         backend.use_threads(most)
         sequence = backend.new_sequence()
         backend.step([Chunk(sequence, tokens[:40])])
-        assert native.llama_n_threads_batch(context) == loaded, "a long step takes all there are"
+        assert backend.threads_in_use[1] == loaded, "a long step takes all there are"
         for token in tokens[40:50]:
             row = np.array(backend.step([Chunk(sequence, [token])]).logits(0)).reshape(-1)
-        assert native.llama_n_threads(context) == min(most, loaded)
+        assert backend.threads_in_use[0] == min(most, loaded)
         backend.drop(sequence)
         rows.append(row)
     backend.close()

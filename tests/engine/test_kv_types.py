@@ -119,7 +119,7 @@ def test_a_real_probe_times_both_types(few_layers: Path, monkeypatch: pytest.Mon
         timings.append(kv_probe.measure_pair(model, spec, pair))
         return Timing(1.0, 1.0)
 
-    monkeypatch.setattr(kv_probe, "_confirmed", lambda _, *rest: measure(*rest))
+    monkeypatch.setattr(kv_probe, "confirmed", lambda _, *rest: measure(*rest))
     backend_type.load(replace(pairs("q8_0"), path=str(few_layers))).close()
     assert len(timings) == 1
     assert timings[0].wanted_s > 0
@@ -140,7 +140,7 @@ def decide(
             raise BackendFailure(speed)
         return Timing(0.01 / speed, 0.01)
 
-    monkeypatch.setattr(kv_probe, "_room_for_f16", lambda *_: room)
+    monkeypatch.setattr(kv_probe, "room_for_f16", lambda *_: room)
     chosen, note = settle(None, spec, measure)
     return (chosen.kv_type_k, chosen.kv_type_v), note
 

@@ -47,7 +47,7 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
 
     prompt = backend.tokenize(QUESTION)
     outcome = run(Engine(backend), request_for("q", prompt, max_tokens=n, sampling=GREEDY))
-    made = (int(token) for token, _ in generate_step(mx.array(prompt), backend._stepper.model, max_tokens=n))
+    made = (int(token) for token, _ in generate_step(mx.array(prompt), backend.stepper.model, max_tokens=n))
     # Up to the answer's end, which is theirs to say too: the longer run gets there, and mlx-lm goes on behind it.
     theirs = list(takewhile(lambda token: token not in backend.info.eog_tokens, made))
     ours = [token for token in outcome.tokens["q"] if token not in backend.info.eog_tokens]

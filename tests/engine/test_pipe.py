@@ -226,7 +226,7 @@ def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(monkeypatc
         with pytest.raises(errors.WorkerDiedError, match="the model was unloaded"):
             await waiting
         stubborn, _ = await JsonProcess.start(_child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it")
-        monkeypatch.setattr(pipe, "_STOP_GRACE_S", 0.1)
+        monkeypatch.setattr(pipe, "STOP_GRACE_S", 0.1)
         await stubborn.close()
         assert stubborn.returncode == -9
 

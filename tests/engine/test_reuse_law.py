@@ -41,7 +41,7 @@ class Packed(ScriptedBackend):
     """Exports every token in as many bytes as the reference counts."""
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
-        line = self._lines[sequence]
+        line = self.lines[sequence]
         if not 0 <= start < stop <= len(line):
             raise BackendFailure("can't export that range")
         body = b"".join(struct.pack("<i", t) * (TOKEN_BYTES // 4) for t in line[start:stop])

@@ -106,8 +106,8 @@ def test_without_the_cells_for_all_that_was_read_a_part_of_it_is_kept() -> None:
     engine = engine_of(backend)
     outcome = beside_a_stream(engine, 15)
     other = backend.new_sequence()
-    backend._lines[other] = [7] * (backend.cells_free() - 70)
-    backend._shared[other] = [object() for _ in backend._lines[other]]
+    backend.lines[other] = [7] * (backend.cells_free() - 70)
+    backend.shared[other] = [object() for _ in backend.lines[other]]
     outcome.take(engine.cancel("long"))
     engine.check_integrity()
     assert backend.slices[0].closed

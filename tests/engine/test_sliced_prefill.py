@@ -256,7 +256,7 @@ def test_nobody_drafts_between_two_slices() -> None:
     outcome.take(engine.submit(ask("long", words(205, 2)), words(205, 2)))
     outcome.take(engine.step())
     first = len(backend.steps)
-    while engine._prefill.busy:
+    while engine.prefill.busy:
         outcome.take(engine.step())
     assert len(backend.steps) > first + 10
     assert all(n == 1 for step in backend.steps[first:-1] for _, n in step)

@@ -205,7 +205,7 @@ def test_a_model_in_parts_is_put_together_once_and_checked(tmp_path: Path, monke
         (package / "data" / f"gemma-3-270m-q4_k_m.gguf.part{n:02d}").write_bytes(piece)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(starter, "GEMMA_SHA256", hashlib.sha256(b"another file").hexdigest())
-    monkeypatch.setattr(starter, "_GEMMA_BYTES", len(whole))
+    monkeypatch.setattr(starter, "GEMMA_BYTES", len(whole))
     with pytest.raises(ModelFileError, match="not the published file"):
         starter.gemma_path()
     monkeypatch.setattr(starter, "GEMMA_SHA256", hashlib.sha256(whole).hexdigest())

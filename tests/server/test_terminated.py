@@ -82,7 +82,7 @@ def test_a_stream_that_is_not_waited_for_says_why_it_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To its client; the log of a service that restarts gets a line of it, not the stack of forty calls it was in."""
-    monkeypatch.setattr(run, "_GRACE_S", 1)
+    monkeypatch.setattr(run, "GRACE_S", 1)
     never = Gate()
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with ExitStack() as stack:

@@ -45,13 +45,13 @@ def row_after(tokens: Seq[int]) -> NDArray[np.float32]:
 
 class ScriptedResult(StepResult):
     def __init__(self, rows: list[NDArray[np.float32]]) -> None:
-        self._rows = rows
+        self.rows = rows
 
     def argmax(self, chunk: int) -> list[int]:
-        return [int(r.argmax()) for r in self._rows[chunk]]
+        return [int(r.argmax()) for r in self.rows[chunk]]
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
-        return self._rows[chunk]
+        return self.rows[chunk]
 
 
 class ScriptedBackend(Backend):
@@ -69,8 +69,8 @@ class ScriptedBackend(Backend):
         states: bool = False,
     ) -> None:
         self._n_ctx = n_ctx
-        self._lines: dict[int, list[int]] = {}
-        self._shared: dict[int, list[object]] = {}
+        self.lines: dict[int, list[int]] = {}
+        self.shared: dict[int, list[object]] = {}
         self._next = 0
         self._window_steps: dict[int, int] = {}
         self.fail_next_step: str | None = None
@@ -131,34 +131,34 @@ class ScriptedBackend(Backend):
         return token in (1, END, TURN)
 
     def new_sequence(self) -> int:
-        if len(self._lines) >= self.info.n_seq_max:
+        if len(self.lines) >= self.info.n_seq_max:
             raise NoCellsError("all sequences are in use")
         self._next += 1
-        self._lines[self._next], self._shared[self._next] = [], []
+        self.lines[self._next], self.shared[self._next] = [], []
         return self._next
 
     def fork(self, source: int, n_tokens: int) -> int:
-        if not 0 <= n_tokens <= len(self._lines[source]):
+        if not 0 <= n_tokens <= len(self.lines[source]):
             raise BackendFailure("can't fork there")
         if n_tokens and not self.can_rewind(source, n_tokens):
             raise CannotRewindError("can't split there")
         target = self.new_sequence()
-        self._lines[target] = self._lines[source][:n_tokens]
-        self._shared[target] = self._shared[source][:n_tokens]
+        self.lines[target] = self.lines[source][:n_tokens]
+        self.shared[target] = self.shared[source][:n_tokens]
         return target
 
     def truncate(self, sequence: int, n_tokens: int) -> None:
-        if n_tokens >= len(self._lines[sequence]):
+        if n_tokens >= len(self.lines[sequence]):
             return
         if n_tokens and not self.can_rewind(sequence, n_tokens):
             raise CannotRewindError("can't go back there")
         self._stateless -= set() if n_tokens else {sequence}
-        del self._lines[sequence][n_tokens:]
-        del self._shared[sequence][n_tokens:]
+        del self.lines[sequence][n_tokens:]
+        del self.shared[sequence][n_tokens:]
         self._window_steps[sequence] = min(self._window_steps.get(sequence, 0), n_tokens)
 
     def can_rewind(self, sequence: int, n_tokens: int) -> bool:
-        length = len(self._lines[sequence])
+        length = len(self.lines[sequence])
         if sequence in self._stateless and n_tokens:
             return False
         if n_tokens == length or not n_tokens or self.capabilities.rewind == "any":
@@ -166,14 +166,14 @@ class ScriptedBackend(Backend):
         return self.capabilities.rewind == "bounded" and length - n_tokens <= self.capabilities.rewind_tokens
 
     def drop(self, sequence: int) -> None:
-        del self._lines[sequence], self._shared[sequence]
+        del self.lines[sequence], self.shared[sequence]
         self._stateless.discard(sequence)
 
     def length(self, sequence: int) -> int:
-        return len(self._lines[sequence])
+        return len(self.lines[sequence])
 
     def cells_free(self) -> int:
-        return self._n_ctx - len({id(c) for line in self._shared.values() for c in line})
+        return self._n_ctx - len({id(c) for line in self.shared.values() for c in line})
 
     def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         if self.fail_next_step is not None:
@@ -191,18 +191,18 @@ class ScriptedBackend(Backend):
         self.computed_tokens += total
         results = []
         for chunk in chunks:
-            line = self._lines[chunk.sequence]
+            line = self.lines[chunk.sequence]
             rows = []
             for i, token in enumerate(chunk.tokens):
                 line.append(token)
-                self._shared[chunk.sequence].append(object())
+                self.shared[chunk.sequence].append(object())
                 if i >= len(chunk.tokens) - chunk.outputs:
                     rows.append(row_after(line))
             results.append(np.array(rows, dtype=np.float32).reshape(len(rows), N_VOCAB))
         return ScriptedResult(results)
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
-        line = self._lines[sequence]
+        line = self.lines[sequence]
         if not 0 <= start < stop <= len(line):
             raise BackendFailure("can't export that range")
         if not self.capabilities.segments and (start, stop) != (0, len(line)):
@@ -215,15 +215,15 @@ class ScriptedBackend(Backend):
             first, tokens = blob["start"], blob["tokens"]
         except (ValueError, KeyError, TypeError) as e:
             raise BackendFailure("not an exported block") from e
-        if not first <= start < stop <= first + len(tokens) or len(self._lines[sequence]) != start:
+        if not first <= start < stop <= first + len(tokens) or len(self.lines[sequence]) != start:
             raise BackendFailure("these tokens don't follow")
         if not self.capabilities.segments and (start, stop, first) != (0, len(tokens), 0):
             raise CannotRewindError("only whole")
         if stop - start > self.cells_free():
             raise NoCellsError("no cells")
         part = tokens[start - first : stop - first]
-        self._lines[sequence] += part
-        self._shared[sequence] += [object() for _ in part]
+        self.lines[sequence] += part
+        self.shared[sequence] += [object() for _ in part]
         if self.capabilities.states:
             self._stateless.add(sequence)
 
@@ -232,10 +232,10 @@ class ScriptedBackend(Backend):
 
     def export_state(self, sequence: int) -> bytes:
         assert sequence not in self._stateless
-        return json.dumps({"state": row_after(self._lines[sequence])[:4].tolist()}).encode()
+        return json.dumps({"state": row_after(self.lines[sequence])[:4].tolist()}).encode()
 
     def import_state(self, sequence: int, data: bytes | memoryview, n_tokens: int) -> None:
-        line = self._lines[sequence]
+        line = self.lines[sequence]
         try:
             right = json.loads(bytes(data))["state"] == row_after(line[:n_tokens])[:4].tolist()
         except (ValueError, KeyError, TypeError):
@@ -244,12 +244,12 @@ class ScriptedBackend(Backend):
             self._stateless.add(sequence)
             raise BackendFailure("not the state behind these tokens")
         self._stateless.discard(sequence)
-        del line[n_tokens:], self._shared[sequence][n_tokens:]
+        del line[n_tokens:], self.shared[sequence][n_tokens:]
 
     def fork_state(self, source: int, data: bytes | memoryview, n_tokens: int) -> int:
         target = self.new_sequence()
-        self._lines[target] = self._lines[source][:n_tokens]
-        self._shared[target] = self._shared[source][:n_tokens]
+        self.lines[target] = self.lines[source][:n_tokens]
+        self.shared[target] = self.shared[source][:n_tokens]
         try:
             self.import_state(target, data, n_tokens)
         except BackendFailure:
@@ -261,10 +261,10 @@ class ScriptedBackend(Backend):
         return MemoryReport(0, 0, 0, 0, 0)
 
     def check_integrity(self) -> None:
-        held = {id(c) for line in self._shared.values() for c in line}
+        held = {id(c) for line in self.shared.values() for c in line}
         assert len(held) + self.cells_free() == self._n_ctx
-        assert {k: len(v) for k, v in self._lines.items()} == {k: len(v) for k, v in self._shared.items()}
+        assert {k: len(v) for k, v in self.lines.items()} == {k: len(v) for k, v in self.shared.items()}
 
     def close(self) -> None:
-        self._lines.clear()
-        self._shared.clear()
+        self.lines.clear()
+        self.shared.clear()

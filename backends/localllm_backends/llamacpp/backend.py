@@ -295,6 +295,11 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
     def use_threads(self, most: int) -> None:
         self._interrupts.threads.use(most)
 
+    @property
+    def threads_in_use(self) -> tuple[int, int]:
+        """(threads of a step of one token, of a batch) that llama.cpp computes with now."""
+        return self._interrupts.threads.in_use
+
     def idle_work(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)

@@ -72,7 +72,7 @@ def settle(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
         if pair == ("f16", "f16"):
             break
         try:
-            timing = _confirmed(measure or measure_pair, model, spec, pair)
+            timing = confirmed(measure or measure_pair, model, spec, pair)
         except BackendFailure as e:
             why = why or str(e)
             continue
@@ -82,12 +82,12 @@ def settle(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
             f"it decodes at {1 / timing.wanted_s:.0f} tok/s here, f16 at {1 / timing.f16_s:.0f}: "
             "this device has no fast kernel for it"
         )
-    if not _room_for_f16(model, spec):
+    if not room_for_f16(model, spec):
         return spec, f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache does not fit in memory"
     return _chosen(spec, wanted, ("f16", "f16"), why)
 
 
-def _confirmed(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
+def confirmed(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     """A timing that is not slow, or the last of `_VERDICTS` slow ones."""
     timing = measure(model, spec, pair)
     for _ in range(_VERDICTS - 1):
@@ -174,7 +174,7 @@ class _Small:
             self._context = None
 
 
-def _room_for_f16(model: Any, spec: LoadSpec) -> bool:
+def room_for_f16(model: Any, spec: LoadSpec) -> bool:
     """Would an f16 cache of the whole context leave memory over, where its layers are? Scaled from a small one's own log."""
     import psutil
 

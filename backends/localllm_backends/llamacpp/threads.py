@@ -154,12 +154,17 @@ class Threads:
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
-        self._all = int(llama.llama_n_threads(context)), int(llama.llama_n_threads_batch(context))
+        self._all = self.in_use
         self._now, self._few = self._all, max(self._all)
 
     def use(self, most: int) -> None:
         """Short steps take no more than `most` from now on."""
         self._few = max(1, most)
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """(threads of a step of one token, of a batch), as llama.cpp has them now."""
+        return int(self._llama.llama_n_threads(self._context)), int(self._llama.llama_n_threads_batch(self._context))
 
     def ready(self, n_tokens: int) -> None:
         """A step of `n_tokens` is computed next."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
-_PROGRAM = "localllm_backends.llamacpp.matrix_rate"
+PROGRAM = "localllm_backends.llamacpp.matrix_rate"
 _PATIENCE_S = 60.0
 # The types that most published files are of: what is worth knowing before anybody has chosen one. (Q4_K first: what other types'
 # rates are shares of.)
@@ -55,7 +55,7 @@ def measure(types: Sequence[str]) -> Measurements | None:
     before = ProcessorTimes.now()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _PROGRAM, *types],
+            [sys.executable, "-m", PROGRAM, *types],
             capture_output=True,
             text=True,
             errors="replace",

@@ -32,7 +32,7 @@ from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfM
 
 Hear = Callable[[dict[str, Any]], None]
 # A process that was told to close and hasn't ended after this long is killed. It may have half a gigabyte to write.
-_STOP_GRACE_S = 10.0
+STOP_GRACE_S = 10.0
 # What json.loads calls in the end; the way there is longer than a short message.
 _decode = json.JSONDecoder().raw_decode
 
@@ -175,7 +175,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._closing = True
         self.hang_up()
         try:
-            await asyncio.wait_for(self.wait(), _STOP_GRACE_S)
+            await asyncio.wait_for(self.wait(), STOP_GRACE_S)
         except TimeoutError:
             self.kill()
             await self.wait()

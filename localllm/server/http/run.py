@@ -19,7 +19,7 @@ from localllm.server.http.gate import CROWDED
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import OWN_SEND
 
-_GRACE_S = 5
+GRACE_S = 5
 _KEEP_ALIVE_S = 75
 
 
@@ -89,7 +89,7 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
         log_config=None,
         access_log=False,
         log_level=logging.CRITICAL if quiet else logging.WARNING,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
         server_header=False,
         date_header=False,
@@ -102,7 +102,7 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
         await asyncio.shield(task)
     except asyncio.CancelledError:
         server.should_exit = True
-        await asyncio.wait({task}, timeout=_GRACE_S + 2)
+        await asyncio.wait({task}, timeout=GRACE_S + 2)
         raise
     finally:
         for sock in socks:
