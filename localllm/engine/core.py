@@ -451,7 +451,6 @@ class Engine:
             self.pace.observe(len(job.tokens), seconds)
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """The metrics now, as plain values."""
         self._memory.mind()
         kv = self.pool.kv
         return {

@@ -258,6 +258,5 @@ class PrefillInterrupt:
                 self._backend.interrupt()
 
     def left(self, request_id: str) -> None:
-        """It was."""
         with self._lock:
             self._leaving.discard(request_id)

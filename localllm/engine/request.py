@@ -84,7 +84,6 @@ class RunningRequest:
 
     @property
     def id(self) -> str:
-        """The request's id."""
         return self.request.id
 
     @property
@@ -163,7 +162,6 @@ class RunningRequest:
         self.restoring, self.state = None, "waiting"
 
     def usage(self) -> Usage:
-        """Token counts so far."""
         return Usage(
             prompt_tokens=self.n_prompt,
             completion_tokens=self.n_generated,
@@ -174,7 +172,6 @@ class RunningRequest:
         )
 
     def timings(self, now_s: float) -> Timings:
-        """Seconds by phase so far."""
         first = self.first_token_s
         return Timings(
             queued_s=self.queued_s,

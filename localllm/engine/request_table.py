@@ -42,7 +42,6 @@ class RequestTable:
     _progress_s: dict[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """True while there is any."""
         return bool(self.waiting or self.running)
 
     def find(self, request_id: str) -> RunningRequest | None:
@@ -152,7 +151,6 @@ class RequestTable:
         return sequence
 
     def expire(self) -> None:
-        """End those whose time is up."""
         now = self.clock()
         for job in [*self.running.values(), *self.waiting.values()]:
             limit = job.request.generation.time_limit_s

@@ -227,7 +227,6 @@ class Shares:
         self._present.add(tenant)
 
     def charge(self, tenant: str, n_tokens: int) -> None:
-        """Tokens were computed for `tenant`."""
         if tenant in self._present:
             self.computed[tenant] += n_tokens
 

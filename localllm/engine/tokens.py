@@ -40,7 +40,6 @@ class Placed:
 
     @property
     def stop(self) -> int:
-        """The token behind it."""
         return self.start + self.run.n_tokens
 
 

@@ -109,7 +109,6 @@ class Encoder:
             self._news.clear()
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """Counts so far."""
         with self._lock:
             held = sum(e.nbytes for e in self._kept.values())
         return {
@@ -216,7 +215,6 @@ class ImageError(BackendFailure):
 
 
 def from_base64(text: str) -> bytes:
-    """The file that was sent as text."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as e:

@@ -34,7 +34,6 @@ class CpuContention:
     clock: Callable[[], float] = time.perf_counter
 
     def mark(self) -> Mark:
-        """Now."""
         return Mark(self.clock(), self.taken_s())
 
     def share(self, since: Mark) -> float:
@@ -91,7 +90,6 @@ class ThreadThrottle:
         self.threads = self.others.cores
 
     def stepped(self, seconds: float) -> None:
-        """A step of `seconds` has just ended."""
         if not self.backends:
             return
         now = self.others.clock()

@@ -61,7 +61,6 @@ class DraftModel(Drafter):
 
     @property
     def most(self) -> int:
-        """Longest draft this model can take back."""
         able = self.backend.capabilities
         return 0 if able.rewind == "none" else 64 if able.rewind == "any" else able.rewind_tokens
 
@@ -165,7 +164,6 @@ class DraftModel(Drafter):
             self._pool.release(line.sequence, as_tokens(line.held))
 
     def tick(self, *, busy: bool) -> bool:
-        """One piece of housekeeping; True while there is more."""
         return self._pool.tick(busy=busy)
 
     def probe(self) -> None:
@@ -184,7 +182,6 @@ class DraftModel(Drafter):
             self.backend.drop(sequence)
 
     def close(self) -> None:
-        """Free the draft model."""
         self.backend.close()
 
 

@@ -29,7 +29,6 @@ class MtpDrafter(Drafter):
 
     @property
     def most(self) -> int:
-        """Longest draft the heads write."""
         return self.backend.capabilities.drafts
 
     def ready(self, job: RunningRequest) -> bool:

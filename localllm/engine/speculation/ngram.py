@@ -41,7 +41,6 @@ class TokenLine:
         return self._data[: self._n]
 
     def extend(self, tokens: Seq[int]) -> None:
-        """Append tokens."""
         n = self._n + len(tokens)
         if n > len(self._data):
             grown = np.empty(2 * n, dtype=np.int32)
@@ -66,7 +65,6 @@ class RecentOutputs:
         self.generation = 0
 
     def add(self, tokens: Seq[int]) -> None:
-        """Remember one finished answer."""
         if len(tokens) >= 8:
             self.line.extend([*tokens, _SEPARATOR])
             self.line.keep_last(self._capacity)

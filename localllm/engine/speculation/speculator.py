@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation.controller import Acceptance, DraftCandidate, Gain, HitRates, StepCost, choose_lengths
+from localllm.engine.speculation.controller import (
+    Acceptance,
+    CostProbe,
+    DraftCandidate,
+    Gain,
+    HitRates,
+    StepCost,
+    choose_lengths,
+)
 from localllm.engine.speculation.drafter import DraftContext, Drafter, registered
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
-from localllm.engine.speculation.probe import CostProbe
 from localllm_backends.contract import BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
@@ -308,7 +315,6 @@ class Speculator:
             self._since_plain = 0
 
     def forget(self, job: RunningRequest) -> None:
-        """The job left the context: it ended, or was parked."""
         if self._states.pop(job.id, None) is not None:
             self._recent.add(job.tokens[job.n_prompt :])
         for drafter in self.drafters.values():
@@ -342,7 +348,6 @@ class Speculator:
                 self.off_because = f"a trial draft ({name}) failed: {e}"
 
     def close(self) -> None:
-        """Free the draft model, if there is one."""
         for drafter in self.drafters.values():
             drafter.close()
 

@@ -30,12 +30,10 @@ class WorkerOptions:
     hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
-        """See check_before_load."""
         planned_bytes, headroom_bytes = self.engine.get("planned_bytes", 0), self.engine.get("headroom_bytes")
         check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-        """See WorkerClient.start."""
         return await WorkerClient.start(self, on_loading)
 
 
@@ -52,7 +50,6 @@ class WorkerClient(ProcessEngine):
 
     @classmethod
     async def start(cls, options: WorkerOptions, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-        """Start a worker and load its model; raises the LocalLLMError the worker names, or WorkerDiedError."""
 
         def progress(message: dict[str, Any]) -> None:
             if on_loading is not None and "loading" in message:
@@ -130,7 +127,6 @@ class WorkerClient(ProcessEngine):
         return Pulse(**await self._process.ask({"op": "pulse"}))
 
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's metrics and this worker's memory."""
         values: dict[str, Any] = await self._process.ask({"op": "snapshot"})
         return {**values, "memory_bytes": self.memory.total_bytes}
 
@@ -194,9 +190,7 @@ class EngineClient(Protocol):
         """Text of `tokens`."""
         ...
 
-    async def snapshot(self) -> dict[str, Any]:
-        """The engine's metrics now, as plain JSON values (see localllm.engine.host.metrics)."""
-        ...
+    async def snapshot(self) -> dict[str, Any]: ...
 
 
 class Host(Protocol):
@@ -206,6 +200,4 @@ class Host(Protocol):
         """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises LocalLLMError."""
         ...
 
-    async def close(self) -> None:
-        """Stop the worker and free its memory."""
-        ...
+    async def close(self) -> None: ...

@@ -43,7 +43,6 @@ class EmbeddingOptions:
     hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
-        """See check_before_load."""
         check_before_load(Path(self.path).name, self.planned_bytes, self.headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
@@ -97,14 +96,12 @@ class EmbeddingEngine(ProcessEngine):
         return cls(process, ready)
 
     async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
-        """See Embeds."""
         value = await self._process.ask({"op": "embed", "inputs": list(inputs), "truncate": truncate})
         self.finished += 1
         self._tokens += value["tokens"]
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
 
     async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
-        """See Ranks."""
         order = {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
         value = await self._process.ask(order)
         self.finished += 1
@@ -112,11 +109,9 @@ class EmbeddingEngine(ProcessEngine):
         return value["scores"], value["tokens"]
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Refuse: there is no text to be had."""
         yield self._refusal(request)
 
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
-        """Refuse."""
         return self._refusal(request)
 
     @staticmethod
@@ -124,7 +119,6 @@ class EmbeddingEngine(ProcessEngine):
         return Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
 
     async def snapshot(self) -> dict[str, Any]:
-        """How much was embedded."""
         return {"requests": self.finished, "prompt_tokens": self._tokens}
 
 

@@ -106,7 +106,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     @property
     def pid(self) -> int:
-        """The process id."""
         assert self._process is not None
         return self._process.get_pid()
 
@@ -118,11 +117,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     @property
     def ended(self) -> bool:
-        """True once nothing more will be heard."""
         return self._ended.done()
 
     async def wait(self) -> None:
-        """Until it has ended."""
         await asyncio.shield(self._ended)
 
     def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
@@ -163,7 +160,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self.kill()
 
     def death(self) -> errors.WorkerDiedError:
-        """Why it answers no more, for everybody who waits for it."""
         if self._closing:
             return errors.WorkerDiedError("the model was unloaded")
         if self._hangs:
@@ -186,7 +182,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._stdin.close()
 
     def kill(self) -> None:
-        """End it at once; harmless when it has ended."""
         assert self._process is not None
         if self.returncode is None:
             self._process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
@@ -215,7 +210,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
     # --- what asyncio calls --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The process runs."""
         self._process = cast("asyncio.SubprocessTransport", transport)
         self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
         output = cast("asyncio.ReadTransport", self._process.get_pipe_transport(1))
@@ -247,7 +241,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
             self._end("output")
 
     def process_exited(self) -> None:
-        """It has ended; its output may still be in the pipe."""
         self._end("process")
 
     def _end(self, what: str) -> None:
@@ -271,11 +264,9 @@ class _Output(asyncio.Protocol):
         self._child, self._usual = child, usual
 
     def data_received(self, data: bytes) -> None:
-        """Some output."""
         self._child.pipe_data_received(1, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No more output."""
         self._usual.connection_lost(exc)
 
 
@@ -384,7 +375,6 @@ class ChildPipe:
             self.say({"re": question["n"], "error": _words(_named(e, RequestError))})
 
     def say(self, message: Message) -> None:
-        """Write `message`."""
         self.say_line(json.dumps(message, separators=(",", ":")) + "\n")
 
     def say_line(self, line: str) -> None:

@@ -98,7 +98,6 @@ class Supervisor(Generic[E]):
             return self._engine
 
     async def close(self) -> None:
-        """Stop the worker; its memory is the system's again when this returns."""
         async with self._lock:
             if self._engine is not None:
                 self._stop_watching()
@@ -280,12 +279,10 @@ class ProcessEngine:
 
     @property
     def alive(self) -> bool:
-        """False once the process has ended."""
         return not self._process.ended
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
         return self._process.pid
 
     async def tokenize(
@@ -319,5 +316,4 @@ class ProcessEngine:
         self._process.condemn(why)
 
     async def close(self) -> None:
-        """End the process: it finishes its step, frees the model, and is killed if it takes too long."""
         await self._process.close()

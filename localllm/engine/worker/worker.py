@@ -48,7 +48,6 @@ class Worker:
         self._left: set[str] = set()
 
     def run(self) -> None:
-        """Serve."""
         engine = self._pipe.load(self._load)
         self._pipe.say({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()

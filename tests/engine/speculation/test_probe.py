@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from localllm.engine.host.contention import CpuContention
-from localllm.engine.speculation.controller import StepCost
-from localllm.engine.speculation.probe import CostProbe
+from localllm.engine.speculation.controller import CostProbe, StepCost
 from localllm_backends.contract import Chunk
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
