@@ -10,7 +10,7 @@ import pytest
 from conversation.test_cut_replies import told
 from conversation.test_tool_formats import TOOLS
 from localllm.conversation.template import ChatTemplate
-from localllm.conversation.tools import has_unknown_notation
+from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.conversation.tools.prompt import Choice
 from localllm.errors import UnsupportedError
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
@@ -69,3 +69,24 @@ def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
     parameters = '<atem:invoke name="f"><atem:parameter name="n">1</atem:parameter></atem:invoke>'
     call = f" to=f<|message|><atem:function_calls>{parameters}</atem:function_calls>"
     assert read(muse, call) == ("", "", [("f", {"n": 1})])
+
+
+@pytest.mark.parametrize(
+    ("template", "markers"),
+    [
+        ("<|channel|>analysis", ("<|channel|>analysis<|message|>", "<|end|>")),  # its notation has them
+        ("[TOOL_CALLS] [THINK] [/THINK]", ("[THINK]", "[/THINK]")),  # its notation's, where the template mentions them
+        ("[TOOL_CALLS]", None),
+        ("<tool_call> <think> </think>", ("<think>", "</think>")),
+        (
+            "Here are my reasoning steps: [BEGIN FINAL RESPONSE]",
+            ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        ),
+        ("<thinking> </thinking>", ("<thinking>", "</thinking>")),
+        (SAY, None),
+    ],
+)
+def test_reasoning_is_marked_as_the_notation_says_or_the_template(
+    template: str, markers: tuple[str, str] | None
+) -> None:
+    assert reasoning_markers(template) == markers
