@@ -9,27 +9,18 @@ from urllib.parse import unquote, urlsplit
 
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm_catalog.names import bare as bare
+from localllm_catalog.names import quant_of as quant_of
 from localllm_catalog.names import safe_file as safe_file
 from localllm_catalog.names import safe_repo as safe_repo
 
 if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
-_QUANT = re.compile(
-    r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-./]|$)",
-    re.IGNORECASE,
-)
 _MLX_QUANT = re.compile(r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE)
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<no>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a path"
-
-
-def quant_of(name: str) -> str:
-    """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
-    found = _QUANT.findall(name.removesuffix(".gguf"))
-    return str(found[-1]).upper() if found else ""
 
 
 def mlx_quant_of(name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from localllm_catalog import architectures, stated
 from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.gguf import GgufHeader, SkippedArray, TensorInfo, Value
+from localllm_catalog.names import quant_of
 from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Purpose, Variant
 
 MAX_LAYERS = 2_048
@@ -368,17 +369,9 @@ def _variant(header: GgufHeader, facts: _Facts, repo: str) -> Variant:
     )
 
 
-_QUANT_IN_NAME = re.compile(
-    r"(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-.]|$)", re.I
-)
-
-
 def _quant_name(header: GgufHeader, file_name: str) -> str:
-    match = _QUANT_IN_NAME.search(file_name)
-    if match is not None:
-        return match[1].upper()
     said = architectures.FILE_TYPES.get(header.integer("general.file_type", -1))
-    return said or _main_type(header)
+    return quant_of(file_name) or said or _main_type(header)
 
 
 def _main_type(header: GgufHeader) -> str:

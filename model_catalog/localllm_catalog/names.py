@@ -1,4 +1,5 @@
-"""Names of repositories and files: which may become a path (overlays and hubs are untrusted), and what two of one model share."""
+"""Names of repositories and files: which may become a path (overlays and hubs are untrusted), which
+quant they carry, and what two of one model share."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ from localllm_catalog.errors import BadCatalogError
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9_][\w .+=()-]{0,199}", re.ASCII)
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32))(?=[-./]|$)",
+    re.IGNORECASE,
+)
 # What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf", "…-4bit", "…-GGUF".
 _TRIMMINGS = re.compile(
     r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
@@ -40,6 +45,12 @@ def check_file(name: str) -> str:
     if not safe_file(name):
         raise BadCatalogError(f"{name[:80]!r} is not a file name of a repository", "names are relative, without ..")
     return name
+
+
+def quant_of(name: str) -> str:
+    """The quant a GGUF's name carries ("Q4_K_M", "UD-Q4_K_XL"), or "" if it says none."""
+    found = _QUANT.findall(name.removesuffix(".gguf"))
+    return str(found[-1]).upper() if found else ""
 
 
 def bare(name: str) -> str:
