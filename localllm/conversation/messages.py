@@ -55,7 +55,10 @@ def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str,
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     left_out: list[str] = []
-    plain = [_one(m, f"messages[{i}]", None if _is_question(messages, i) else left_out) for i, m in enumerate(messages)]
+    plain = [
+        _plain_message(m, f"messages[{i}]", None if _is_question(messages, i) else left_out)
+        for i, m in enumerate(messages)
+    ]
     if omitted is not None:
         omitted += (f"messages.{kind}" for kind in dict.fromkeys(left_out))
     return plain
@@ -68,7 +71,7 @@ def _is_question(messages: Sequence[Any], i: int) -> bool:
     return i == len(messages) - 1 and roles[-1] == "user" and roles[0] not in ("tool", "function")
 
 
-def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
+def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with a role and a content", param=where)
     sent = message.get("role")
@@ -76,7 +79,7 @@ def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
     if role not in ROLES:
         known = ", ".join(("system", "developer", "user", "assistant", "tool"))
         raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
-    parts, thoughts = _apart(message.get("content"))
+    parts, thoughts = _split_reasoning(message.get("content"))
     found = Attachments()
     content, images = flatten(parts, f"{where}.content", omitted, found), found.images
     if message.get("images"):  # Ollama's spelling
@@ -96,7 +99,7 @@ def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
         plain["name"] = message["tool_name"]
     if role == "assistant":
         named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-        reasoning = named or "\n".join(map(_thought, thoughts))
+        reasoning = named or "\n".join(map(_reasoning_text, thoughts))
         if reasoning and isinstance(reasoning, str):
             plain["reasoning_content"] = reasoning
         calls = _tool_calls(message, where)
@@ -105,7 +108,7 @@ def _one(message: Any, where: str, omitted: list[str] | None) -> dict[str, Any]:
     return plain
 
 
-def _apart(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
+def _split_reasoning(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
     """A content without its parts of reasoning, and those."""
     if not isinstance(content, list):
         return content, []
@@ -113,7 +116,7 @@ def _apart(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
     return [p for p in content if p not in thoughts] if thoughts else content, thoughts
 
 
-def _thought(part: Mapping[str, Any]) -> str:
+def _reasoning_text(part: Mapping[str, Any]) -> str:
     """The text of a part of reasoning, which is a text or (Mistral's spelling) parts of text."""
     said = part.get("thinking", part.get("text"))
     if isinstance(said, list):
@@ -158,7 +161,7 @@ def flatten(
         elif _BINARY_PARTS.get(kind) in ("files", "documents") and found is not None:
             texts.append(_file(part, kind, spot, omitted, found))
         elif kind in _BINARY_PARTS:
-            texts.append(_without(_BINARY_PARTS[kind], spot, omitted))
+            texts.append(_note_for_omitted(_BINARY_PARTS[kind], spot, omitted))
         else:
             raise UnsupportedError(f"{spot}.type {_short(kind)} is not supported", param=spot)
     return "\n".join(texts)
@@ -179,7 +182,7 @@ def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | N
     return f"[{_ONE_OF[plural]} omitted: {file.problem}]"
 
 
-def _without(kind: str, where: str, omitted: list[str] | None) -> str:
+def _note_for_omitted(kind: str, where: str, omitted: list[str] | None) -> str:
     """What the model is told in the place of a part that can't be read; raises UnsupportedError where it can't do
     without."""
     if omitted is None:
