@@ -1,4 +1,4 @@
-"""Files attached to messages, in any dialect's form: a text file becomes text in its place, a PDF a placeholder until it is read."""
+"""Files in messages, of any dialect: a text file becomes text in its place, for a PDF a mark stands until it is read."""
 
 from __future__ import annotations
 

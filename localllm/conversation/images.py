@@ -1,4 +1,4 @@
-"""Images in messages: taken out of whatever form a client sends them in, with a placeholder (a mark) left in the text for each.
+"""Images in messages, in whatever form a client sends them: each is taken out, and a mark left in the text for it.
 
 A message's content stays a text, so that templates, compaction and recall know nothing of images. A mark is named by what
 its file holds: the same image has the same mark in every turn.
@@ -95,8 +95,8 @@ def _without_scheme(file: Any) -> tuple[str, str]:
 
 
 def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
-    """`messages` for a model with or without vision: then a note stands for each image of an earlier turn, and one that is
-    asked about is refused. Raises RequestError."""
+    """`messages` for a model with or without vision: then a note stands for each image of an earlier turn, and one
+    that is asked about is refused. Raises RequestError."""
     prepared = PreparedMessages([])
     for message in messages:
         plain = dict(message)

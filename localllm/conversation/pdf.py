@@ -1,8 +1,8 @@
 """PDFs read by PDFium in a child process, within bounds of pages, bytes, memory and time; needs the extra `pdf`.
 
-Its native parsers meet bytes of anybody, so the process may crash, hang or grow. The child (`python -m` this module) takes
-the PDF on standard input and answers with one JSON object: `pages`, each a `text` or (where it has none, and the argument
-allows so many) a `picture` in base64, else neither; or the `problem` why there are none.
+Its native parsers meet bytes of anybody, so the process may crash, hang or grow. The child (`python -m` this module)
+takes the PDF on standard input and answers with one JSON object: `pages`, each a `text` or (where it has none, and the
+argument allows so many) a `picture` in base64, else neither; or the `problem` why there are none.
 """
 
 from __future__ import annotations

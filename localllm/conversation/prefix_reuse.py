@@ -1,5 +1,5 @@
-"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused: reasoning that a client
-leaves out is put back, lines that an agent changes every time are taken out.
+"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused: reasoning that a
+client leaves out is put back, lines that an agent changes every time are taken out.
 
 Templates that write earlier reasoning into the prompt produce another prompt when it is missing, and the whole prefix
 is computed again (measured by others: minutes instead of seconds, https://github.com/nibor1896/Crow/issues/60).

@@ -38,8 +38,8 @@ Delta: TypeAlias = Content | ReasoningText | CallStart | CallArguments
 
 
 class CallReader(ABC):
-    """Reads the calls of one format once their opening marker was seen (see conversation.tools). `rest`: text after the last
-    call, once the format says that the calls are over; None before."""
+    """Reads the calls of one format once their opening marker was seen (see conversation.tools). `rest`: text after
+    the last call, once the format says that the calls are over; None before."""
 
     rest: str | None = None
 
@@ -76,9 +76,9 @@ class ReplyFormat:
     """How to read one reply. `thinking` says that the prompt already opened the reasoning. `call_markers` open tool
     calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out; a format that has them
     marks everything, so any marker ends the reasoning and half a marker at the reply's end is not shown. `parallel`
-    False lets only the first call through. `calls_in_reasoning`: calls may come before the reasoning's end; `quotable`: their
-    markers are text, which a thought may mention within a line. Behind one of `ends` nothing belongs to the reply. `lead` stands at
-    the prompt's end and belongs to the first marker."""
+    False lets only the first call through. `calls_in_reasoning`: calls may come before the reasoning's end;
+    `quotable`: their markers are text, which a thought may mention within a line. Behind one of `ends` nothing
+    belongs to the reply. `lead` stands at the prompt's end and belongs to the first marker."""
 
     think: tuple[str, str] | None = None
     thinking: bool = False

@@ -1,4 +1,4 @@
-"""Updates the catalog from the hub: file names and exact bytes of its models, and new models, into a file of the user's catalog.
+"""Updates the catalog from the hub, into a file of the user's catalog: files and exact bytes, and new models.
 
 The file is laid over the shipped catalog like any other of that folder, and comes first, so what the user wrote himself
 goes over it. Deleting it undoes the update.

@@ -1,4 +1,4 @@
-"""From whatever a person calls a model (a catalog id, a path, a repository or its address, a name on this disk) to its description.
+"""From whatever a person calls a model (catalog id, path, repository, address, name on this disk) to its description.
 Only a repository that neither the catalog nor this disk knows is asked of the hub: its listing and one header."""
 
 from __future__ import annotations

@@ -260,12 +260,13 @@ _REDIRECT_HINT = "a proxy, hotel network or mirror may be answering for the hub;
 
 
 class RedirectRule:
-    """Where an answer of the hub at `endpoint` may lead us: never from https to http, to another scheme, or into this machine's
-    network.
+    """Where an answer of the hub at `endpoint` may lead us: never from https to http, to another scheme, or into this
+    machine's network.
 
-    A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly, that is a request sent
-    from behind the user's firewall: to a router's page, a cloud's metadata service (169.254.169.254), a program on loopback
-    (OWASP, Server-Side Request Forgery). A hub that was itself configured on such an address may stay among its like.
+    A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly, that is a request
+    sent from behind the user's firewall: to a router's page, a cloud's metadata service (169.254.169.254), a program
+    on loopback (OWASP, Server-Side Request Forgery). A hub that was itself configured on such an address may stay
+    among its like.
 
     Names are resolved when a redirect comes, as the connection will resolve them a moment later; a name that changes
     its address in between gets past this, and then meets a size and a hash that were published before.

@@ -147,14 +147,13 @@ class Model:
     """One trained model. Parameter counts are absolute numbers as its maker states them; contexts are tokens.
 
     `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head), `vision_params` the
-    vision and audio part of them; `lookup_params` are
-    tables of which a token reads `lookup_rows` rows (per-layer and n-gram embeddings), so they weigh on the disk and not on
-    a step; `lookup_bits` a weight of theirs takes in the listed files (0 = as the embedding of the tokens).
-    `residual_streams`: how many a layer reads and writes (hyper-connections).
-    `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come with a gate of their
-    size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by shapes above 3 %.
-    `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known here).
-    `calls_tools`: its template offers tools. `external_drafts`: published draft models outside this catalog, as the hub names them.
+    vision and audio part of them; `lookup_params` are tables of which a token reads `lookup_rows` rows (per-layer and
+    n-gram embeddings), so they weigh on the disk and not on a step; `lookup_bits` a weight of theirs takes in the
+    listed files (0 = as the embedding of the tokens). `residual_streams`: how many a layer reads and writes
+    (hyper-connections). `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come
+    with a gate of their size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by
+    shapes above 3 %. `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known
+    here). `calls_tools`: its template offers tools.
     """
 
     id: str
@@ -187,7 +186,6 @@ class Model:
     variants: tuple[Variant, ...] = ()
     hf_repo: str = ""
     notes: str = ""
-    sources: tuple[str, ...] = ()
     extra_params: int = 0
     vision_params: int = 0
     image_tokens: ImageTokens | None = None
@@ -200,7 +198,6 @@ class Model:
     q_rank: int = 0
     params_note: str = ""
     sampling_non_thinking: SamplingDefaults | None = None
-    external_drafts: tuple[str, ...] = ()
     tokenizer_pre: str = ""
     shape_warning: str = ""
 

@@ -1,8 +1,8 @@
 """The registry of tool-call formats: a model's format is detected from its own chat template.
 
-A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader and grammar (the pieces
-of grammars are in lark.py, call_grammars.py and values.py, those of readers in readers.py and tag_reader.py). Nothing else has
-to learn of it. Its tests are a writer in tests/support/tool_writers.py and a reduced template in
+A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader and grammar (the
+pieces of grammars are in lark.py, call_grammars.py and values.py, those of readers in readers.py and tag_reader.py).
+Nothing else has to learn of it. Its tests are a writer in tests/support/tool_writers.py and a reduced template in
 tests/conversation/call_templates.py.
 """
 
@@ -47,8 +47,8 @@ def has_unknown_notation(template: str) -> bool:
 
 
 def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[str, str] | None:
-    """Opening and closing marker of the reasoning: those that belong to the `style` of calls (default: the template's own), else
-    those that the template mentions."""
+    """Opening and closing marker of the reasoning: those that belong to the `style` of calls (default: the template's
+    own), else those that the template mentions."""
     style = style or detect_format(template)
     if style is not None and style.think is not None:
         return style.think

@@ -27,8 +27,8 @@ class NotConstrainableError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class GrammarTrigger:
-    """What follows the marker that turns a grammar on: `lead` always, then what `grammar` allows, then `closing` always.
-    `again`: another call may follow."""
+    """What follows the marker that turns a grammar on: `lead` always, then what `grammar` allows, then `closing`
+    always. `again`: another call may follow."""
 
     lead: str
     grammar: Grammar
@@ -37,16 +37,18 @@ class GrammarTrigger:
 
 
 class ToolFormat(ABC):
-    """One way models write calls: how it is detected, how it is read, and the grammar that constrains a call to its schema.
+    """One way models write calls: how it is detected, how it is read, and the grammar that constrains a call to its
+    schema.
 
-    `signs`: a template that contains one of them writes this format; formats whose signs stand in other formats' templates too
-    have an `ambiguity`, and those with a higher one are tested later. `markers` open a call. `control`: the markers are
-    control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a control token
-    between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor call. `opening`
-    wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced calls use the
-    default. `think`: the reasoning's markers, where the format itself has them; `may_think`: those of models that write it and
-    reason, whose templates mention them. `calls_in_reasoning`: the model calls at times without ending its reasoning first.
-    `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
+    `signs`: a template that contains one of them writes this format; formats whose signs stand in other formats'
+    templates too have an `ambiguity`, and those with a higher one are tested later. `markers` open a call. `control`:
+    the markers are control tokens, which the engine must render. `named_tokens`: every marker, inner ones too, is a
+    control token between < and >, which a grammar asks for by name. `drops`: structure that is neither answer nor
+    call. `opening` wraps a forced call (JSON with `name` and `arguments_key`) up to its `{`; None means that forced
+    calls use the default. `think`: the reasoning's markers, where the format itself has them; `may_think`: those of
+    models that write it and reason, whose templates mention them. `calls_in_reasoning`: the model calls at times
+    without ending its reasoning first. `header`: where the prompt ends with it, it is the beginning of the reply's
+    first marker.
     """
 
     name: ClassVar[str]

@@ -1,7 +1,8 @@
-"""The grammars that constrain tool calls: of a call that the model begins by itself, of a forced one, of an answer or a call.
+"""The grammars that constrain tool calls: begun by the model itself, forced, or beside an answer in a schema.
 
-Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and what always follows it are
-put behind its words, and the rest of the call is generated under the grammar. So an answer without a call costs nothing.
+Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and what always follows
+it are put behind its words, and the rest of the call is generated under the grammar. So an answer without a call costs
+nothing.
 """
 
 from __future__ import annotations

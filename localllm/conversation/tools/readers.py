@@ -157,8 +157,8 @@ class JsonReader(CallReader):
 
 
 class JsonFormat(ToolFormat):
-    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block that nothing closes lasts to the
-    end of the reply."""
+    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block that nothing closes
+    lasts to the end of the reply."""
 
     head: ClassVar[re.Pattern[str]] = JSON_HEAD
     closing: ClassVar[str] = "\0"

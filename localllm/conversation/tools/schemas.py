@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of its parameters, what of it a grammar can enforce, and the schemas of calls that are JSON."""
+"""Tools' JSON schemas: their parameters, what of them a grammar can enforce, and the schemas of calls that are JSON."""
 
 from __future__ import annotations
 

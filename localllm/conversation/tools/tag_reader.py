@@ -41,8 +41,8 @@ def tagged_reader(first: int, opening: str, end: str, tags: TagPatterns, parse: 
 
 
 class TaggedFormat(ToolFormat):
-    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that opened them). `one_block`: a block,
-    which begins with `lead`, holds every call; else each call has a block of its own."""
+    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that opened them).
+    `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of its own."""
 
     closing: ClassVar[str] = ""
     lead: ClassVar[str] = ""

@@ -1,1 +1,1 @@
-"""One file for each way models write tool calls (kin share one); a file names its formats in FORMATS, and that registers them."""
+"""One file for each way models write tool calls (kin share one): what it names in FORMATS is registered."""

@@ -65,8 +65,8 @@ def _valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any
 
 
 class Dsml(TaggedFormat):
-    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>…`, where each value
-    says itself whether it is text or JSON."""
+    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>…`, where each
+    value says itself whether it is text or JSON."""
 
     name = "dsml"
     signs = ("<｜DSML｜", "｜DSML｜")

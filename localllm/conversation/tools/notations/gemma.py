@@ -1,4 +1,4 @@
-"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as a text's quotes and none around keys."""
+"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as quotes and bare keys."""
 
 from __future__ import annotations
 

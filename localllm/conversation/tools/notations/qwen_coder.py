@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Nemotron 3 and Seed-OSS: `<function=name><parameter=key>value</parameter></function>` between outer tags."""
+"""Qwen3-Coder, Nemotron 3, Seed-OSS: `<function=name><parameter=key>value</parameter></function>` in outer tags."""
 
 from __future__ import annotations
 
