@@ -32,8 +32,8 @@ class ReplyParser:
         self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
         self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
         self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)} | set(format.ends)
-        self._unsure: _UnsureCall | None = None
-        self._gap = ""  # the space before what is in unsure
+        self._possible: _PossibleCall | None = None
+        self._gap = ""  # the space before what may be a call
         self._until: str | None = None  # what is left out lasts to this marker
         self._over = False
         self._fresh = True  # the current section has shown nothing: its leading newlines are separators
@@ -63,8 +63,8 @@ class ReplyParser:
             if reader.rest:
                 self._fresh = True
                 self._read(reader.rest, out)
-        if self._unsure is not None:
-            self._decide(self._unsure, cut, out)
+        if self._possible is not None:
+            self._decide(self._possible, cut, out)
         held, self._held = self._held, ""
         if self._until is not None or self._over:
             return out
@@ -86,11 +86,11 @@ class ReplyParser:
                 if not text:
                     return
                 continue
-            if self._unsure is not None:
-                unsure = self._unsure
-                if unsure.feed(text):
+            if self._possible is not None:
+                possible = self._possible
+                if possible.feed(text):
                     return
-                text = self._dismiss(unsure, out)
+                text = self._dismiss(possible, out)
                 continue
             text = self._held + text
             self._held = ""
@@ -118,7 +118,7 @@ class ReplyParser:
             self._show(before, out)
             gap, text = text[len(before) : at], text[at + len(marker) :]
             if self._thinking and not self._fresh and marker in self._thought_markers:
-                self._begin_unsure(marker, gap, out)
+                self._begin_possible(marker, gap, out)
             else:
                 self._enter(marker)
             if self._over:
@@ -139,7 +139,7 @@ class ReplyParser:
         """Markers that open calls inside the reasoning; where there are `drops`, every marker does."""
         return self._format.call_markers if self._format.calls_in_reasoning and not self._drops else ()
 
-    def _begin_unsure(self, marker: str, gap: str, out: list[Delta]) -> None:
+    def _begin_possible(self, marker: str, gap: str, out: list[Delta]) -> None:
         """A call's marker stands inside the reasoning, behind some of it."""
         think, new_reader = self._format.think, self._format.new_reader
         assert think is not None
@@ -148,23 +148,23 @@ class ReplyParser:
             self._show(gap + marker, out)
             return
         self._gap = gap
-        self._unsure = _UnsureCall(new_reader, self.calls, self._format.call_markers, think[1], marker)
+        self._possible = _PossibleCall(new_reader, self.calls, self._format.call_markers, think[1], marker)
 
-    def _dismiss(self, unsure: _UnsureCall, out: list[Delta]) -> str:
+    def _dismiss(self, possible: _PossibleCall, out: list[Delta]) -> str:
         """No call but part of the thought: its marker is shown, the rest is returned to be read."""
-        self._unsure = None
-        self._show(self._gap + unsure.opened, out)
-        return unsure.raw[len(unsure.opened) :]
+        self._possible = None
+        self._show(self._gap + possible.opened, out)
+        return possible.raw[len(possible.opened) :]
 
-    def _decide(self, unsure: _UnsureCall, cut: bool, out: list[Delta]) -> None:
-        """The reply ended while a call was in unsure. What a cut left half is not shown."""
-        if unsure.close(cut):
-            self._unsure, self._thinking = None, False
-            self._take(unsure.deltas, out)
+    def _decide(self, possible: _PossibleCall, cut: bool, out: list[Delta]) -> None:
+        """The reply ended while it was unclear whether a call had begun. What a cut left half is not shown."""
+        if possible.close(cut):
+            self._possible, self._thinking = None, False
+            self._take(possible.deltas, out)
         elif cut:
-            self._unsure = None
-        while self._unsure is not None:
-            self._read(self._dismiss(self._unsure, out), out)
+            self._possible = None
+        while self._possible is not None:
+            self._read(self._dismiss(self._possible, out), out)
 
     def _enter(self, marker: str) -> None:
         think = self._format.think
@@ -219,7 +219,7 @@ def _partial(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-class _UnsureCall:
+class _PossibleCall:
     """A call begun inside open reasoning: the text from an opening marker on, while nothing tells whether it is a call.
 
     A call ends the reply, with or without the reasoning's closing marker behind it. One that more words follow, or that
