@@ -36,7 +36,6 @@ class Setting:
 
     @property
     def env(self) -> str:
-        """Its environment variable."""
         return "LOCALLLM_" + self.name.upper()
 
     @property
@@ -176,7 +175,6 @@ class Settings:
         return self._chosen[name]
 
     def value(self, name: str) -> Any:
-        """The value of `name`."""
         return self._chosen[name].value
 
     def lowered(self, name: str, value: Value) -> Settings:
@@ -243,12 +241,10 @@ def _parse_many(setting: Setting, value: Any, where: str) -> tuple[str, ...]:
 
 
 def setting(name: str) -> Setting:
-    """The setting of that name."""
     return _BY_NAME[name]
 
 
 def config_path() -> Path:
-    """Where config.toml lies, or would."""
     return paths.config_dir() / "config.toml"
 
 

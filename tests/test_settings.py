@@ -42,4 +42,4 @@ def test_what_is_wrong_in_config_is_said(config: str) -> None:
 def test_every_setting_has_help_and_its_default_is_allowed() -> None:
     for setting in TABLE:
         assert setting.help
-        assert setting.default is None or not setting.choices or setting.default in setting.choices
+        assert setting.default is None or not setting.allowed or setting.default in setting.allowed

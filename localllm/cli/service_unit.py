@@ -109,7 +109,6 @@ def memory_bytes(gb: float | None) -> int | None:
 
 
 def manager_named(name: str) -> Manager:
-    """The service manager `name`, of this user."""
     if name == "systemd":
         from localllm.service.systemd import Systemd
 

@@ -35,11 +35,9 @@ class Launchd:
 
     @property
     def plist(self) -> Path:
-        """The agent's file."""
         return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def files(self, service: Service) -> dict[Path, str]:
-        """The agent's property list."""
         return {self.plist: agent(service)}
 
     def install(self, service: Service) -> list[Path]:
@@ -61,7 +59,6 @@ class Launchd:
         self._ask("kickstart", "-k", self._target)
 
     def uninstall(self) -> list[Path]:
-        """Stop the agent and remove its file."""
         self._ask("bootout", self._target, allowed=_NO_SUCH)
         return remove_all([self.plist])
 
@@ -74,7 +71,6 @@ class Launchd:
         return parse_print(said.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        """The file that the agent writes to."""
         return self.log_file
 
     @property

@@ -36,7 +36,6 @@ class Systemd:
 
     @property
     def folder(self) -> Path:
-        """Where a user's own units are."""
         return self.config_home / "systemd" / "user"
 
     def files(self, service: Service) -> dict[Path, str]:
@@ -72,7 +71,6 @@ class Systemd:
         self._ask("restart", SERVICE)
 
     def uninstall(self) -> list[Path]:
-        """Stop both units and remove them."""
         there = [name for name in (SOCKET, SERVICE) if (self.folder / name).exists()]
         if there:
             self._ask("disable", "--now", *there)
@@ -173,7 +171,6 @@ WantedBy=sockets.target
 
 
 def parse_show(text: str) -> State:
-    """State from the lines of `systemctl show`."""
     said = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     result, status = said.get("Result", ""), _number(said.get("ExecMainStatus"))
     words = [said.get("ActiveState", ""), f"({said['SubState']})" if said.get("SubState") else ""]

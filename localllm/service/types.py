@@ -54,8 +54,6 @@ class State:
 
 
 class Manager(Protocol):
-    """A system's service manager."""
-
     @property
     def name(self) -> str:
         """As `--manager` names it."""

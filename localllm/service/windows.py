@@ -39,7 +39,6 @@ class WindowsTasks:
         return self.folder / "service.xml"
 
     def files(self, service: Service) -> dict[Path, str]:
-        """The task's definition."""
         return {self.definition: task(service, self.user)}
 
     def install(self, service: Service) -> list[Path]:
@@ -55,7 +54,6 @@ class WindowsTasks:
         self._ask("schtasks", "/Run", "/TN", NAME)
 
     def uninstall(self) -> list[Path]:
-        """End the task and delete it."""
         if self.state().installed:
             self.call(["schtasks", "/End", "/TN", NAME])
             self._ask("schtasks", "/Delete", "/TN", NAME, "/F")
@@ -67,7 +65,6 @@ class WindowsTasks:
         return parse_state(said.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        """The file that the task writes to."""
         return self.log_file
 
     def _ask(self, *words: str) -> Said:

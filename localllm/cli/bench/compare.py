@@ -37,7 +37,6 @@ def compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, dict[
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """The comparison, a line for each figure."""
     head = f"{'':44}{'then':>11}{'now':>11}{'now ÷ then':>12}"
     return [head, *(f"{n[:44]:44}{r['then']:>11.4g}{r['now']:>11.4g}{r['ratio']:>11.2f}×" for n, r in rows.items())]
 

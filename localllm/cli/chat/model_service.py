@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm.planner.plan import Overrides
-    from localllm.planner.types import Plan, Workload
+    from localllm.planner.types import Workload
     from localllm_catalog.catalog import Catalog
 
 _OWNERS = {
@@ -39,6 +39,7 @@ class LocalModelService:
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(self, request: PlanRequest) -> PlanList:
+        from localllm.cli.compose.plan_inputs import installed_names
         from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -51,7 +52,7 @@ class LocalModelService:
         need = need_of(workload)
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
         soon = [p for p in answer.plans if not request.longest_wait_s or waits[p.model.id] <= request.longest_wait_s]
-        here = {} if request.machine else self._installed(soon)
+        here = {} if request.machine else installed_names(soon, catalog)
         choices = tuple(
             PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")) for p in soon
         )
@@ -116,7 +117,6 @@ class LocalModelService:
 
     @property
     def catalog(self) -> Catalog:
-        """The models there are."""
         if self._catalog is None:
             from localllm.library.catalog import load_catalog
 
@@ -130,18 +130,6 @@ class LocalModelService:
         if key not in self._devices:
             self._devices[key] = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
         return self._devices[key]
-
-    def _installed(self, plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
-        """Names on this disk, by catalog id and quant."""
-        from localllm.library import store
-        from localllm.library.resolve import matching
-
-        there = store.scan()
-        found = {}
-        for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
-            if locals_ := matching(f"{key[0]}:{key[1]}", there, catalog=self.catalog):
-                found[key] = locals_[0].name
-        return found
 
     def _local(self, model: InstalledModel) -> LocalModel:
         from localllm.errors import ModelNotFoundError

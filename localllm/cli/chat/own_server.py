@@ -67,7 +67,6 @@ class OwnEngine:
             self._thread.start()
 
     def progress(self) -> EngineProgress:
-        """See Engine."""
         from localllm_tui.control.interfaces import EngineProgress
 
         if not self._tried.is_set():

@@ -158,7 +158,6 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
 
 
 def _on_screen(opening: ChatOptions) -> None:
-    """The chat's screen, until it is left."""
     from localllm_tui.app import ChatApp
 
     app = ChatApp(opening)

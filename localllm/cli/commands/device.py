@@ -64,7 +64,6 @@ def device(
 
 
 def vars_of(finding: Finding) -> dict[str, str]:
-    """A finding for --json."""
     return {"level": finding.level, "message": finding.message, "fix": finding.fix}
 
 

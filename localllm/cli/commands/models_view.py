@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def as_row(model: LocalModel) -> dict[str, Any]:
-    """A LocalModel as --json prints it."""
     return {
         "name": model.name,
         "path": str(model.path),
@@ -28,7 +27,6 @@ def as_row(model: LocalModel) -> dict[str, Any]:
 
 
 def listing(found: list[LocalModel]) -> str:
-    """Models as a table, by name."""
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
     rows = [(m.name, m.quant or "?", gb(m.size_bytes), m.format, m.origin) for m in ordered]

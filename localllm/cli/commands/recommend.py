@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
-from localllm.cli.compose.plan_inputs import device_named, of_quant, overrides_for
+from localllm.cli.compose.plan_inputs import device_named, installed_names, of_quant, overrides_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from localllm.device.types import Device
-    from localllm.planner.plan import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model, Purpose
+    from localllm_catalog.types import Purpose
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 
@@ -94,7 +93,7 @@ def recommend(
     """
     from localllm.cli.compose import engine_builds, projector
     from localllm.cli.compose.plan_inputs import check_offload, offload_options
-    from localllm.cli.recommend import view
+    from localllm.cli.recommend import answers, view
     from localllm.device.named import with_memory
     from localllm.errors import UsageError
     from localllm.library.catalog import age_days, load_catalog, user_folder
@@ -111,7 +110,9 @@ def recommend(
         view.out(cluster.told(device, link, model, workload, as_json=as_json))
         return
     if compare:
-        _compare(names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json)
+        answers.compare(
+            names or [], _workload(purpose, context, parallel, min_speed), everything=everything, as_json=as_json
+        )
         return
     asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram, vram_headroom,
                 parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
@@ -128,7 +129,7 @@ def recommend(
     catalog = load_catalog()
     no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        _reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
+        answers.reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
     machine = with_memory(device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom)
     placed = check_offload(
@@ -147,17 +148,17 @@ def recommend(
             plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
             plans = [best if p is plain else p for p in plans]
         installed = _installed(plans, machine, catalog)
-        _show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
+        answers.show_model(one, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
         return
     models = projector.image_readers(catalog.models) if sees else catalog.models
     answer = planner.recommend(machine, models, workload, overrides=overrides, limit=0 if everything else 8)
     if plot:
-        _plot(machine, list(answer.plans), file)
+        answers.plot_roofline(machine, list(answer.plans), file)
         return
     if what_if:
         others = [device_named(name, None, None) for name in what_if]
         known = [overrides, *(replace(overrides_for(d, catalog), sees=sees) for d in others)]
-        _side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
+        answers.side_by_side([machine, *others], known, models, workload, limit=0 if everything else 8, as_json=as_json)
         return
     if as_json:
         view.out([view.json_text(answer, machine)])
@@ -204,6 +205,11 @@ def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float,
         chat(model=chosen)
 
 
+def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
+    """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
+    return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
+
+
 def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Workload:
     from localllm.planner.types import Workload
 
@@ -222,123 +228,8 @@ def _picture(names: list[str] | None, *, plot: bool) -> str | None:
     return names[0] if names else None
 
 
-def _compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
-    """Named machines side by side, for one purpose."""
-    from localllm.errors import UsageError
-    from localllm.library.catalog import load_catalog
-
-    if len(names) < 2:
-        raise UsageError(
-            "--compare needs two machines or more", hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"'
-        )
-    catalog = load_catalog()
-    machines = [device_named(name, None, None) for name in names]
-    known = [overrides_for(d, catalog) for d in machines]
-    _side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
-
-
-def _side_by_side(
-    machines: list[Device],
-    known: list[Overrides],
-    models: Sequence[Model],
-    workload: Workload,
-    *,
-    limit: int,
-    as_json: bool,
-) -> None:
-    from localllm.cli.recommend import view
-    from localllm.planner import recommend as planner
-
-    answers = [
-        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
-    ]
-
-    def elsewhere(number: int, model: Model) -> Plan | None:
-        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
-        return plans[0] if plans else None
-
-    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
-
-
-def _reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
-    """The machines of the table that run one model, in the quant asked for, at a speed."""
-    from dataclasses import replace
-
-    from localllm.cli.recommend import view
-    from localllm.device.named import everything
-    from localllm.library.names import same_quant
-    from localllm.planner import recommend
-    from localllm.planner.plan import Overrides
-
-    model, quant = asked
-    if quant:
-        model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
-    # Both engines: the question is about machines one does not have, not about this installation.
-    reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
-    view.out(view.reach(model, tok_s, reach, as_json=as_json))
-
-
 def _purpose(name: str) -> Purpose:
     from typing import cast
 
     # Agents are what coding plans are made for: their prompts, their cached prefixes, their evidence.
     return cast("Purpose", "coding" if name == "agents" else name)
-
-
-def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
-    """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
-    from localllm.library import store
-    from localllm.library.resolve import matching
-
-    there = [] if device.simulated else store.scan()
-    named = {(p.model.id, p.variant.quant) for p in plans} if there else set()
-    return frozenset((i, quant) for i, quant in named if matching(f"{i}:{quant}", there, catalog=catalog))
-
-
-def _show_model(
-    model: Model,
-    plans: list[Plan],
-    best: Plan | None,
-    device: Device,
-    workload: Workload,
-    installed: frozenset[tuple[str, str]],
-    *,
-    explain: bool,
-    as_json: bool,
-) -> None:
-    from localllm.cli.recommend import view
-    from localllm.errors import ModelNotFoundError
-    from localllm.planner.types import Recommendation
-
-    if not plans:
-        raise ModelNotFoundError(
-            f"{model.name} has no files that this machine's engines can read", hint="see `localllm models info`"
-        )
-    if as_json:
-        view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
-        return
-    if explain:
-        from localllm.planner.explain import explain as lines
-
-        view.out([*lines(best or plans[0], device, columns=view.width()), ""])
-    view.out(view.model_table(model, plans, device, installed=installed))
-    if best is not None:
-        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
-
-
-def _plot(device: Device, plans: list[Plan], file: str | None) -> None:
-    import sys
-
-    from localllm.cli.recommend import view
-    from localllm.planner import roofline
-
-    picture = roofline.of(device, plans)
-    if file is None:
-        view.out(roofline.text(picture))
-        return
-    target = Path(file)
-    if target.suffix == ".png":
-        target.write_bytes(roofline.png(picture))
-    else:
-        target.write_text(roofline.svg(picture), encoding="utf-8")
-    print(f"wrote {target}", file=sys.stderr)

@@ -43,7 +43,6 @@ def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
 
 
 def print_json(body: Any) -> None:
-    """`body` on stdout."""
     import json
 
     print(json.dumps(body, indent=2, ensure_ascii=False))

@@ -31,7 +31,6 @@ _LONGEST_FILE_BYTES = 4096
 
 
 def key_path() -> Path:
-    """Where the key is kept."""
     return paths.data_dir() / "server-key"
 
 

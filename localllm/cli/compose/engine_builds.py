@@ -80,7 +80,6 @@ def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
 
 
 def yardstick_plan(machine: Device) -> Plan | None:
-    """The yardstick's plan on `machine`."""
     from localllm.library.catalog import load_catalog
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload

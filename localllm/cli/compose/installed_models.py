@@ -65,7 +65,6 @@ class DiskModels:
             self._served.describe(local, model)
 
     def find(self, name: str) -> ServedModel | None:
-        """See InstalledModels."""
         found = self._find(name)
         if found is None and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
             self.look()
@@ -137,7 +136,6 @@ class LibraryStore:
     offline: bool = False
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
-        """See ModelStore.pull."""
         from localllm.cli.compose.plan_inputs import variant_choice
         from localllm.library.pull import pull
         from localllm.server.models.served import StoreProgress
@@ -149,7 +147,6 @@ class LibraryStore:
         pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
 
     def remove(self, ref: str) -> None:
-        """See ModelStore.remove."""
         from localllm.library import store
         from localllm.library.resolve import resolve
 

@@ -65,7 +65,6 @@ class Record:
 
 
 def path() -> Path:
-    """The file the figures are kept in."""
     from localllm import paths
 
     return paths.data_dir() / "measurements.json"
@@ -169,7 +168,6 @@ def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
 
 
 def shared_path() -> Path:
-    """The file others' figures are kept in."""
     return path().with_name("shared_measurements.json")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from localllm.device.types import Device
     from localllm.library.types import LocalModel
@@ -245,3 +245,16 @@ def best_variant(model: Model) -> Variant:
             hint=f"name a variant to fetch it all the same: localllm pull {model.id}:{plans[0].variant.quant}",
         )
     return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant
+
+
+def installed_names(plans: Sequence[Plan], catalog: Catalog) -> dict[tuple[str, str], str]:
+    """Names on this disk of the plans' models that are there, by id and quant."""
+    from localllm.library import store
+    from localllm.library.resolve import matching
+
+    there = store.scan()
+    found = {}
+    for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
+        if locals_ := matching(f"{key[0]}:{key[1]}", there, catalog=catalog):
+            found[key] = locals_[0].name
+    return found

@@ -57,7 +57,6 @@ class Preset:
 
     @property
     def of_itself(self) -> bool:
-        """See the class."""
         return self.name.lower() == self.model.lower()
 
 

@@ -53,7 +53,6 @@ class ConfigFile:
     merge_list_by: str = ""
 
     def shown(self) -> str:
-        """What to write by hand."""
         return self.text if self.text is not None else json.dumps(self.merge, indent=2)
 
 

@@ -37,7 +37,6 @@ class Running:
 
 
 def folder() -> Path:
-    """Where servers tell of themselves."""
     return paths.cache_dir() / "servers"
 
 

@@ -1,0 +1,117 @@
+"""The answers of `localllm recommend` beside its list: machines side by side, machines for a speed, one model, the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.cli.compose.plan_inputs import device_named, overrides_for
+from localllm.cli.recommend import view
+
+if TYPE_CHECKING:
+    from localllm.device.types import Device
+    from localllm.planner.plan import Overrides
+    from localllm.planner.types import Plan, Workload
+    from localllm_catalog.types import Model
+
+
+def compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
+    """Named machines side by side, for one purpose."""
+    from localllm.errors import UsageError
+    from localllm.library.catalog import load_catalog
+
+    if len(names) < 2:
+        raise UsageError(
+            "--compare needs two machines or more", hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"'
+        )
+    catalog = load_catalog()
+    machines = [device_named(name, None, None) for name in names]
+    known = [overrides_for(d, catalog) for d in machines]
+    side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
+
+
+def side_by_side(
+    machines: list[Device],
+    known: list[Overrides],
+    models: Sequence[Model],
+    workload: Workload,
+    *,
+    limit: int,
+    as_json: bool,
+) -> None:
+    from localllm.planner import recommend as planner
+
+    answers = [
+        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
+    ]
+
+    def elsewhere(number: int, model: Model) -> Plan | None:
+        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
+        return plans[0] if plans else None
+
+    view.out(view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
+
+
+def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
+    """The machines of the table that run one model, in the quant asked for, at a speed."""
+    from dataclasses import replace
+
+    from localllm.device.named import everything
+    from localllm.library.names import same_quant
+    from localllm.planner import recommend
+    from localllm.planner.plan import Overrides
+
+    model, quant = asked
+    if quant:
+        model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
+    # Both engines: the question is about machines one does not have, not about this installation.
+    reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
+    view.out(view.reach(model, tok_s, reach, as_json=as_json))
+
+
+def show_model(
+    model: Model,
+    plans: list[Plan],
+    best: Plan | None,
+    device: Device,
+    workload: Workload,
+    installed: frozenset[tuple[str, str]],
+    *,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    from localllm.errors import ModelNotFoundError
+    from localllm.planner.types import Recommendation
+
+    if not plans:
+        raise ModelNotFoundError(
+            f"{model.name} has no files that this machine's engines can read", hint="see `localllm models info`"
+        )
+    if as_json:
+        view.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
+        return
+    if explain:
+        from localllm.planner.explain import explain as lines
+
+        view.out([*lines(best or plans[0], device, columns=view.width()), ""])
+    view.out(view.model_table(model, plans, device, installed=installed))
+    if best is not None:
+        view.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+
+
+def plot_roofline(device: Device, plans: list[Plan], file: str | None) -> None:
+    import sys
+
+    from localllm.planner import roofline
+
+    picture = roofline.of(device, plans)
+    if file is None:
+        view.out(roofline.text(picture))
+        return
+    target = Path(file)
+    if target.suffix == ".png":
+        target.write_bytes(roofline.png(picture))
+    else:
+        target.write_text(roofline.svg(picture), encoding="utf-8")
+    print(f"wrote {target}", file=sys.stderr)
