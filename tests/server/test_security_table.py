@@ -19,8 +19,8 @@ HI = [{"role": "user", "content": "my-private-words"}]
 TRIED: Mapping[str, tuple[str, ...]] = {
     "address": (
         "server/test_security.py::test_an_address_that_others_can_reach_gets_a_key",
-        "cli/test_serve_doors.py::test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it",
-        "cli/test_serve_doors.py::test_the_key_is_shown_to_the_quiet_too",
+        "cli/test_listening.py::test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it",
+        "cli/test_listening.py::test_the_key_is_shown_to_the_quiet_too",
     ),
     "key": ("server/test_security.py::test_the_key_is_required_everywhere_but_health",),
     "Host": (
@@ -36,8 +36,8 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     ),
     "pages without an Origin": ("server/test_doors.py::test_a_foreign_page_can_not_even_ask_without_an_origin",),
     "TLS": (
-        "cli/test_serve_doors.py::test_it_is_served_over_tls",
-        "cli/test_serve_doors.py::test_files_that_can_not_be_used_say_why_before_anything_loads",
+        "cli/test_listening.py::test_it_is_served_over_tls",
+        "cli/test_listening.py::test_files_that_can_not_be_used_say_why_before_anything_loads",
     ),
     "Unix socket": ("server/test_security.py::test_a_unix_socket_only_its_owner_can_open",),
     "bodies": (
@@ -54,7 +54,7 @@ TRIED: Mapping[str, tuple[str, ...]] = {
     ),
     "files": (
         "server/test_security.py::test_model_names_reach_no_file",
-        "cli/test_offers.py::test_no_request_reaches_a_file_by_its_path",
+        "cli/test_served_models.py::test_no_request_reaches_a_file_by_its_path",
     ),
     "fetching and removing models": (
         "server/test_pulling.py::test_it_is_refused_until_it_is_allowed_and_the_refusal_says_how",
@@ -70,8 +70,8 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_image_hosts.py::test_llama_cpp_s_form_has_no_addresses",
     ),
     "loading a model": (
-        "cli/test_offers.py::test_no_request_reaches_a_file_by_its_path",
-        "cli/test_offers.py::test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are",
+        "cli/test_served_models.py::test_no_request_reaches_a_file_by_its_path",
+        "cli/test_served_models.py::test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are",
     ),
     "unloading (`keep_alive`, `/models/unload`, LM Studio's)": (
         "server/test_managing.py::test_a_model_in_use_is_not_unloaded",
