@@ -1,4 +1,4 @@
-"""The door of `localllm worker` and the RPC server behind it: apart, so that no other command waits for asyncio."""
+"""The RPC server of `localllm worker` and the address filter in front of it: apart, so that no other command waits for asyncio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESTART_S = 1.0
 async def run(
     host: str, port: int, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network], threads: int, note: str
 ) -> None:
-    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and the door before it;
+    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and the filter before it;
     `note` is said once it listens. Raises PortInUseError."""
     from localllm.errors import PortInUseError
 
@@ -24,16 +24,16 @@ async def run(
         free.bind(("127.0.0.1", 0))
         inner = free.getsockname()[1]
 
-    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
         if not (peer.is_loopback or any(peer in network for network in allowed)):
             print(f"refused {peer}: not among --allow", file=sys.stderr, flush=True)
             writer.close()
             return
-        await _join(reader, writer, inner)
+        await _relay(reader, writer, inner)
 
     try:
-        door = await asyncio.start_server(come, host, port, limit=_PIECE_BYTES)
+        listener = await asyncio.start_server(accept, host, port, limit=_PIECE_BYTES)
     except OSError as e:
         raise PortInUseError(f"{host}:{port} can't be listened on: {e.strerror}") from e
     print(f"lending this machine on {host}:{port}  (Ctrl-C stops)", file=sys.stderr)
@@ -44,7 +44,7 @@ async def run(
             print("the RPC server ended; it is started anew", file=sys.stderr, flush=True)
             await asyncio.sleep(_RESTART_S)
     finally:
-        door.close()
+        listener.close()
 
 
 async def _serve_once(inner: int, threads: int) -> None:
@@ -59,7 +59,7 @@ async def _serve_once(inner: int, threads: int) -> None:
             await process.wait()
 
 
-async def _join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, inner: int) -> None:
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, inner: int) -> None:
     try:
         to_reader, to_writer = await asyncio.open_connection("127.0.0.1", inner, limit=_PIECE_BYTES)
     except OSError:

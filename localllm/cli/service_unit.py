@@ -27,7 +27,7 @@ _LONGEST_WRITE_S = 25.0
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class ListenAddresses:
     """Where the server listens: `hosts` with one `port`, or the Unix socket `unix`."""
 
     hosts: tuple[str, ...]
@@ -46,7 +46,7 @@ class Doors:
         return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
 
 
-def doors_of(settings: Settings) -> Doors:
+def listen_addresses(settings: Settings) -> ListenAddresses:
     """Where a server with `settings` listens."""
     from localllm.server.http.sockets import has_ipv6_loopback
 
@@ -55,7 +55,7 @@ def doors_of(settings: Settings) -> Doors:
     hosts: tuple[str, ...] = (host,)
     if host.lower() == "localhost":
         hosts = ("127.0.0.1", "::1") if has_ipv6_loopback() else ("127.0.0.1",)
-    return Doors(hosts, settings.value("port"), Path(unix).expanduser().absolute() if unix else None)
+    return ListenAddresses(hosts, settings.value("port"), Path(unix).expanduser().absolute() if unix else None)
 
 
 def service_of(models: Sequence[str], settings: Settings, manager: str, memory_max_bytes: int | None) -> Service:
@@ -85,7 +85,7 @@ def service_of(models: Sequence[str], settings: Settings, manager: str, memory_m
     return Service(
         command=(*program, *socket, *named),
         settle=(sys.executable, "-m", "localllm", "service", "settle"),
-        addresses=doors_of(settings).streams,
+        addresses=listen_addresses(settings).streams,
         environment=environment,
         log_file=paths.log_dir() / "serve.log",
         memory_max_bytes=memory_max_bytes,
@@ -139,7 +139,7 @@ def port_is_free(settings: Settings) -> None:
         sock.close()
 
 
-def wait_until_it_answers(doors: Doors, settings: Settings) -> str:
+def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str:
     """Ask the server for its health until it answers, and return its address. Raises ServiceError after a minute."""
     import time
 
@@ -148,9 +148,9 @@ def wait_until_it_answers(doors: Doors, settings: Settings) -> str:
     from localllm.service.errors import ServiceError
 
     scheme = "https" if settings.value("tls_cert") else "http"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(doors.hosts[0], doors.hosts[0])
-    base = f"{scheme}://{f'[{host}]' if ':' in host else host}:{doors.port}"
-    uds = str(doors.unix) if doors.unix is not None else None
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(addresses.hosts[0], addresses.hosts[0])
+    base = f"{scheme}://{f'[{host}]' if ':' in host else host}:{addresses.port}"
+    uds = str(addresses.unix) if addresses.unix is not None else None
     until = time.monotonic() + _LONGEST_START_S
     # The certificate is the user's own affair here: it is this machine that is asked whether it answers at all.
     transport = httpx.HTTPTransport(uds=uds, verify=False)

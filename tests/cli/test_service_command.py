@@ -16,7 +16,13 @@ from typer.testing import CliRunner
 from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.cli.serve.running import published
-from localllm.cli.service_unit import doors_of, service_of, settings_of_this_terminal, show_log, wait_for_workers
+from localllm.cli.service_unit import (
+    listen_addresses,
+    service_of,
+    settings_of_this_terminal,
+    show_log,
+    wait_for_workers,
+)
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
 from localllm.service.errors import ServiceError
@@ -43,11 +49,11 @@ def test_windows_is_told_the_environment_and_the_log_in_words() -> None:
 
 
 def test_where_it_listens() -> None:
-    assert doors_of(Settings({})).streams[0] == "127.0.0.1:11535"
-    assert doors_of(Settings({"host": "::", "port": 80})).streams == ("[::]:80",)
+    assert listen_addresses(Settings({})).streams[0] == "127.0.0.1:11535"
+    assert listen_addresses(Settings({"host": "::", "port": 80})).streams == ("[::]:80",)
     # What a resolver says can change, and any free port is not one.
-    assert doors_of(Settings({"host": "nas.lan"})).streams == ()
-    assert doors_of(Settings({"port": 0})).streams == ()
+    assert listen_addresses(Settings({"host": "nas.lan"})).streams == ()
+    assert listen_addresses(Settings({"port": 0})).streams == ()
 
 
 def test_a_dry_run_prints_every_managers_files_and_writes_nothing(

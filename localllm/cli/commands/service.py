@@ -35,7 +35,7 @@ def install(
     """
     from localllm.cli.compose.model_router import router_of
     from localllm.cli.service_unit import (
-        doors_of,
+        listen_addresses,
         memory_bytes,
         port_is_free,
         service_of,
@@ -63,7 +63,7 @@ def install(
         )
     for path in kind.install(service):
         print(f"wrote {path}", file=sys.stderr)
-    address = wait_until_it_answers(doors_of(settings), settings)
+    address = wait_until_it_answers(listen_addresses(settings), settings)
     print(f"serving on {address}, now and at each login", file=sys.stderr)
     if kind.name == "systemd":
         print("to start at boot, and stay when you log out: sudo loginctl enable-linger $USER", file=sys.stderr)
@@ -100,7 +100,7 @@ def logs(
 @app.command()
 def restart(manager: ManagerName = None) -> None:
     """Start the server again, for example after an upgrade. Requests that come meanwhile wait (systemd)."""
-    from localllm.cli.service_unit import doors_of, wait_until_it_answers
+    from localllm.cli.service_unit import listen_addresses, wait_until_it_answers
     from localllm.settings import Settings
 
     kind = _manager(manager)
@@ -108,7 +108,7 @@ def restart(manager: ManagerName = None) -> None:
         raise UsageError("the service is not installed", hint="`localllm service install`")
     kind.restart()
     settings = Settings({})
-    print(f"serving on {wait_until_it_answers(doors_of(settings), settings)}", file=sys.stderr)
+    print(f"serving on {wait_until_it_answers(listen_addresses(settings), settings)}", file=sys.stderr)
 
 
 @app.command()

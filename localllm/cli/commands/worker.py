@@ -1,7 +1,7 @@
 """`localllm worker`: lends this machine's memory and accelerators to a `localllm serve --with` elsewhere.
 
 The protocol of llama.cpp's RPC knows no password: whoever reaches it reads and writes the memory of its process. So the
-server itself listens on loopback only; in front of it stands a door that lets in the addresses that were named.
+server itself listens on loopback only; in front of it an address filter lets in those that were named.
 """
 
 from __future__ import annotations

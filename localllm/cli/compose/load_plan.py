@@ -1,6 +1,6 @@
 """LoadPlan: all that it takes to load one model, made once from settings, device, model and overrides, and passed on whole.
 
-The walk: `lookup` or `library` finds the files, `plan_inputs` what the planner is asked with, `planner.plan` the Plan,
+The walk: `library.resolve` finds the files, `plan_inputs` what the planner is asked with, `planner.plan` the Plan,
 `load_spec` what a backend is told; whoever loads hands `options` to a `Supervisor`, and that to the worker process.
 """
 
