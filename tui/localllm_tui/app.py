@@ -55,7 +55,7 @@ class ChatApp(App[None]):
         if chosen in self.available_themes:
             self.theme = chosen
         self.theme_changed_signal.subscribe(self, self._remember_theme)
-        self.chat.call_after_refresh(gc.enable)  # what a start makes stays: the command switched off looking through it
+        self.chat.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
 
     def _remember_theme(self, theme: Theme) -> None:
         self._preferences.set("theme", theme.name)
@@ -67,7 +67,7 @@ class ChatApp(App[None]):
     # -- keys and commands on every screen ------------------------------------------------------------------------
 
     async def action_interrupt(self) -> None:
-        """Close what is on top; copy or stop in the chat; pressed twice, quit."""
+        """Close the dialog on top; else copy the selection or stop the answer; pressed twice, quit."""
         if isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
             return

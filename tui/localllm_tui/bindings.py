@@ -9,7 +9,7 @@ from localllm_tui.control.keys import CHAT, KEYS
 
 
 def bindings_of(owner: str) -> list[BindingType]:
-    """The bindings of one part of the screen. None is shown: the frames have their own hints."""
+    """The bindings of one part of the screen. None is shown by Textual: the frames carry the hints."""
     own: list[BindingType] = [
         Binding(key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None)
         for key in KEYS

@@ -247,7 +247,6 @@ class _Page:
             self._said = what
 
     def end(self) -> None:
-        """The answer is over: end its last line."""
         self.progress("")
         if not self._ends_line:
             self._out.write("\n")

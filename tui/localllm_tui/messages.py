@@ -10,7 +10,7 @@ from textual.message import Message
 
 @dataclass
 class QuestionSubmitted(Message):
-    """Enter was pressed on `text`, which may be a command."""
+    """Enter was pressed; `text` may be a command."""
 
     text: str
 
@@ -31,7 +31,7 @@ class TurnClicked(Message):
 
 @dataclass
 class TurnAsked(Message):
-    """Something is to be done with a turn: `what` is one of control.turning's, `argument` its."""
+    """A key for the selected turn: `what` is an action of command_actions.run_on_turn, with its `argument`."""
 
     turn_id: int
     what: str
@@ -40,7 +40,7 @@ class TurnAsked(Message):
 
 @dataclass
 class TurnSelected(Message):
-    """Another turn has the keys now."""
+    """Another turn is selected."""
 
 
 @dataclass
@@ -72,6 +72,6 @@ class FilesDropped(Message):
 
 @dataclass
 class MuchPasted(Message):
-    """More was pasted than anybody would edit."""
+    """Too much text for the input was pasted."""
 
     text: str

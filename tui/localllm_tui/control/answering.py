@@ -26,7 +26,7 @@ from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import printable
 
-# What is read again beside these is the order of the day: the end of the last answer, a template's changes.
+# Less than this is prefilled again with every question: the end of the last answer, what the template changes.
 REREAD_TOKENS = 64
 REREAD_SHARE = 0.25
 
@@ -69,7 +69,7 @@ class AnswerStream:
         self._unsaved: Callable[[], object] | None = None
 
     def speed(self, used_before: int) -> AnswerSpeed:
-        """What is known of its speed: the server's figures once it is complete, before that how its tokens arrive."""
+        """Its speed: the server's timings once it is complete, until then the rate at which tokens arrive."""
         meter = self.meter
         if self.timings is not None and meter.usage is not None:
             return AnswerSpeed(meter.usage, self.timings, self._cache_miss)
@@ -99,7 +99,7 @@ class AnswerStream:
             self._saving(self._keep.save_if_due)
 
     def close(self) -> None:
-        """Write the last of the answer, once. For who leaves without waiting for `run`."""
+        """Write the last of the answer, once; for callers that do not wait for `run`."""
         if self.closed:
             return
         self.closed = True
@@ -123,7 +123,7 @@ class AnswerStream:
 
     @property
     def unsaved(self) -> bool:
-        """Whether the disk refused the end of it."""
+        """Whether the disk refused the last write."""
         return self._unsaved is not None
 
     def write_unsaved(self) -> StoredMessage | None:
@@ -134,7 +134,7 @@ class AnswerStream:
         return self.turn
 
     def _reread(self) -> dict[str, Any]:
-        """What was said before and read again all the same, and why: worth a word only where it is much."""
+        """Tokens the prefix cache should have served but that were prefilled again, and why; only where they are many."""
         usage = self.meter.usage
         if usage is None:
             return {}
@@ -178,7 +178,7 @@ class AnswerStream:
             self.timings = event.timings
 
     def _saving(self, write: Callable[[], object]) -> bool:
-        """Whether `write` wrote."""
+        """Call `write`; False where it failed and `not_saved` was told."""
         try:
             write()
         except LocalLLMError as e:
@@ -190,12 +190,12 @@ class AnswerStream:
 
 
 TRY_EVERY_S = 1.0
-# A locked file makes each try wait: the keys are to have most of the time all the same.
+# A locked file makes each try wait: the UI keeps most of the time all the same.
 WAIT_SHARE = 5.0
 
 
 class UnsavedAnswers:
-    """Tried again by a timer, and before anything else is asked."""
+    """Answers that the disk refused; tried again by a timer, and before the next question."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -203,13 +203,13 @@ class UnsavedAnswers:
         self._next_s = 0.0
 
     def add(self, answering: AnswerStream, then: Callable[[StoredMessage], None]) -> None:
-        """Remember an answer if it is owed; `then` is told of its turn once it is written."""
+        """Remember an answer that is unsaved; `then` gets its turn once it is written."""
         if answering.unsaved:
             self._unsaved.append((answering, then))
             self._next_s = self._now() + TRY_EVERY_S
 
     def write_all(self) -> None:
-        """Write all of it. Raises LocalLLMError where the disk still refuses."""
+        """Write all of them. Raises LocalLLMError where the disk still refuses."""
         while self._unsaved:
             answering, then = self._unsaved[0]
             turn = answering.write_unsaved()
@@ -218,7 +218,7 @@ class UnsavedAnswers:
                 then(turn)
 
     def write_if_due(self) -> None:
-        """The same for a timer, which is not to stop for it."""
+        """`write_all` for a timer: errors are left for the next try."""
         began_s = self._now()
         if self._unsaved and began_s >= self._next_s:
             with suppress(LocalLLMError):

@@ -18,12 +18,12 @@ from localllm.errors import ContextLengthError, UsageError
 
 # No tokenizer in use averages more bytes than this over a text; the server counts exactly, this only refuses early.
 MAX_BYTES_PER_TOKEN = 8
-# Beyond any context served today: reading more could only end in the same refusal, later.
+# Beyond any context served today.
 MAX_BYTES = 16_000_000
 
 
 def is_pdf(data: bytes) -> bool:
-    """Whether a file that begins so is a PDF."""
+    """Whether a file with this beginning is a PDF."""
     return data.startswith(b"%PDF-")
 
 
@@ -56,7 +56,7 @@ def read_text(path: Path) -> tuple[str, str]:
 
 
 def _text_of_pdf(name: str, data: bytes) -> str:
-    """Its pages, one after another. One that is a picture says so; a PDF of nothing else is refused."""
+    """The text of its pages. A page that is a picture is named as one; a PDF of pictures alone is refused."""
     if not pdf.installed():
         raise UsageError(f"{name} is a PDF, and {pdf.MISSING.partition(': ')[0]}", hint=pdf.MISSING.partition(": ")[2])
     found = pdf.read(data, pictures=False)
@@ -84,7 +84,7 @@ _MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]
 
 
 def data_url(data: bytes) -> str:
-    """A file's content as an address, where it begins as an image does that servers read; else ""."""
+    """The file as a data: URL where it is an image that servers read; else ""."""
     kind = next((kind for start, kind in _STARTS if data.startswith(start)), "")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         kind = "webp"
@@ -92,7 +92,7 @@ def data_url(data: bytes) -> str:
 
 
 def is_image(text: str) -> bool:
-    """Whether an attached file's text is an image's address."""
+    """Whether an attachment is an image's data: URL."""
     return text.startswith("data:image/")
 
 
@@ -102,7 +102,7 @@ def in_markdown(name: str, url: str) -> str:
 
 
 def urls_in(markdown: str) -> list[str]:
-    """The addresses of the images in a question's text."""
+    """The data: URLs of the images in a question's text."""
     return [found.group(2) for found in _MARKED.finditer(markdown)]
 
 
@@ -157,7 +157,7 @@ def fenced(name: str, body: str) -> str:
 
 
 def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
-    """A question as sent: `files` (fenced already) and the `attached` ones before the text."""
+    """A question as sent: `files` (already fenced) and the `attached` ones come before the text."""
     return "\n\n".join([*([files] if files else []), *(fenced(name, body) for name, body in attached), text])
 
 
@@ -167,7 +167,7 @@ def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
     return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names) if names else ("", [])
 
 
-# More names than this are not read: nobody looks for a file among them by typing.
+# More names than this are not read.
 MOST_FILES = 20_000
 _GIT_WITHIN_S = 2.0
 

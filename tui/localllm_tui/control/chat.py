@@ -36,7 +36,7 @@ class ChatOptions:
 
 
 class Chat(Protocol):
-    """A chat with a conversation on screen. Every method shows what it did."""
+    """What the slash commands need of a chat: the one on a screen, and the one line by line. Methods show what they did."""
 
     client: ChatClient
     history: History
@@ -51,7 +51,7 @@ class Chat(Protocol):
 
     @property
     def answer_text(self) -> str:
-        """What came of the answer that is on its way; "" when there is none."""
+        """The text of the answer in progress; "" when there is none."""
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
         """Say something that is no part of the conversation."""
@@ -60,10 +60,10 @@ class Chat(Protocol):
         """Show another conversation, at the turn of this id (0: its end)."""
 
     async def choose(self, words: str, *, within: bool = False) -> None:
-        """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
+        """Let the user pick a conversation, searching for `words`, and open it; `within`: a turn of this one."""
 
     async def stop_answer(self) -> bool:
-        """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""
+        """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
 
     async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
         """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
@@ -75,7 +75,7 @@ class Chat(Protocol):
         """Show the branch that the session shows now."""
 
     def edit(self, turn: StoredMessage) -> None:
-        """Let the person change `turn`: what comes of it stands beside it."""
+        """Let the user edit `turn`; the result becomes another version of it."""
 
     def attach(self, name: str, text: str) -> None: ...
 

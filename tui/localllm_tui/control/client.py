@@ -16,14 +16,14 @@ from localllm_tui.control.attachments import as_sent
 from localllm_tui.control.interfaces import ChatEngine
 
 if TYPE_CHECKING:
-    import httpx  # read when the first request is made: the screen is there before
+    import httpx  # imported with the first request: the first paint does not wait for it
 
 _PREFILL = re.compile(r"prefill\D+(\d+)\s*/\s*(\d+)")
 _CACHE = re.compile(r"cache \d+/\d+ tokens; (.+)")
 _LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
-# Comment lines that only keep the connection open, or come when all is over, say nothing a person waits for.
+# SSE comments that keep the connection open, or come at the end, are not shown.
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
-# Words of our server that deserve a sentence.
+# Comments of our server, as they are shown.
 _SAID = {"loading": "loading the model", "queued, 0 ahead": "starting"}
 _START_AGAIN = (
     "start it again with `localllm serve`, or type /own to load the model in this chat; what was said is kept"
@@ -68,7 +68,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class WaitNote:
-    """What the server says it is doing before it answers (queued, loading)."""
+    """What the server is doing before it answers (queued, loading)."""
 
     note: str
 
@@ -108,7 +108,7 @@ class AnswerDone:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The model asks for a tool; `arguments` as it wrote them, which should be a JSON object."""
+    """The model calls a tool; `arguments` as it wrote them, which should be a JSON object."""
 
     id: str
     name: str
@@ -117,7 +117,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What became of a call: what the tool said, or why it did not run."""
+    """A tool call with its result, or why it did not run."""
 
     call: ToolCall
     result: str
@@ -247,11 +247,11 @@ class ChatClient:
             return None
 
     async def count(self, model: str, messages: Sequence[Mapping[str, Any]]) -> int | None:
-        """How many tokens `messages` are for `model`; None where the server can't be asked."""
+        """The number of tokens of `messages` for `model`; None where the server can't count."""
         return (await self.counted(model, messages))[0]
 
     async def counted(self, model: str, messages: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
-        """`count`, and why the model can't be sent these at all, where the server says so."""
+        """`count`, and the server's reason where it refuses these messages."""
         if not self._counts or not self.ready:
             return None, ""
         import httpx
@@ -260,7 +260,7 @@ class ChatClient:
             response = await self.http.post(
                 "responses/input_tokens", json={"model": model, "input": as_sent(messages, items=True)}
             )
-            self._counts = response.status_code not in (404, 405, 501)  # a server of another make
+            self._counts = response.status_code not in (404, 405, 501)  # another kind of server
             if response.status_code == 400:
                 return None, str(response.json()["error"]["message"])
             return int(response.json()["input_tokens"]) if response.status_code == 200 else None, ""
@@ -364,7 +364,6 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
 
 
 def _take_call(calls: dict[int, ToolCall], piece: Mapping[str, Any]) -> None:
-    """Put a piece of a tool call to those before it."""
     at = int(piece.get("index") or 0)
     old = calls.get(at, ToolCall("", "", ""))
     function = piece.get("function") or {}

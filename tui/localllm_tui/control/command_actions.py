@@ -18,7 +18,7 @@ from localllm_tui.control.session import Session
 
 
 async def new(chat: Chat, _: str) -> None:
-    """An empty conversation with the same system prompt, which is said."""
+    """Start an empty conversation with the same system prompt, and say so."""
     system = chat.session.system if chat.session.system_set else chat.system_asked
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
@@ -36,7 +36,7 @@ async def look(chat: Chat, words: str) -> None:
 
 
 async def resume_last(chat: Chat, _: str) -> None:
-    """More of the answer on screen where it was stopped or cut; else the newest conversation that is not on screen."""
+    """Continue the answer on screen where it was stopped or cut; else open the newest other conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
         await more(chat, "")
@@ -48,7 +48,7 @@ async def resume_last(chat: Chat, _: str) -> None:
 
 
 async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
-    """An earlier conversation, by its id, at a turn of it."""
+    """Open an earlier conversation, at a turn of it if one is given."""
     session = chat.session if chat.session.id == conv_id else Session(chat.history, chat.model, conv_id=conv_id)
     if at and session.tree.holds(at):
         await chat.stop_answer()
@@ -57,19 +57,19 @@ async def resume(chat: Chat, conv_id: str, at: int = 0) -> None:
 
 
 async def retry(chat: Chat, _: str) -> None:
-    """Another answer to the last question; the one there was is kept beside it."""
+    """Answer the last question again; the earlier answer stays as another version."""
     await chat.stop_answer()
     await chat.answer_again()
 
 
 async def more(chat: Chat, _: str) -> None:
-    """More of an answer that was stopped, cut at its limit or broken off."""
+    """Continue an answer that was stopped, cut at its limit or broken off."""
     await chat.stop_answer()
     await chat.answer_again(goes_on=True)
 
 
 async def show_earlier(chat: Chat, _: str) -> None:
-    """The next version of the last answer."""
+    """Show the version before of the last answer."""
     await chat.stop_answer()
     answer = chat.session.last_answer
     if answer is None:
@@ -79,7 +79,6 @@ async def show_earlier(chat: Chat, _: str) -> None:
 
 
 async def edit(chat: Chat, which: str) -> None:
-    """The last question back into the input."""
     if which not in ("", "last"):
         raise UsageError(f"/edit {which} is not known", hint="/edit changes the last question; F2 selects any turn")
     await chat.stop_answer()
@@ -87,20 +86,20 @@ async def edit(chat: Chat, which: str) -> None:
 
 
 async def branch(chat: Chat, _: str) -> None:
-    """A conversation of its own with all that was said so far."""
+    """Branch off a new conversation with all turns so far."""
     await chat.stop_answer()
     await run_on_turn(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
 
 
 async def drop(chat: Chat, _: str) -> None:
-    """The last question taken back, where it has no answer."""
+    """Remove the last question, where it has no answer."""
     await chat.stop_answer()
     chat.session.drop_question()
     await chat.redraw()
 
 
 async def compact(chat: Chat, argument: str) -> None:
-    """Let the oldest messages be left out, or not any more; a question that did not fit is asked again."""
+    """Allow context compaction, or forbid it again; a question that did not fit is asked again."""
     if argument not in ("", "off"):
         raise UsageError(f"/compact {argument} is not known", hint="use /compact or /compact off")
     chat.session.set_compacts(not argument)
@@ -118,7 +117,6 @@ async def compact(chat: Chat, argument: str) -> None:
 
 
 async def copy(chat: Chat, what: str) -> None:
-    """The answer, or one of its code blocks, to the clipboard."""
     answer = chat.answer_text or (chat.session.last_answer.content if chat.session.last_answer else "")
     if not answer:
         raise UsageError("there is no answer to copy yet")
@@ -136,12 +134,11 @@ async def copy(chat: Chat, what: str) -> None:
 
 
 async def save(chat: Chat, name: str) -> None:
-    """The conversation as a new file: JSON where it is named so, else Markdown."""
+    """Write the conversation to a new file: JSON for a name that ends in .json, else Markdown."""
     await _save(chat, name, mode="x")
 
 
 async def save_over(chat: Chat, name: str) -> None:
-    """The same, over what is there."""
     await _save(chat, name, mode="w")
 
 
@@ -168,7 +165,7 @@ async def title(chat: Chat, text: str) -> None:
 
 
 async def import_from(chat: Chat, name: str) -> None:
-    """The conversations of a file into the history; a single one is opened."""
+    """Import the conversations of a file; a single one is opened."""
     if not name:
         raise UsageError("/import needs a file name", hint="for example /import conversations.json")
     ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
@@ -178,7 +175,7 @@ async def import_from(chat: Chat, name: str) -> None:
 
 
 async def attach(chat: Chat, name: str) -> None:
-    """A file for the next question; "-" takes back all of them."""
+    """Attach a file to the next question; "-" removes all attachments."""
     if not name:
         raise UsageError("/attach needs a file name", hint="for example /attach notes.txt; /attach - takes all back")
     if name == "-":
@@ -188,7 +185,7 @@ async def attach(chat: Chat, name: str) -> None:
 
 
 def attach_text(chat: Chat, name: str, text: str) -> None:
-    """A text for the next question, under a name. Raises ContextLengthError for one that can't fit."""
+    """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
     check_room([*chat.attached, (name, text)], chat.n_ctx)
     chat.attach(name, text)
 
@@ -240,7 +237,10 @@ async def run_on_turn(chat: Chat, what: str, turn: StoredMessage, argument: int 
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
     stopped = what not in ("copy", "code") and await chat.stop_answer()
     await _DONE[what](chat, turn, argument)
-    if stopped and what in ("version", "branch"):  # a key for looking around: nobody asked for that
+    if stopped and what in (
+        "version",
+        "branch",
+    ):  # these keys are for looking around: stopping an answer is a side effect
         await chat.say("the answer that was being written was stopped; g at its turn goes on with it")
 
 

@@ -118,7 +118,7 @@ COMMANDS = (
     ),
     Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
-# What config.toml may call the commands that have a key.
+# The ids of commands with a key, for [chat_keys] in config.toml.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
 _NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 
@@ -148,13 +148,12 @@ async def run(chat: Chat, name: str, argument: str) -> None:
 
 
 def needs_screen(name: str) -> bool:
-    """Whether a command that there is can't be done line by line."""
     command = _NAMES.get(name.removesuffix("!"))
     return command is not None and command.run is None
 
 
 def opener(name: str) -> str:
-    """The function of localllm_tui.screens that does a command there; "" where its action does."""
+    """The function in localllm_tui.screens that runs this command on a screen; "" where its action does."""
     return _NAMES[name].screen if name in _NAMES else ""
 
 
@@ -171,14 +170,13 @@ def matching(prefix: str) -> list[Command]:
 
 
 def suggestion(name: str) -> str:
-    """What to say about a command that does not exist."""
     close = difflib.get_close_matches(name.rstrip("!"), [c.name for c in COMMANDS], n=1)
     return f"did you mean /{close[0]}?" if close else "/help lists the commands"
 
 
 @dataclass(frozen=True, slots=True)
 class HelpEntry:
-    """`how` it is asked for, and `what` it does."""
+    """A key or command (`how`) and `what` it does."""
 
     how: str
     what: str
@@ -215,6 +213,5 @@ def _key_section(title: str, *owners: str) -> HelpSection:
 
 
 def section_text(section: HelpSection) -> str:
-    """A section as lines, aligned."""
     width = max(len(e.how) for e in section.entries)
     return "\n".join([section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)])

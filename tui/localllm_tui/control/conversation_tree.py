@@ -21,8 +21,8 @@ class ConversationTree:
     def __init__(self, history: History, conv_id: str | None) -> None:
         self.history = history
         self.id: str | None = None
-        self.copied = False  # whether this went on in a copy, because another window removed what it goes on from
-        self.beside = False  # whether another window has written turns beside ours since they were read
+        self.copied = False  # continued in a copy, because another window removed the parent turn
+        self.beside = False  # another window has added turns since these were read
         self._empty()
         if conv_id is not None:
             self._read(conv_id)
@@ -64,7 +64,7 @@ class ConversationTree:
         self.id = self.history.create(title, model)
 
     def forget(self) -> None:
-        """Remove the conversation from the disk: a new one begins."""
+        """Delete the conversation from the disk and begin a new one."""
         if self.id is not None:
             self.history.delete(self.id)
         self.id = None
@@ -79,7 +79,7 @@ class ConversationTree:
         return [self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role]
 
     def followed(self, turn: StoredMessage) -> bool:
-        """Whether anything was said after `turn`, on any branch."""
+        """Whether any turn follows `turn`, on any branch."""
         return bool(self._after.get(turn.id))
 
     def follows(self, turn_id: int, parent_id: int) -> bool:
@@ -93,7 +93,7 @@ class ConversationTree:
         return turn_id in self._turns
 
     def show(self, turn_id: int) -> None:
-        """Show a branch through this turn: the one that was gone on with last."""
+        """Show the most recently continued branch through this turn."""
         if any(t.id == turn_id for t in self.path):
             return
         head = turn_id
@@ -141,7 +141,7 @@ class ConversationTree:
         return turn
 
     def _copy(self) -> dict[int, int]:
-        """Go on in a conversation of its own with what is shown; returns what became of each turn's id."""
+        """Copy what is shown into a new conversation and continue there; returns the new id of each turn."""
         old, title, model = [*self.systems, *self.path], "Untitled", ""
         if self.id is not None and self.history.holds(self.id):
             was = self.history.get(self.id)

@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 def to_json(session: Session) -> str:
-    """All branches, as `importing` reads them back."""
+    """All branches, as `read` takes them back."""
     tree = session.tree
     turns = sorted([*tree.every, *tree.systems], key=lambda t: t.id)
     return json.dumps(
@@ -50,7 +50,7 @@ def _message(turn: StoredMessage) -> dict[str, Any]:
 
 
 def to_markdown(session: Session) -> str:
-    """The branch that is shown, with the other versions of each turn folded beside it."""
+    """The branch that is shown, with the other versions of each turn folded."""
     parts = [f"# {session.title or 'Conversation'}"]
     if session.system and not session.tree.systems:
         parts.append(_system(session.system))
@@ -173,7 +173,6 @@ def _ours(found: Mapping[str, Any]) -> ImportedConversation:
 
 
 def _messages(found: list[Any], title: str) -> ImportedConversation:
-    """A list of messages, as the chat completions API has them."""
     turns: list[StoredMessage] = []
     parent = 0
     for m in found:
@@ -222,7 +221,7 @@ def _open_webui(found: Mapping[str, Any]) -> ImportedConversation:
 def _tree(
     title: str, nodes: Mapping[str, Any], head: str, turn: _Reader, parent_key: str, children_key: str
 ) -> ImportedConversation:
-    """A tree of nodes as turns; nodes that are none give their children to their parent."""
+    """A tree of nodes as turns; the children of nodes that are no turns move up to the parent."""
     turns: list[StoredMessage] = []
     place: dict[str, int] = {}
     roots = [n for n, node in nodes.items() if node.get(parent_key) not in nodes]

@@ -28,7 +28,7 @@ MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 1
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a person wants of a model: `machine` "" is this one, `memory_gb` 0 what it has, `longest_wait_s` 0 however long."""
+    """What models to plan for: `machine` "" is this one, `memory_gb` 0 all it has, `longest_wait_s` 0 no limit."""
 
     purpose: str = "chat"
     context: int = 0
@@ -71,7 +71,7 @@ class PlanList:
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    """Files of a model on this disk: `owner` in words; `ours` may be removed here. `fit`: what loading them would take."""
+    """Files of a model on this disk: `owner` in words; `ours` may be removed here."""
 
     name: str
     quant: str
@@ -84,7 +84,7 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class PullProgress:
-    """A moment of a download: `phase` in a word, bytes, bytes per second and seconds left (None: not known)."""
+    """The state of a download: `phase` in a word, bytes, bytes per second and seconds left (None: not known)."""
 
     phase: str
     done_bytes: int = 0
@@ -94,7 +94,7 @@ class PullProgress:
 
 
 class ModelService(Protocol):
-    """Knows what there is. Every method may take a while, and is called from a thread; all raise LocalLLMError."""
+    """Plans, downloads and removes models. Methods may take long and are called from a thread; all raise LocalLLMError."""
 
     def plan(self, request: PlanRequest) -> PlanList:
         """Every model that fits, planned anew."""
@@ -103,10 +103,10 @@ class ModelService(Protocol):
         """The arithmetic of one plan, line by line."""
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        """What is installed, whoever keeps it."""
+        """All installed models, those of other programs too."""
 
     def fit(self, model: InstalledModel) -> str:
-        """What loading it here would take and give, in a sentence."""
+        """Memory and speed of loading it here, in a sentence."""
 
     def remove(self, model: InstalledModel) -> int:
         """Remove its files; returns the bytes freed."""

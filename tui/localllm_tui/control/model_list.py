@@ -16,7 +16,7 @@ from localllm_tui.control.terminal import printable
 
 
 class _Stopped(BaseException):
-    """Ends a download from within its report: no error of it."""
+    """Raised in a download's progress callback to end it."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Pulls:
         return self._pulls.get(ref)
 
     def start(self, ref: str) -> Pull:
-        """Begin, or go on; one that is on its way is left alone."""
+        """Start or resume a download; one in progress is left alone."""
         old = self._pulls.pop(ref, None)
         if old is not None and not old.ended:
             self._pulls[ref] = old
@@ -78,7 +78,7 @@ class Pulls:
         return pull
 
     def stop(self, ref: str) -> None:
-        """Let it end at its next report; what has arrived stays."""
+        """Stop at the next progress report; what has arrived stays."""
         if (pull := self._pulls.get(ref)) is not None:
             pull.stopping.set()
 
@@ -87,7 +87,7 @@ class Pulls:
             self.stop(ref)
 
     def words(self) -> str:
-        """Those on their way, in a line; "" where there are none."""
+        """The running downloads, in a line; "" where there are none."""
         running = self.running()
         if not running:
             return ""
@@ -220,7 +220,7 @@ STARTER = (
 
 
 def first_run_lines(starter: str, choices: Sequence[PlanChoice], pulls: Pulls, *, planned: bool) -> list[str]:
-    """The page; until it is `planned` it says that it is looked up."""
+    """The page of the first run; says that it is planning until `planned`."""
     if not planned:
         return [STARTER, "", "Planning what this machine could run …"]
     best = worth_pulling(starter, choices)

@@ -118,7 +118,6 @@ class AnswerSpeed:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        """Prompt tokens per second, of those that were computed."""
         return self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
 
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
@@ -146,7 +145,6 @@ _BAR = 12
 
 
 def panel_lines(physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH) -> list[str]:
-    """The panel, line by line, in at most `width` cells each."""
     if physics is None:
         return ["This server does not say what", "a token costs it."]
     shown = speed or AnswerSpeed()

@@ -86,7 +86,6 @@ class Session:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the last thing said is a question."""
         turns = self.turns
         return bool(turns) and turns[-1].role == "user"
 
@@ -180,7 +179,6 @@ class Session:
         return self._messages([*(t for t in self.alive if t.id in before), asked])
 
     def _before(self, turn: StoredMessage) -> set[int]:
-        """The ids of the turns shown before `turn`."""
         before: set[int] = set()
         for t in self.turns:
             if t.id == turn.id:

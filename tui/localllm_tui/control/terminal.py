@@ -102,13 +102,13 @@ def _wake_only_from_sleep() -> None:
     signal.signal(signal.SIGCONT, continued)
 
 
-# Of quiet: nobody types, nothing streams.
+# of idle time: nobody types, nothing streams
 TIDY_AFTER_S = 3.0
 _NEVER = 1_000_000
 
 
 class DeferredGc:
-    """From `begin` to `end` all objects are looked at only when `quiet` says that nobody waits; young ones as ever."""
+    """From `begin` to `end` full collections run only when `quiet` reports idle time; young generations as ever."""
 
     def __init__(self) -> None:
         self._before: tuple[int, int, int] | None = None
@@ -124,11 +124,11 @@ class DeferredGc:
             self._before = None
 
     def busy(self) -> None:
-        """Something happens: there will be something to tidy up."""
+        """Something happened: there will be garbage to collect."""
         self._due = True
 
     def quiet(self, for_s: float) -> None:
-        """Nothing has happened for so long: search now, once."""
+        """Idle for `for_s` seconds: collect now, once."""
         if self._due and for_s >= TIDY_AFTER_S:
             self._due = False
             gc.collect()

@@ -31,7 +31,6 @@ class ToolBox:
 
     @property
     def on(self) -> bool:
-        """Whether the model is offered any."""
         return any(self._open.values())
 
     @property
@@ -65,7 +64,6 @@ class ToolBox:
         return found
 
     def said(self) -> str:
-        """Which are on, for people."""
         lines = []
         for name in self._hosts:
             tools = self._open.get(name)

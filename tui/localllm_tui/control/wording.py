@@ -78,7 +78,6 @@ def way_on(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
 
 
 def full_context(used: int, n_ctx: int) -> str:
-    """The warning that `used` of `n_ctx` tokens leave little room."""
     return (
         f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the conversation will not fit. "
         "/compact lets the oldest messages be left out then, /new starts another, /save keeps this one as a file."

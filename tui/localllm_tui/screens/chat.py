@@ -30,7 +30,7 @@ from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import EarlierTurns
 
-# A screen over this one is read when it is asked for: together they are a twentieth of the way to the first paint.
+# Dialogs are imported when they open: the first paint does not wait for them.
 if TYPE_CHECKING:
     from localllm_tui.screens.picker import TurnPlace
 
@@ -40,7 +40,7 @@ TITLE_AFTER_S = 20.0
 
 
 class ChatScreen(ChatCatalogScreen):
-    """What the commands need of a chat (control.chat.Chat), on a screen. `copy` is the system's clipboard."""
+    """The chat: keys and slash commands (implements control.chat.Chat). `copy` writes the system's clipboard."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
 
@@ -80,7 +80,7 @@ class ChatScreen(ChatCatalogScreen):
             self._title_when_quiet()
 
     def _title_when_quiet(self) -> None:
-        """Have a title made once nothing was typed or answered for a while."""
+        """Generate a title once nothing was typed or answered for a while."""
         quiet_s = time.monotonic() - self._quiet_since_s
         if self.titles_after_s is None or quiet_s < self.titles_after_s or not titles.wanted(self.session):
             return
@@ -100,7 +100,7 @@ class ChatScreen(ChatCatalogScreen):
             self._queued = False
             self._not_quiet()
             text = self.composer.text
-            if self._editing is None and commands.parse(text) is None:  # a command is nothing to come back to
+            if self._editing is None and commands.parse(text) is None:  # commands are no drafts
                 self._drafts.save(self.session.id, text)
             self._counting.soon()
             self._show_state()
@@ -118,7 +118,7 @@ class ChatScreen(ChatCatalogScreen):
             self._show_state()
 
     def _show_state(self) -> None:
-        """As everywhere; but what the next D does stays said, whatever else has news meanwhile."""
+        """Keep the warning about the next D in the frame while its turn is selected."""
         super()._show_state()
         selected, turns = self.transcript.selected, [turn.id for turn in self.session.turns]
         if selected is not None and selected.turn_id == self._removing and self._removing in turns:
@@ -142,7 +142,6 @@ class ChatScreen(ChatCatalogScreen):
         self._show_state()
 
     async def on_turn_asked(self, event: TurnAsked) -> None:
-        """Do what a key says with the turn that is selected."""
         turns = {t.id: t for t in self.session.turns}
         turn, selected = turns.get(event.turn_id), self.transcript.selected
         if turn is None or selected is None:
@@ -163,7 +162,7 @@ class ChatScreen(ChatCatalogScreen):
         self._reselect(event.what, turn, at=selected)
 
     def _reselect(self, what: str, turn: StoredMessage, at: TurnView) -> None:
-        """The selection after something was done: on the version that took the turn's place, or back in the input."""
+        """Move the selection after an action: to the version that took the turn's place, or back to the input."""
         if what in ("copy", "code"):
             return
         if what == "version":
@@ -248,7 +247,7 @@ class ChatScreen(ChatCatalogScreen):
             self._show_state()
 
     async def choose(self, words: str, *, within: bool = False) -> None:
-        """Let the person find a conversation, beginning with `words`, and open it; `within`: a turn of this one."""
+        """Let the user pick a conversation, searching for `words`, and open it; `within`: a turn of this one."""
         from localllm_tui.screens.picker import ConversationPicker
 
         def chosen(place: TurnPlace | None) -> None:
@@ -311,7 +310,7 @@ class ChatScreen(ChatCatalogScreen):
         self.notify(f"copied {what}, {len(text):,} characters{how}", timeout=3)
 
     async def leave(self) -> None:
-        """End the chat, with what came of an answer kept; downloads end too, and go on when they are asked for again."""
+        """End the chat: save the answer so far and stop downloads, which resume when asked for again."""
         if self.pulls is not None:
             self.pulls.stop_all()
         self._leaving = True

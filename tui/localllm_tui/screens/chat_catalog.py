@@ -58,14 +58,14 @@ class ChatCatalogScreen(ChatStreamingScreen):
             self._engine_timer = None
             if progress.error is None or not progress.down:
                 start(self, self._ask_models, "models")
-            # An answer that waits ends in it, or has.
+            # a waiting answer reports it by itself
             if progress.error not in (None, self._last_error) and not self.answering:
                 assert progress.error is not None
                 self.call_later(self.trouble, progress.error, _WAY_ON)
         self._show_state()
 
     async def use_own_engine(self) -> None:
-        """Load the model in this chat, in place of the server that answered so far. Raises LocalLLMError."""
+        """Load the model in this chat, instead of asking the server. Raises LocalLLMError."""
         engine = self.client.engine
         if self._engine_factory is None or (engine is not None and not engine.where and not engine.progress().down):
             raise UsageError("this chat has an engine of its own already")
@@ -86,7 +86,7 @@ class ChatCatalogScreen(ChatStreamingScreen):
         return self.pulls.words() if self.pulls is not None else ""
 
     def show_pulls(self) -> None:
-        """Keep what is said of the downloads up to date, and say when one has ended."""
+        """Update the download line and notify when a download has ended."""
         if self.pulls is None or not self.pulls.all():
             return
         for pull in self.pulls.all():
@@ -145,5 +145,5 @@ class ChatCatalogScreen(ChatStreamingScreen):
 
 
 async def use_own_engine(chat: ChatCatalogScreen, _: str) -> None:
-    """/own: an engine of the chat's own, in place of a server that went away."""
+    """/own: load the model in this chat, after its server went away."""
     await chat.use_own_engine()

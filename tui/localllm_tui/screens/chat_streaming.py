@@ -27,7 +27,7 @@ from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.turns import ChatNote, QuestionView
 
 CONTEXT_WARNING = 0.9
-# A start's speed is known after an answer or two.
+# The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
 
 
@@ -46,7 +46,7 @@ class ChatStreamingScreen(ChatViewScreen):
 
     @property
     def answer_text(self) -> str:
-        """What came of the answer that is on its way; "" when there is none."""
+        """The text of the answer in progress; "" when there is none."""
         return self._answering.text if self._answering is not None and not self._answering.closed else ""
 
     async def run_command(self, name: str, argument: str) -> None:
@@ -104,7 +104,7 @@ class ChatStreamingScreen(ChatViewScreen):
         self.transcript.follow(always=True)
 
     async def _bring(self, turn_id: int) -> None:
-        """Have this turn among those on screen (0: the last one)."""
+        """Make sure this turn is among those on screen (0: the last one)."""
         shown = any(v.turn_id == turn_id for v in self.transcript.views)
         if not shown if turn_id else self._last is not None:
             self._frame(turn_id)
@@ -129,7 +129,7 @@ class ChatStreamingScreen(ChatViewScreen):
         view.progress("waiting for the first token…")
         self.transcript.follow(always=True)
         self._worker = self.run_worker(partial(self._stream, keep, self._answering, view), group="answer")
-        if not self._compacts:  # else the server may send less
+        if not self._compacts:  # with compaction the server may send less
             start(self, partial(self._count_prompt, keep, self._answering), "prompt")
         self._show_state()
         self._show_numbers()
@@ -141,7 +141,7 @@ class ChatStreamingScreen(ChatViewScreen):
             answering.meter.prompt_tokens = tokens
 
     async def _stream(self, keep: PendingAnswer, answering: AnswerStream, view: AnswerView) -> None:
-        """Take one answer from the server; whatever ends it, the screen says how it ended."""
+        """Stream one answer; however it ends, the screen says how."""
         trouble: LocalLLMError | None = None
         try:
             compact = self.session.compacts
@@ -155,7 +155,7 @@ class ChatStreamingScreen(ChatViewScreen):
         except LocalLLMError as e:
             trouble = e
         except asyncio.CancelledError:
-            # Stopped by the user: the rest is the ordinary end of an answer, so the cancellation stops here.
+            # Stopped by the user: the rest is an ordinary end, so the cancellation stops here.
             pass
         try:
             if not self._leaving:
@@ -168,7 +168,7 @@ class ChatStreamingScreen(ChatViewScreen):
             self.call_later(self._send_queued)
 
     async def _approves(self, call: ToolCall, spec: ToolSpec) -> bool:
-        """Ask the person. An answer that is stopped meanwhile takes its question away."""
+        """Ask the user. Stopping the answer closes the dialog."""
         from localllm_tui.screens.dialogs import ToolApproval
 
         asked = ToolApproval(call, spec)
@@ -180,7 +180,7 @@ class ChatStreamingScreen(ChatViewScreen):
                 asked.dismiss(False)
 
     async def _send_queued(self) -> None:
-        """Send what waited for the answer to end, unless it was changed or taken back since."""
+        """Send the queued question, unless it was edited or removed since."""
         if self._queued and not self.answering:
             self._queued = False
             await self.on_question_submitted(QuestionSubmitted(self.composer.text))
@@ -194,7 +194,7 @@ class ChatStreamingScreen(ChatViewScreen):
             self._unsaved.add(answering, partial(self._show_written, view))
         else:
             await view.remove()
-            await self.redraw()  # a retry that came to nothing leaves what there was
+            await self.redraw()  # an empty retry keeps the earlier answer
             await self.transcript.query(ChatNote).remove()
             if trouble is None:
                 stopped = answering.reason == "stopped"
@@ -214,14 +214,14 @@ class ChatStreamingScreen(ChatViewScreen):
         self.transcript.follow()
 
     def _show_written(self, view: AnswerView, turn: StoredMessage) -> None:
-        """An answer has its place in the conversation at last."""
+        """Show that an unsaved answer is written now."""
         self._save_failed = False
         self.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
         if view.is_attached and self.session.tree.holds(turn.id):
             view.show_place(turn.id, self.session.place(turn))
 
     async def _ask_notice(self) -> None:
-        """Whether the server has found something about how the model runs: it knows after an answer or two, or never."""
+        """Ask whether the server has a notice about how the model runs: it has one after an answer or two, or never."""
         if not self._notice_asks:
             return
         self._notice_asks -= 1
@@ -242,11 +242,11 @@ class ChatStreamingScreen(ChatViewScreen):
         return self.client.compacts or self.session.compacts
 
     async def stop_answer(self) -> bool:
-        """Stop the answer, if there is one, and wait until what came is on disk. Whether one was being written."""
+        """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
         worker, answering = self._worker, self._answering
         if worker is None or answering is None:
             return False
-        being_written = not answering.closed  # else it is only being drawn to its end
+        being_written = not answering.closed  # else only the drawing is left
         if being_written:
             worker.cancel()
         with suppress(WorkerCancelled):
@@ -254,7 +254,7 @@ class ChatStreamingScreen(ChatViewScreen):
         return being_written
 
     def _not_saved(self, e: LocalLLMError) -> None:
-        """A full disk must not cost the answer on screen; once is enough to say it."""
+        """Say once that the disk refuses; the answer on screen goes on."""
         if not self._save_failed:
             self._save_failed = True
             self.notify(f"{e.message}. {e.hint}", title="not saved", severity="error", timeout=15, markup=False)

@@ -38,11 +38,11 @@ EARLIER_SHOWN = 3
 TURNS_SHOWN = 24
 # Narrower, the line above the conversation has no room for what a token costs.
 LEAST_HEADLINE_COLUMNS = 100
-TURNS_ABOVE = 5  # of one that was looked for
+TURNS_ABOVE = 5  # above a turn that was searched for
 
 
 class ChatViewScreen(Screen[None]):
-    """Shows a conversation and its numbers; what is done with it is the business of the layers above."""
+    """Shows a conversation and its figures; the layers above change it."""
 
     DEFAULT_CSS = """
     ChatViewScreen { layout: vertical; }
@@ -100,7 +100,7 @@ class ChatViewScreen(Screen[None]):
     # -- the conversation on screen ------------------------------------------------------------------------------
 
     async def _show_session(self, at: int = 0) -> None:
-        """Draw the session from nothing, around the turn of this id (0: its end), and bring back its draft."""
+        """Draw the session from scratch, around the turn of this id (0: its end), and load its draft."""
         self._editing, self._warned, self._queued = None, False, False
         self._frame(at)
         await self.transcript.remove_children()
@@ -120,7 +120,7 @@ class ChatViewScreen(Screen[None]):
             self._last = None
 
     async def redraw(self) -> None:
-        """Show the branch that the session shows now: what is on screen of it already stays."""
+        """Show the session's current branch; turns that are on screen already stay."""
         turns = self.session.turns
         if self._first >= len(turns) or (self._last is not None and self._last >= len(turns)):
             self._frame()
@@ -151,7 +151,7 @@ class ChatViewScreen(Screen[None]):
         self.show_counts()
 
     def _earlier(self) -> Sequence[ConversationSummary]:
-        """The conversations that an empty one offers: none where they can't be read, which /list says."""
+        """The conversations that the welcome lists; none where the history can't be read."""
         with suppress(LocalLLMError):
             return self.history.list(limit=EARLIER_SHOWN)
         return ()
@@ -198,7 +198,7 @@ class ChatViewScreen(Screen[None]):
     # -- what the frames say -------------------------------------------------------------------------------------
 
     def _show_state(self) -> None:
-        """The input's frame says what is going on and what the keys do now."""
+        """Update the input's frame: the state, and what the keys do now."""
         box = self.composer
         moment = KeyContext.ANSWERING if self.answering else KeyContext.EDITING if self._editing else KeyContext.WRITING
         if self.transcript.selected is not None:
@@ -211,7 +211,6 @@ class ChatViewScreen(Screen[None]):
 
     @property
     def _alone(self) -> bool:
-        """Whether the turn that is selected has no other version."""
         selected = self.transcript.selected
         turn = next((t for t in self.session.turns if selected is not None and t.id == selected.turn_id), None)
         return turn is not None and self.session.place(turn)[1] == 1
@@ -227,7 +226,7 @@ class ChatViewScreen(Screen[None]):
         width = self._columns or self.size.width
         speed = self.speed
         reads = ""
-        told = self.query_one(GlassPanel).wanted  # there, at this width
+        told = self.query_one(GlassPanel).wanted  # the panel says it already
         if (
             self.physics is not None
             and speed is not None
@@ -258,7 +257,7 @@ class ChatViewScreen(Screen[None]):
 
     @property
     def speed(self) -> AnswerSpeed | None:
-        """What is known of the newest answer's speed; None before the first."""
+        """The speed of the newest answer; None before the first."""
         answering = self._answering
         return answering.speed(self.session.used_tokens) if answering is not None else None
 
@@ -268,7 +267,7 @@ class ChatViewScreen(Screen[None]):
             self._show_state()
 
     def _typed(self) -> UnsentMessage:
-        """What is in the input; a command is nothing to send."""
+        """The message in the input; empty for a command."""
         text = self.composer.text.strip()
         asked = "" if commands.parse(text) is not None else commands.question(text)
         return UnsentMessage(asked, tuple(self.attached), self._editing)

@@ -175,7 +175,7 @@ class ToolApproval(ModalScreen[bool]):
 
 
 def arguments_text(arguments: str) -> str:
-    """A call's arguments, one to a line where they are an object; shown whole, so that a yes is to all of it."""
+    """A call's arguments, one a line where they are an object; never shortened, since the user approves all of it."""
     try:
         found = json.loads(arguments or "{}")
     except ValueError:

@@ -141,7 +141,7 @@ class ModelsScreen(ModalScreen[str | None]):
         )
 
     def _replan(self) -> None:
-        """Plan in a thread; what is asked meanwhile is planned once that is done, and only the last of it."""
+        """Plan in a thread; of the requests made meanwhile only the last is planned next."""
         self._again = True
         if not self.planning:
             self.planning = True

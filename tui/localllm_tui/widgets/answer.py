@@ -20,8 +20,8 @@ from localllm_tui.widgets.line_filters import label
 from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.transcript import Transcript, TurnView
 
-# Fifteen times a second reads as continuous. But what a frame costs is time that the model wants too: it waits until all the
-# work of this thread since the last one is at most this share of the time passed, or a second is over.
+# 15 frames a second look continuous. But drawing takes CPU time from the model: a frame waits until the CPU time of this
+# thread since the last frame is at most this share of the time passed, or until a second is over.
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0

@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.theme import Theme
 from textual.color import Color, ColorParseError
 
-# Each is the name of one of the theme's colours (or none), and what else there is to it.
+# Each is one of the theme's colours ("-" for none) and text attributes.
 STYLES = {
     "heading.h1": "primary bold",
     "heading.h2": "primary underline",
@@ -54,7 +54,7 @@ _BEHIND_DARK, _BEHIND_LIGHT, _BEHIND_INLINE = 0.1, 0.04, 0.1
 
 
 def palette(variables: Mapping[str, str]) -> Console:
-    """What gives the names of `STYLES` the look that a theme's variables say."""
+    """A console whose theme maps the names of `STYLES` to a theme's variables."""
     styles = {}
     for name, look in STYLES.items():
         colour, _, marks = look.partition(" ")

@@ -16,7 +16,7 @@ from localllm_tui.control.commands import matching
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
 
-# Laid out in one input, this much makes each key slow: it goes along as a file.
+# A longer paste would make each key slow: it is attached as a file.
 MUCH_CHARS = 300_000
 
 _CAUGHT = caught_by(COMPOSER)
@@ -58,7 +58,7 @@ class Composer(TextArea):
         # Else TextArea's own handler comes next and writes it.
 
     def _at(self) -> bool:
-        """An @ where a word begins asks for a file, and is written all the same."""
+        """An @ at the beginning of a word opens the file list, and is typed all the same."""
         row, column = self.cursor_location
         before = self.document.get_line(row)[:column]
         if not before or before[-1].isspace():
@@ -81,7 +81,7 @@ class Composer(TextArea):
         self.move_cursor(self.document.end)
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
-        """As TextArea does; but an undo asks for it while the cursor still stands where the text was that went away."""
+        """As TextArea does; but an undo calls it while the cursor is still beyond the end of the text."""
         if self.cursor_location > self.document.end:
             self.move_cursor(self.document.end)
         return super().scroll_cursor_visible(center, animate)
@@ -98,7 +98,7 @@ class Composer(TextArea):
 
     def _complete(self) -> bool:
         found = matching(self.text)
-        # What stands whole already becomes the longer name.
+        # a complete name is extended to the longer one
         found = [c for c in found if self.text != f"/{c.name}"] or found
         if found:
             common = found[0].name
@@ -107,7 +107,7 @@ class Composer(TextArea):
                     common = common[:-1]
             whole = len(found) == 1
             self.replace_text(f"/{common}" + (" " if whole and found[0].argument else ""))
-        return True  # a tab would only move the focus
+        return True  # else Tab would move the focus
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""

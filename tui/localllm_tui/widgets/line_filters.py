@@ -12,7 +12,7 @@ from localllm_tui.control.terminal import printable
 
 
 class NoControls(LineFilter):
-    """The last gate before the terminal: whichever widget forgot, no control character passes."""
+    """Removes control characters from every line on its way to the terminal, whichever widget drew it."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(text.isprintable() for text, _, _ in segments):  # nearly always, and much faster than to look for them
@@ -31,13 +31,13 @@ def label(text: str) -> Content:
 
 
 class NoColors(LineFilter):
-    """Leaves of each style what is no colour: bold, dim, underline, reverse."""
+    """Removes colours from each style; bold, dim, underline and reverse stay."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(text, style and style.without_color, control) for text, style, control in segments]
 
 
-# Where a colour alone says something, reverse says it then.
+# Where a colour alone marks something, reverse marks it instead.
 CSS = """
 TextArea:nocolor .text-area--cursor { text-style: reverse; }
 TextArea:nocolor .text-area--selection { text-style: reverse; }

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from localllm_tui.widgets.code import highlighted
 
-# Code is coloured and wrapped in runs of so many lines, each of them once: a long listing still grows.
+# Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing can grow.
 CODE_LINES = 60
 # Only `Text.wrap` asks for it, and it wants it for nothing that is used here.
 _CONSOLE = Console(width=80)
@@ -52,7 +52,7 @@ class _Piece:
 
 
 class MarkdownRows:
-    """A text that grows by `add`, as rows. `plain`: it is no Markdown."""
+    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown."""
 
     def __init__(self, text: str = "", *, plain: bool = False) -> None:
         self.source = text
@@ -236,7 +236,7 @@ def _padded(piece: Text, room: int, right: bool) -> Text:
 
 
 def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
-    """How wide each column is: as its text, while there is room; then the widest ones give."""
+    """Column widths: as wide as the text while there is room; then the widest ones shrink."""
     wanted = [
         max(max((cell_len(part) for part in cell.plain.split("\n")), default=0) for cell in column)
         for column in zip(*lines, strict=True)

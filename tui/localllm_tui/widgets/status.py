@@ -42,7 +42,7 @@ _LEAST_SYSTEM_CELLS = 24
 
 
 class HeadLine(Static):
-    """Who answers and how, and the system prompt in force; not there where there is nothing to say."""
+    """Which server answers and how, and the system prompt; hidden when empty."""
 
     DEFAULT_CSS = """
     HeadLine { height: 1; padding: 0 2; text-style: dim; text-wrap: nowrap; text-overflow: ellipsis; display: none; }

@@ -96,7 +96,7 @@ class GrowingText(Widget):
         self.refresh()
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """What is selected, as it was said: a line that is broken at the edge of the screen is one."""
+        """The selected text as it was written: lines that are only wrapped are joined."""
         said = ""
         for y, row in enumerate(self.rows.at(self.size.width)):
             span = selection.get_span(y)
@@ -109,7 +109,7 @@ class GrowingText(Widget):
         return said, "\n"
 
     def action_link(self, address: str) -> None:
-        """Open where a link leads, if that is a page: a model may write any address, and some start programs."""
+        """Open a link, if it is a web page: a model may write any address, and some start programs."""
         if urlsplit(address).scheme.lower() in _OPENED:
             self.app.open_url(address)
         else:

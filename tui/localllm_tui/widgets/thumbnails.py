@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # What the worker decodes at most (engine/vision.py): more is refused there anyway.
 _MOST_PIXELS = 40 * 10**6
-# More than a terminal shows in so few lines, on a dense screen too.
+# More than a terminal shows in so few lines.
 _SIDE_PX = 480
 _MOST = 4
 
-# How pictures are drawn here; None: they are not, and words stand for them.
+# The widget class that draws pictures here; None: names are shown instead.
 drawing: type[Widget] | None = None
 _asked = False
 
@@ -41,12 +41,12 @@ def prepare() -> None:
     terminal's answers would be taken for keys."""
     global drawing, _asked
     _asked = True
-    # What it has to say of a terminal would be written over the screen, tracebacks and all.
+    # Its log would be written over the screen.
     logging.getLogger("textual_image").addHandler(logging.NullHandler())
     logging.getLogger("textual_image").propagate = False
     try:
         from textual_image import renderable, widget
-    except Exception:  # not installed; or a terminal that answers in a way nobody foresaw
+    except Exception:  # not installed, or an unexpected answer of the terminal
         return
     drawn = (renderable.SixelImage, renderable.TGPImage)
     drawing = widget.Image if renderable.Image in drawn else None

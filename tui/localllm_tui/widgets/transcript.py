@@ -32,7 +32,7 @@ class Transcript(VerticalScroll):
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
 
     def on_mount(self) -> None:
-        # Reading is done with the keys the input passes on: focus stays in the input, but while a turn is selected.
+        # The input passes scroll keys on and keeps the focus, except while a turn is selected.
         self.can_focus = False
 
     # -- the turn that is selected --------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Transcript(VerticalScroll):
         return next((view for view in self._turns if view.has_class("-selected")), None)
 
     def select(self, view: TurnView | None) -> None:
-        """Give the keys to a turn; None: back to the input."""
+        """Select a turn, which gets the keys; None: back to the input."""
         for other in self._turns:
             other.set_class(other is view, "-selected")
         self.can_focus = view is not None
@@ -77,7 +77,6 @@ class Transcript(VerticalScroll):
             self.select(views[at] if at < len(views) else None)
 
     def action_turn(self, what: str, argument: int = 0) -> None:
-        """Ask for something to be done with the turn."""
         if self.selected is not None:
             self.post_message(TurnAsked(self.selected.turn_id, what, argument))
 
@@ -87,7 +86,7 @@ class Transcript(VerticalScroll):
     # -- scrolling ------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Stay where the reader is."""
+        """Stop following the end."""
         if self._ANCHORS:
             self.anchor(False)
         self._anchored_here = False
@@ -110,7 +109,7 @@ class Transcript(VerticalScroll):
         self.follow(always=True)
 
     def watch_virtual_size(self) -> None:
-        """What is in it has a new height: only now is it known whether that is more than the screen's."""
+        """The content has a new height: anchor it once it is taller than the screen."""
         if self.following and self._ANCHORS and not self._anchored_here:
             self.call_after_refresh(self._anchor_when_full)
 
