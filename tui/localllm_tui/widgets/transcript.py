@@ -8,12 +8,54 @@ from textual import events
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.css.query import NoMatches
-from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
 from localllm_tui.messages import EarlierWanted, LaterWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
+
+
+def headline(who: str, place: tuple[int, int]) -> str:
+    """The line above a turn; `place` is which version of how many."""
+    at, of = place
+    return f"{who}  ◂ {at}/{of} ▸" if of > 1 else who
+
+
+class TurnView(Vertical):
+    """A turn. `turn_id` is its message's id; 0 while it has none."""
+
+    DEFAULT_CSS = """
+    TurnView { margin-top: 1; padding-left: 1; height: auto; }
+    TurnView > .who { text-style: bold; }
+    TurnView > .note { text-style: dim; }
+    TurnView.-selected > .who { text-style: bold reverse; width: auto; }
+    TurnView.-selected { background: $foreground 8%; }
+    """
+
+    def __init__(self, who: str, turn_id: int = 0, place: tuple[int, int] = (1, 1)) -> None:
+        super().__init__()
+        self.who = who
+        self.turn_id = turn_id
+        self.place = place
+
+    @property
+    def text(self) -> str:
+        raise NotImplementedError
+
+    def _headline(self) -> Static:
+        return Static(headline(self.who, self.place), classes="who", markup=False)
+
+    def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
+        self.turn_id, self.place = turn_id, place
+        try:
+            self.query_one(".who", Static).update(headline(self.who, place))
+        except NoMatches:
+            pass  # not composed yet: it will be
+
+    def on_click(self, event: events.Click) -> None:
+        if self.turn_id and event.chain == 2:  # a single click begins a selection of text
+            event.stop()
+            self.post_message(TurnClicked(self.turn_id))
 
 
 class Transcript(VerticalScroll):
@@ -24,8 +66,6 @@ class Transcript(VerticalScroll):
     Transcript > * { height: auto; }
     """
 
-    # Textual 4 keeps an anchored widget at its end within the layout; before it, this class does so afterwards.
-    _ANCHORS = hasattr(Widget, "release_anchor")
     following = True
     _anchored_here = False
 
@@ -87,8 +127,7 @@ class Transcript(VerticalScroll):
 
     def release(self) -> None:
         """Stop following the end."""
-        if self._ANCHORS:
-            self.anchor(False)
+        self.anchor(False)
         self._anchored_here = False
 
     def follow(self, *, always: bool = False) -> None:
@@ -96,21 +135,17 @@ class Transcript(VerticalScroll):
         if always:
             self.following = True
             self._anchored_here = False
-        if not self._ANCHORS:
-            if self.following:
-                self.call_after_refresh(self._to_end)
-        elif not self._anchored_here:
+        if not self._anchored_here:
             self.call_after_refresh(self._anchor_when_full)
 
     def restart(self) -> None:
         """The content was replaced: begin at its top, and follow it once it is longer than the screen."""
-        if self._ANCHORS:
-            self.anchor(False)
+        self.anchor(False)
         self.follow(always=True)
 
     def watch_virtual_size(self) -> None:
         """The content has a new height: anchor it once it is taller than the screen."""
-        if self.following and self._ANCHORS and not self._anchored_here:
+        if self.following and not self._anchored_here:
             self.call_after_refresh(self._anchor_when_full)
 
     def _anchor_when_full(self) -> None:
@@ -129,55 +164,8 @@ class Transcript(VerticalScroll):
         self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
         self.following = pages > 0 and before + self.size.height >= self.max_scroll_y - 1
 
-    def _to_end(self) -> None:
-        if self.following:
-            self.scroll_end(animate=False)
-
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
         self.following = False
 
     def on_mouse_scroll_down(self, _: events.MouseScrollDown) -> None:
         self.following = self.scroll_target_y >= self.max_scroll_y - 3
-
-
-def headline(who: str, place: tuple[int, int]) -> str:
-    """The line above a turn; `place` is which version of how many."""
-    at, of = place
-    return f"{who}  ◂ {at}/{of} ▸" if of > 1 else who
-
-
-class TurnView(Vertical):
-    """A turn. `turn_id` is its message's id; 0 while it has none."""
-
-    DEFAULT_CSS = """
-    TurnView { margin-top: 1; padding-left: 1; height: auto; }
-    TurnView > .who { text-style: bold; }
-    TurnView > .note { text-style: dim; }
-    TurnView.-selected > .who { text-style: bold reverse; width: auto; }
-    TurnView.-selected { background: $foreground 8%; }
-    """
-
-    def __init__(self, who: str, turn_id: int = 0, place: tuple[int, int] = (1, 1)) -> None:
-        super().__init__()
-        self.who = who
-        self.turn_id = turn_id
-        self.place = place
-
-    @property
-    def text(self) -> str:
-        raise NotImplementedError
-
-    def _headline(self) -> Static:
-        return Static(headline(self.who, self.place), classes="who", markup=False)
-
-    def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
-        self.turn_id, self.place = turn_id, place
-        try:
-            self.query_one(".who", Static).update(headline(self.who, place))
-        except NoMatches:
-            pass  # not composed yet: it will be
-
-    def on_click(self, event: events.Click) -> None:
-        if self.turn_id and event.chain == 2:  # a single click begins a selection of text
-            event.stop()
-            self.post_message(TurnClicked(self.turn_id))
