@@ -37,8 +37,8 @@ _CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window",
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
-    """Tokens of one request as the server counted them; `cached` prompt tokens were not computed again, `drafts_right`
-    were guessed ahead."""
+    """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix cache, `drafts_right`
+    are accepted draft tokens."""
 
     prompt: int = 0
     completion: int = 0
@@ -83,8 +83,8 @@ class MessagesLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimings:
-    """Where an answer's time went, as the server measured it: seconds, prompt tokens computed, decode steps (sweeps over
-    the weights), and tokens drafted and accepted."""
+    """Where an answer's time went, as the server measured it: seconds, prompt tokens prefilled, decode steps, and tokens
+    drafted and accepted."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -97,8 +97,8 @@ class AnswerTimings:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDone:
-    """The answer is complete: OpenAI's finish reason, the usage and the timings where the server sent them, and why not
-    more of the prompt was known, in the server's words."""
+    """The answer is complete: OpenAI's finish reason, usage and timings where the server sent them, and the server's reason
+    why not more of the prompt was cached."""
 
     reason: str
     usage: AnswerUsage | None
@@ -282,11 +282,11 @@ class ChatClient:
         sampling: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Ask `model` to continue `messages`; ends after exactly one Done, or raises LocalLLMError.
+        """Ask `model` to continue `messages`; ends after exactly one AnswerDone, or raises LocalLLMError.
 
         `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut tells how many.
         `goes_on`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
-        `tools` are offered: what the model asks for comes as ToolCalls before Done.
+        `tools` are offered: what the model asks for comes as ToolCalls before AnswerDone.
 
         Closing the iterator closes the connection, which is how the server learns to stop.
         """

@@ -59,7 +59,7 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanList:
-    """What fits, best first: `machine` in a line, `n_too_slow` that answer too late. `left_out`: how many others there
+    """What fits, best first: `machine` in a line; `n_too_slow` fit but answer too late. `left_out`: how many others there
     are, by why they are left out ("too large")."""
 
     request: PlanRequest
@@ -97,7 +97,7 @@ class ModelService(Protocol):
     """Plans, downloads and removes models. Methods may take long and are called from a thread; all raise LocalLLMError."""
 
     def plan(self, request: PlanRequest) -> PlanList:
-        """Every model that fits, planned anew."""
+        """All models that fit."""
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
@@ -112,7 +112,7 @@ class ModelService(Protocol):
         """Remove its files; returns the bytes freed."""
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        """Bring a model to this disk, going on where an earlier try ended; returns its name here. What `told` raises
+        """Download a model, resuming an earlier try; returns its name here. An exception of `told`
         ends it."""
 
 
@@ -121,8 +121,8 @@ State = Literal["loading", "ready", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """How far an engine is with its first model: `share` of it is loaded, from 0 to 1. `failed` with `error`; what asks it
-    for another model, or for this one again, may all the same unless it is `down`."""
+    """How far the first model is loaded: `share` from 0 to 1. After `failed` with `error`, a request for this or
+    another model may still work unless the engine is `down`."""
 
     state: State = "ready"
     share: float = 1.0
@@ -137,7 +137,7 @@ class EngineProgress:
 
 
 class ChatEngine(Protocol):
-    """An OpenAI-compatible server at `base_url` (…/v1), or behind a Unix socket, and the `model` of it to ask first."""
+    """An OpenAI-compatible server at `base_url` (…/v1) or behind a Unix socket, and its `model` to ask first."""
 
     @property
     def base_url(self) -> str: ...
@@ -164,12 +164,12 @@ class ChatEngine(Protocol):
 
 
 def is_here(engine: ChatEngine) -> bool:
-    """Whether what is asked stays on this machine."""
+    """Whether the engine runs on this machine."""
     host = urlsplit(engine.base_url).hostname or ""
     return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")
 
 
-# Makes an engine of the chat's own with a model: what a chat goes on with whose server went away.
+# Makes an engine of the chat's own with a model, for a chat whose server went away.
 EngineFactory = Callable[[str], ChatEngine]
 
 

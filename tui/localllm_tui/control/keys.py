@@ -12,7 +12,7 @@ from localllm.errors import UsageError
 
 
 class KeyContext(Enum):
-    """What the person is doing, which decides what keys are hinted at."""
+    """What the user is doing, which decides the key hints."""
 
     WRITING = "writing"
     EDITING = "editing"
@@ -28,11 +28,11 @@ class KeyContext(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`keys` as the toolkit names them and `label` as people do; `owner` is the part of the screen they belong to.
+    """`keys` as Textual names them and `label` as users do; `owner` is the part of the screen they belong to.
 
-    `action` is that part's to do ("" where the toolkit does it by itself); `priority`: before the part in focus has its
-    say; `caught`: where the toolkit would write the key, or move the cursor. `help` is for F1 ("" stays out of it).
-    `hints`: what the key does in the frames' words, by moment.
+    `action` is the owner's ("" where Textual does it by itself); `priority`: handled before the focused widget;
+    `caught`: the owner takes it before TextArea writes the key or moves the cursor. `help` is for F1 ("": not listed).
+    `hints`: what the frames say of the key, by context.
     """
 
     owner: str
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def id(self) -> str:
-        """What config.toml calls it: turn.edit, chat.stop, turn.version-back; "" for what can't be had otherwise."""
+        """Its id in config.toml: turn.edit, chat.stop, turn.version-back; "" for a key that can't be remapped."""
         if not self.action or self.caught:
             return ""
         found = _ACTION.fullmatch(self.action)
@@ -61,7 +61,7 @@ class Key:
 
     @property
     def keys_now(self) -> str:
-        """Its keys, as config.toml may have them."""
+        """Its keys, after remapping."""
         return _remapped.get(self.id, self.keys)
 
     @property
@@ -70,12 +70,12 @@ class Key:
 
 
 _ACTION = re.compile(r"(?P<name>\w+)(?:\((?:'(?P<what>\w+)')?(?:, )?(?P<number>-?\d+)?\))?")
-# What config.toml says of keys: ids, and keys as the toolkit names them.
+# The remapped keys of config.toml: ids, and keys as Textual names them.
 _remapped: dict[str, str] = {}
 
 
 def label_of(keys: str) -> str:
-    """Keys as people say them: "ctrl+k,f9" is Ctrl+K, F9."""
+    """Keys as users know them: "ctrl+k,f9" is Ctrl+K, F9."""
     return ", ".join("+".join(part.capitalize() for part in key.split("+")) for key in keys.split(","))
 
 
@@ -102,7 +102,7 @@ def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
 
 
 def remapped() -> Mapping[str, str]:
-    """What config.toml says of keys."""
+    """The remapped keys of config.toml."""
     return _remapped
 
 
@@ -218,7 +218,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def hints(moment: KeyContext, *, without: str = "") -> str:
-    """What the keys do at `moment`, in a line for a frame; `without` the one of that id, which has nothing to do now."""
-    shown = (k for k in KEYS if moment in k.hints and (not without or k.id != without))
-    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[moment]}" for k in shown)
+def hints(context: KeyContext, *, without: str = "") -> str:
+    """The key hints of a context, in a line for a frame; `without` the key of that id."""
+    shown = (k for k in KEYS if context in k.hints and (not without or k.id != without))
+    return " · ".join(f"{k.label_now.partition(',')[0]} {k.hints[context]}" for k in shown)

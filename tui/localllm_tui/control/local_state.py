@@ -26,7 +26,7 @@ else:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-# More windows than this share the last place: nobody has them.
+# More windows than this share the last place.
 _WINDOWS = 64
 
 
@@ -34,10 +34,10 @@ class Drafts:
     """Drafts under `folder`, by conversation id (None: the one that has not begun).
 
     Windows open at the same time have their own drafts: each takes the first free place, and holds it by a lock until
-    `close` or the end of its process. What a window that is gone left behind is the next one's. A disk that refuses is
-    ignored: losing a draft must never stop the chat. Nor must it slow a key: a file system may take a tenth of a second
-    to put one file in another's place while an engine writes its cache, so that a thread writes, and of what came
-    meanwhile the newest only.
+    `close` or the end of its process. Drafts of a closed window go to the next one. A disk that refuses is
+    ignored: losing a draft must never stop the chat. Nor may saving slow a key: replacing a file may take a tenth of a second
+    while an engine writes its cache, so a thread writes, and only
+    the newest text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Drafts:
             return ""
 
     def save(self, conv_id: str | None, text: str) -> None:
-        """Keep `text`; nothing but spaces removes the draft. Returns at once; not to be called after `close`."""
+        """Save `text`; blank text removes the draft. Returns at once; not to be called after `close`."""
         file = self._file(conv_id, self._place)
         with self._lock:
             queued = file in self._unwritten
@@ -81,7 +81,7 @@ class Drafts:
                 return
             paths.private_dir(self.folder)
             new = file.with_suffix(f".{os.getpid()}.new")
-            # Written beside and renamed: a reader, or a kill, meets the old draft or the new one, never half of it.
+            # Written beside and renamed, so that a reader or a kill never meets half a draft.
             with open(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as f:
                 f.write(text)
             os.replace(new, file)
@@ -89,7 +89,7 @@ class Drafts:
             pass
 
     def close(self) -> None:
-        """Write what is left to write, and leave this window's place to the next one."""
+        """Write what is left, and free this window's place."""
         self._writer.shutdown()
         if self._held is not None:
             os.close(self._held)
@@ -99,7 +99,7 @@ class Drafts:
         return self.folder / (f"{conv_id or 'new'}.txt" if place == 1 else f"{conv_id or 'new'}.{place}.txt")
 
     def _inherit(self, conv_id: str | None, file: Path) -> None:
-        """Take over a draft of this conversation that a window now gone has left."""
+        """Take over a draft of this conversation from a window that is closed."""
         for place in range(1, _WINDOWS + 1):
             left = self._file(conv_id, place)
             if place != self._place and left.exists():
@@ -131,8 +131,8 @@ _FILE = "chat.json"
 
 
 class Preferences:
-    """Names and values in `folder`. A file that can't be read is empty, and a disk that refuses is ignored: what is
-    lost is a habit, never something said."""
+    """Names and values in `folder`. A file that can't be read counts as empty, and a disk that refuses
+    is ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _FILE

@@ -46,7 +46,7 @@ class AnswerMeter:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from asking to the first token, as this client felt them."""
+        """TTFT in seconds, as seen by this client."""
         return None if self._first_s is None else self._first_s - self._started_s
 
     @property
@@ -59,12 +59,12 @@ class AnswerMeter:
 
     @property
     def used(self) -> int:
-        """Context in use: the prompt (when the server told its length) and what was generated."""
+        """Context in use: the prompt (once its length is known) and the generated tokens."""
         prompt = self.usage.prompt if self.usage else self.prompt_tokens
         return prompt + self.tokens if prompt else 0
 
     def meta(self) -> dict[str, Any]:
-        """What is kept with the answer in the history."""
+        """The metadata that the history keeps with the answer."""
         meta: dict[str, Any] = {"left_out": self.left_out} if self.left_out else {}
         if self.ttft_s is not None:
             meta["ttft_s"] = round(self.ttft_s, 4)
@@ -76,7 +76,7 @@ class AnswerMeter:
             if self.usage:
                 meta["cached_tokens"] = usage.cached
                 if usage.drafts_right:
-                    # The share of the answer that came from right guesses: what drafting saved.
+                    # The share of the answer that came from accepted draft tokens.
                     meta["drafted_share"] = round(usage.drafts_right / max(usage.completion, 1), 3)
         return meta
 
@@ -151,7 +151,7 @@ def _seconds(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnsentMessage:
-    """What is in the input: its text, the files that go with it, and the question it is another version of (None: it is new)."""
+    """The message in the input: text, attached files, and the question it is another version of (None: new)."""
 
     text: str
     attached: Sequence[tuple[str, str]] = ()
@@ -162,35 +162,35 @@ class UnsentMessage:
         return not self.text.strip() and not self.attached
 
     def messages(self, session: Session, *, alone: bool = False) -> list[dict[str, str]]:
-        """What would be sent; `alone`: without what was said before."""
+        """What would be sent; `alone`: without the earlier turns."""
         return session.would_send(self.text, self.attached, instead=self.instead, alone=alone)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
-    """Tokens: the conversation as it is, and with what is typed (None: nothing is). None: the server can't tell."""
+    """Tokens of the conversation, and of it with the message in the input (None: empty, or the server can't count)."""
 
-    said: int | None = None
-    asked: int | None = None
+    conversation: int | None = None
+    with_input: int | None = None
 
     @classmethod
     async def of(cls, client: ChatClient, model: str, session: Session, typed: UnsentMessage) -> TokenCosts:
         """Counted by the server, where it did not count already."""
-        said = session.used_tokens if session.counted else await client.count(model, session.context())
-        asked = None if typed.empty else await client.count(model, typed.messages(session))
-        return cls(said, asked)
+        conversation = session.used_tokens if session.counted else await client.count(model, session.context())
+        with_input = None if typed.empty else await client.count(model, typed.messages(session))
+        return cls(conversation, with_input)
 
     def words(self, n_ctx: int | None) -> str:
         """What sending costs, for the input's frame; "" where nothing is typed or known."""
-        if self.asked is None:
+        if self.with_input is None:
             return ""
         if n_ctx is None:
-            return f"{self.asked:,} tokens in all"
-        return f"{self.asked:,} of {n_ctx:,} tokens" + (": too long" if self.asked >= n_ctx else " in all")
+            return f"{self.with_input:,} tokens in all"
+        return f"{self.with_input:,} of {n_ctx:,} tokens" + (": too long" if self.with_input >= n_ctx else " in all")
 
 
 async def check_fits(client: ChatClient, model: str, session: Session, typed: UnsentMessage, n_ctx: int | None) -> None:
-    """Raise ContextLengthError for a question that the server would refuse for its length: unsent, it can be changed.
+    """Raise ContextLengthError for a question that the server would refuse for its length, so that it can be changed unsent.
 
     A server that can't count is left to refuse by itself.
     """
@@ -217,7 +217,7 @@ async def check_fits(client: ChatClient, model: str, session: Session, typed: Un
 
 @dataclass(frozen=True, slots=True)
 class FileCost:
-    """What a file would add to the question: `tokens` (None: the server can't count), or why it can't go along."""
+    """What attaching a file costs: `tokens` (None: the server can't count), or why it is `refused`."""
 
     tokens: int | None = None
     refused: str = ""

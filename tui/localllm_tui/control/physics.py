@@ -24,7 +24,7 @@ class SpeedRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelPhysics:
-    """A served model on its machine, as localllm/planner/serialise.py tells it. `kv_points`: (depth, bytes read)."""
+    """A served model on its machine, from the `physics` of /v1/models (localllm/planner/serialise.py). `kv_points`: (depth, bytes read)."""
 
     device: str
     bandwidth_gbps: float
@@ -42,7 +42,7 @@ class ModelPhysics:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
-        """From a server's words; None where it does not say, or says something else."""
+        """Parsed from the server's JSON; None where that is missing or different."""
         try:
             weights = said["weights"]
             return cls(
@@ -73,11 +73,11 @@ class ModelPhysics:
         return float(points[-1][1])
 
     def token_bytes(self, depth: float) -> float:
-        """All bytes that a token reads behind `depth` tokens."""
+        """Bytes that decoding one token reads at a context of `depth` tokens."""
         return self.dense_bytes + self.routed_bytes + self.kv_bytes(depth)
 
     def limit_tok_s(self, depth: float) -> float:
-        """Tokens per second if the memory's bandwidth were used whole, without drafting."""
+        """Tokens per second at full memory bandwidth, without drafting."""
         return self.bandwidth_gbps * 1e9 / max(1.0, self.token_bytes(depth))
 
 
@@ -87,9 +87,9 @@ def _spread(said: Mapping[str, Any]) -> SpeedRange:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
-    """An answer as the server measured it, or as it comes (`live`: tokens per second as they arrive, None: measured).
+    """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as they arrive, None: measured).
 
-    `coming`: it is on its way. One that was stopped is not, and the server never tells how long its parts took."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
@@ -104,7 +104,7 @@ class AnswerSpeed:
 
     @property
     def steps_s(self) -> float | None:
-        """Sweeps over the weights per second while it decoded; None where there was none."""
+        """Decode steps per second; None without any."""
         if self.live is not None:
             return self.live
         return self.timings.steps / self.timings.decode_s if self.timings.decode_s > 0 and self.timings.steps else None
@@ -121,7 +121,7 @@ class AnswerSpeed:
         return self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
 
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
-        """Bytes that its steps read, per second, in GB: of this answer alone, whoever else was in them."""
+        """Memory bandwidth its decode steps used, in GB/s, counted for this answer alone."""
         rate = self.steps_s
         return None if rate is None else rate * physics.token_bytes(self.depth) / 1e9
 
@@ -134,7 +134,7 @@ def gb(n_bytes: float) -> str:
 
 
 def bars(values: Sequence[float], cells: int) -> list[str]:
-    """Bars of at most `cells` in the proportion of `values`; what is there at all shows."""
+    """Bars of at most `cells` in proportion to `values`; any value above 0 shows."""
     most = max(values, default=0.0)
     return ["█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values]
 

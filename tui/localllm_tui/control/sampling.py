@@ -35,7 +35,7 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """`chosen` with what `text` says: "temperature 0.2", "seed 7"; "-" takes all back. Raises UsageError."""
+    """`chosen` changed by `text`: "temperature 0.2", "seed 7"; "-" resets all. Raises UsageError."""
     kept = {name: value for name, value in chosen.items() if name not in _KNOWN}
     if text == "-":
         return kept

@@ -12,9 +12,9 @@ from localllm_tui.control.attachments import files_of, with_files
 from localllm_tui.control.conversation_tree import ConversationTree
 from localllm_tui.control.formatting import title_of
 
-# An answer is written this often while it streams: what a kill -9 can cost.
+# While it streams an answer is written this often; a kill -9 loses no more.
 SAVE_EVERY_S = 0.5
-# A write that failed may have waited for a lock: the next one leaves the screen this many times as long alone.
+# A failed write may have waited for a lock: the next one comes after this many times as long.
 WAIT_SHARE = 5.0
 
 
@@ -91,11 +91,11 @@ class Session:
 
     @property
     def compacts(self) -> bool:
-        """Whether the oldest messages may be left out of what is sent once not all fit. Nothing is removed here."""
+        """Whether compaction is on: the oldest messages may be left out of a request that is too long. Nothing is removed here."""
         return any(t.meta.get("compact") for t in self.tree.every)
 
     def set_compacts(self, on: bool) -> None:
-        """Allow that, or forbid it again; kept with the conversation. Raises UsageError when nothing was asked."""
+        """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing was asked."""
         for turn in [t for t in self.tree.every if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
@@ -117,7 +117,7 @@ class Session:
     ) -> StoredMessage:
         """Store a question. `attached` are files as (name, text).
 
-        `instead`: as another version of this question, whose files come along. One that nothing followed is removed.
+        `instead`: as another version of this question, with its files; the old one is removed where nothing followed it.
         """
         files, names = files_of(instead) if instead is not None else ("", [])
         names += [name for name, _ in attached]
@@ -141,7 +141,7 @@ class Session:
         return self.tree.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
-        """Take back the last question. Raises UsageError where it was answered, or nothing was asked."""
+        """Remove the last question. Raises UsageError where it was answered, or nothing was asked."""
         old = self.last_question
         if not self.unanswered:
             raise UsageError("the last question was answered", hint="/edit asks it differently")
@@ -156,7 +156,7 @@ class Session:
             self.title, self.titled = "", 0
 
     def fail_question(self) -> None:
-        """Note that the last question was refused, or came to nothing: unless it is asked again, it is not sent."""
+        """Mark the last question as failed: it is not sent again unless it is retried."""
         old = self.last_question
         if self.unanswered:
             meta = {**old.meta, "failed": True}
@@ -174,7 +174,7 @@ class Session:
         return self.payload_of(self.last_question)
 
     def payload_of(self, asked: StoredMessage) -> list[dict[str, str]]:
-        """What to send so that this question of the branch is answered."""
+        """The messages to send so that this question is answered."""
         before = self._before(asked)
         return self._messages([*(t for t in self.alive if t.id in before), asked])
 
@@ -187,7 +187,7 @@ class Session:
         return before
 
     def context(self) -> list[dict[str, str]]:
-        """What the model has of the conversation, the last answer too."""
+        """The messages of the conversation as the model gets them, the last answer included."""
         return self._messages(self.alive)
 
     def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
@@ -203,8 +203,8 @@ class Session:
         instead: StoredMessage | None = None,
         alone: bool = False,
     ) -> list[dict[str, str]]:
-        """What would be sent if this was asked now; `instead`: as a version of this question; `alone`: without what was
-        said before."""
+        """The messages if this were asked now; `instead`: as a version of this question; `alone`: without the earlier
+        turns."""
         turns, files = self.alive, ""
         if instead is not None:
             files = files_of(instead)[0]
@@ -215,7 +215,7 @@ class Session:
 
     @property
     def alive(self) -> list[StoredMessage]:
-        """The turns but the questions that failed and were not answered since."""
+        """The turns without questions that failed and were never answered."""
         turns = self.turns
         after = [*turns[1:], None]  # one too many where there is no turn
         return [
@@ -268,7 +268,7 @@ class Session:
         return turn.role == "assistant" and bool(turn.content.strip()) and not ended
 
     def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
-        """Show the version `step` places on from `turn`, and what followed it; they go round. Raises UsageError where
+        """Show the version `step` places after `turn`, cyclically, and what followed it. Raises UsageError where
         there is no other."""
         versions = self.tree.versions(turn)
         if len(versions) == 1:
@@ -285,7 +285,7 @@ class Session:
         return versions.index(turn.id) + 1, len(versions)
 
     def branch_off(self, turn: StoredMessage) -> Session:
-        """A conversation of its own with all that was said up to `turn`; this one stays as it is."""
+        """A new conversation with all turns up to `turn`; this one stays as it is."""
         upto = self._before(turn) | {turn.id}
         copy = Session(self.history, self.model, system=self.system, now=self.now)
         copy.title = self._title_of_branch()
@@ -296,7 +296,7 @@ class Session:
         return copy
 
     def rename(self, title: str, *, titled: int = 2) -> None:
-        """Give it another title, made by a model (1) or a person (2). Raises NotFoundError where it is not on disk."""
+        """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it is not on disk."""
         self.history.rename(self.id or "", title, titled=titled)
         self.title, self.titled = title, titled
 
@@ -335,7 +335,7 @@ class PendingAnswer:
 
     @property
     def text(self) -> str:
-        self._text = ["".join(self._text)]  # put together once: the screen asks often, and an answer may be long
+        self._text = ["".join(self._text)]  # joined once: the screen reads it often
         return self._text[0]
 
     @property
@@ -372,7 +372,7 @@ class PendingAnswer:
     def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
         """Write the last of it with `meta`. None when nothing came."""
         if not self._grown:
-            return self._message  # what there was before stays as it was
+            return self._message  # unchanged
         return self._save(meta, complete=True)
 
     def _save(self, meta: dict[str, Any], *, complete: bool) -> StoredMessage:
@@ -382,7 +382,7 @@ class PendingAnswer:
             try:
                 return self._saved(tree.rewrite(self._message, self.text, self.reasoning, meta, complete))
             except NotFoundError:
-                pass  # another window removed it: what came is kept all the same
+                pass  # another window removed it: store the text as a new turn
         parent = self._begun.parent_id if self._begun is not None else self.question.id
         turn = tree.append(
             "assistant", self.text, parent=parent, reasoning=self.reasoning, meta=meta, complete=complete

@@ -31,7 +31,7 @@ _CLIPBOARD_TOOLS = (
 
 
 class KeyboardTerminal:
-    """The terminal that keys come from; none where this is no terminal from the start."""
+    """The terminal on standard input, if it is one."""
 
     def __init__(self) -> None:
         try:
@@ -42,7 +42,7 @@ class KeyboardTerminal:
 
     @property
     def gone(self) -> bool:
-        """True once it was closed under us. Reading from it then ends at once, for ever, and no signal need come."""
+        """True once it was closed. Reading from it then ends at once, and no signal need come."""
         return self._fd is not None and not os.isatty(self._fd)
 
 
@@ -67,7 +67,7 @@ def copy_with_tool(text: str) -> bool:
 
 
 def on_signals(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Let a closed terminal and a polite kill leave by `leave`, as a key would."""
+    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would."""
     loop = asyncio.get_running_loop()
     for name in ("SIGHUP", "SIGTERM"):
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
@@ -77,10 +77,10 @@ def on_signals(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _wake_only_from_sleep() -> None:
-    """Have SIGCONT reach the toolkit only behind a SIGTSTP.
+    """Have SIGCONT reach Textual only after a SIGTSTP.
 
-    It begins anew on every one, with another thread that reads the keys and that nothing ends; and a window that is closed
-    sends one to programs that never slept, behind its SIGHUP.
+    Textual restarts on every one, with another input thread that nothing ends; and a closed window
+    sends one after its SIGHUP to programs that never slept.
     """
     sleep, wake = signal.getsignal(signal.SIGTSTP), signal.getsignal(signal.SIGCONT)
     if not callable(sleep) or not callable(wake):

@@ -17,19 +17,19 @@ _MOST_WORDS = 9
 
 
 def wanted(session: Session) -> bool:
-    """Whether a title is to be made: there is an answer, and the title is still the beginning of the first question."""
+    """Whether to generate a title: there is an answer, and the title is still the first question's beginning."""
     return session.id is not None and not session.titled and session.last_answer is not None and not session.unanswered
 
 
 async def give(client: ChatClient, model: str, session: Session) -> None:
-    """Ask the model for a title, and keep it if it is one. Asked once: an answer that is no title is not asked for again."""
+    """Ask the model for a title, once, and keep it if it looks like one."""
     conv_id, turns = session.id, list(session.turns)
     if conv_id is None:
         return
     text = ""
     messages = [*session.context(), {"role": "user", "content": _ASK}]
     try:
-        # What was said is known to the server, so this costs the request's own few tokens; typing ends it.
+        # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels it.
         async for event in client.stream(model, messages, sampling={"max_tokens": _MOST_TOKENS, "temperature": 0}):
             if isinstance(event, TextDelta):
                 text += event.text
@@ -46,7 +46,7 @@ async def give(client: ChatClient, model: str, session: Session) -> None:
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:
-    """The title in a model's answer; None where it gave something else, such as another answer to the question."""
+    """The title in a model's answer; None where it is something else, such as another answer to the question."""
     line = next((part.strip() for part in printable(text).splitlines() if part.strip()), "")
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")

@@ -12,9 +12,9 @@ from localllm_tui.control.client import AnswerDone, ChatClient, StreamEvent, Tex
 from localllm_tui.control.interfaces import ToolHost, ToolSpec
 from localllm_tui.control.terminal import printable
 
-# Rounds of calls within one answer: a model that asks for ever is stopped.
+# The most rounds of tool calls within one answer.
 MOST_ROUNDS = 8
-# Of one result, what the model gets.
+# The most characters of one result that the model gets.
 MOST_CHARS = 20_000
 NOT_ALLOWED = "The person did not allow this call."
 
@@ -56,7 +56,7 @@ class ToolBox:
             await self._hosts[name].close()
 
     def specs(self) -> dict[str, ToolSpec]:
-        """The tools on offer, by the names the model has for them: those of two hosts are told apart."""
+        """The tools on offer by the names the model gets; equal names of two hosts are told apart."""
         found: dict[str, ToolSpec] = {}
         for host, specs in self._open.items():
             for spec in specs:
@@ -81,7 +81,7 @@ class ToolBox:
         ]
 
     async def run(self, call: ToolCall, approves: ToolApprover) -> ToolResult:
-        """What became of a call: nothing runs without a yes, and what a tool says is text, never an error of ours."""
+        """Run a call, once it is approved; a failure becomes the result's text."""
         spec = self.specs().get(call.name)
         if spec is None:
             return ToolResult(call, f"There is no tool {call.name}.", allowed=False)
@@ -108,8 +108,8 @@ async def stream_with_tools(
     approves: ToolApprover,
     **more: Any,
 ) -> AsyncGenerator[StreamEvent, None]:
-    """`client.stream`, with the tools of `box` on offer: what the model asks for is done between its parts, and it goes on
-    with what came of it. One stream, with one Done."""
+    """`client.stream` with the tools of `box`: calls run between its parts, and the model continues
+    with their results. One stream, with one AnswerDone."""
     said: list[Mapping[str, Any]] = [*messages]
     for rounds in range(MOST_ROUNDS + 1):
         calls: list[ToolCall] = []

@@ -33,15 +33,15 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     return "\n\n".join(lines)
 
 
-def footer(moment: KeyContext, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
-    """The line under the input: what the keys do at `moment`, or the commands that `typed` can become.
+def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False, alone: bool = False) -> str:
+    """The line under the input: the key hints, or the commands that `typed` can become.
 
     `queued`: a question waits for the answer to end. `alone`: the turn that is selected has no other version.
     """
-    if moment is KeyContext.ANSWERING:
-        return hints(moment) + (" · sent when this answer ends" if queued else "")
-    if moment is KeyContext.SELECTING:
-        return hints(moment, without="turn.version-back" if alone else "")
+    if context is KeyContext.ANSWERING:
+        return hints(context) + (" · sent when this answer ends" if queued else "")
+    if context is KeyContext.SELECTING:
+        return hints(context, without="turn.version-back" if alone else "")
     found = commands.matching(typed)
     typed_whole = [c for c in found if typed == f"/{c.name}"]
     if len(found) == 1 or typed_whole:
@@ -49,27 +49,27 @@ def footer(moment: KeyContext, typed: str, width: int, *, queued: bool = False, 
         return f"/{command.name} · {command.help}"
     if found:
         return elide("  ".join(f"/{c.name}" for c in found), width)
-    return hints(moment) + (" · F1 help" if moment is KeyContext.WRITING else "")
+    return hints(context) + (" · F1 help" if context is KeyContext.WRITING else "")
 
 
 CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"
 CONTINUED_BESIDE = "Another window has gone on with this conversation too: what was said there stands beside this (◂ ▸, F2 selects a turn)"
 
 
-def title(moment: KeyContext, attached: Sequence[str], costs: str) -> str:
+def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
     """The line above the input: what is written there, with which files, and what sending it costs."""
-    if moment is KeyContext.ANSWERING:
+    if context is KeyContext.ANSWERING:
         return "answering"
-    if moment is KeyContext.SELECTING:
+    if context is KeyContext.SELECTING:
         return "a turn is selected"
-    said = "message" if moment is KeyContext.WRITING else "changing what was said"
+    said = "message" if context is KeyContext.WRITING else "changing what was said"
     if attached:
         said += elide(f" + {', '.join(attached)}", 50)
     return said + (f" · {costs}" if costs else "")
 
 
 def way_on(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
-    """What can be done after an answer that failed; `kept`: some of it came, `alone`: nothing more can be left out."""
+    """What the user can do after an answer failed; `kept`: part of it is kept, `alone`: nothing more can be left out."""
     said = "The text so far is kept. " if kept else ""
     if isinstance(error, ContextLengthError) and not alone:
         said += "/compact leaves out the oldest messages and asks again; "
@@ -85,7 +85,7 @@ def full_context(used: int, n_ctx: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """`text` with what Markdown would obey taken out of force."""
+    """`text` with Markdown's special characters escaped."""
     return "".join("\\" + c if c in "\\`*_{}[]<>()#+-.!|~" else c for c in text)
 
 

@@ -24,13 +24,13 @@ def start(
     return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=False)
 
 
-# Long enough that typing does not ask with every key, short enough to be there when one looks.
+# Long enough that not every key sends a request.
 PAUSE_S = 0.25
 _GROUP = "count"
 
 
 class TokenCounter:
-    """`cost` is what `count` last found; `show` is called when it changes."""
+    """`cost` is the last result of `count`; `show` is called when it changes."""
 
     def __init__(
         self, screen: Screen[Any], count: Callable[[], Awaitable[TokenCosts]], show: Callable[[], None]
@@ -42,7 +42,7 @@ class TokenCounter:
         self.cost = TokenCosts()
 
     def afresh(self) -> None:
-        """Forget what was counted, for another conversation is on screen, and count."""
+        """Forget the count and count again, for another conversation."""
         self._screen.workers.cancel_group(self._screen, _GROUP)
         self.cost = TokenCosts()
         self.soon()

@@ -200,14 +200,16 @@ class ChatViewScreen(Screen[None]):
     def _show_state(self) -> None:
         """Update the input's frame: the state, and what the keys do now."""
         box = self.composer
-        moment = KeyContext.ANSWERING if self.answering else KeyContext.EDITING if self._editing else KeyContext.WRITING
+        context = (
+            KeyContext.ANSWERING if self.answering else KeyContext.EDITING if self._editing else KeyContext.WRITING
+        )
         if self.transcript.selected is not None:
-            moment = KeyContext.SELECTING
+            context = KeyContext.SELECTING
         names, costs = [name for name, _ in self.attached], self._counting.cost.words(self.n_ctx)
-        box.border_title = title(wording.title(moment, names, costs))
+        box.border_title = title(wording.title(context, names, costs))
         self._show_head()
         width = (self._columns or self.size.width) - 8
-        box.border_subtitle = title(wording.footer(moment, box.text, width, queued=self._queued, alone=self._alone))
+        box.border_subtitle = title(wording.footer(context, box.text, width, queued=self._queued, alone=self._alone))
 
     @property
     def _alone(self) -> bool:
@@ -243,7 +245,7 @@ class ChatViewScreen(Screen[None]):
         self.query_one(HeadLine).show(parts, self.session.system, busy=busy, width=width)
 
     def _show_numbers(self) -> None:
-        answering, session, said = self._answering, self.session, self._counting.cost.said
+        answering, session, said = self._answering, self.session, self._counting.cost.conversation
         if answering is not None and not answering.closed:
             n = StatusFigures.so_far(self.model, self.n_ctx, answering.meter, session.used_tokens)
         else:
