@@ -28,8 +28,8 @@ from pathlib import Path
 from benchmarks.models import serve_command, smollm2
 from benchmarks.peers_setup import Wanted, llama_server
 from benchmarks.processes import Server
+from localllm.bench.scenarios import user
 from localllm.bench.stream import BenchTarget, free_port
-from localllm.bench.texts import user
 
 _TOKENS = 160
 # Until what a server does by itself after loading is over.

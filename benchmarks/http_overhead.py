@@ -13,8 +13,8 @@ from benchmarks.engine_overhead import Bare
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import Server
 from localllm.bench.ratio import RoundComparison, interleave
+from localllm.bench.scenarios import user
 from localllm.bench.stream import free_port
-from localllm.bench.texts import user
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.models import smollm2_mlx
 from localllm.bench.ratio import RoundComparison, interleave, write
-from localllm.bench.texts import unique
+from localllm.bench.scenarios import unique
 
 OURS, THEIRS = "localllm", "mlx-lm"
 

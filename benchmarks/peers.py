@@ -24,7 +24,7 @@ from benchmarks.peers_setup import GROUPS, OURS, Group, NotHereError, Wanted
 from benchmarks.processes import ProcessScenarios, running
 from localllm.bench import against
 from localllm.bench.scenarios import DEFAULT
-from localllm.bench.seen import Counter, Tokens
+from localllm.bench.token_counts import Counter, Tokens
 
 _SCENARIOS = (*DEFAULT, "warm", "restart", "kill", "burnt", "rest", "crowded")
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from localllm.bench.scenarios import MEANS, BenchFigure, Scenarios
+from localllm.bench.scenarios import MEANS, SYSTEM, BenchFigure, Scenarios, unique, user
 from localllm.bench.stream import BenchTarget, Messages
-from localllm.bench.texts import SYSTEM, unique, user
 from localllm.errors import BackendError
 
 _READY_S, _STOPPED_S = 300.0, 30.0

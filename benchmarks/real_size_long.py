@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from benchmarks.models import serve_command
 from benchmarks.processes import Server
+from localllm.bench.scenarios import user
 from localllm.bench.stream import free_port
-from localllm.bench.texts import user
 
 _PARTS = ("kv", "streams", "sampling", "served")
 # Behind our header: llama.cpp's mark, the sequence, streams, cells; then position, sequences and the sequence of each cell.

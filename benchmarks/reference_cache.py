@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localllm.bench.seen import common
+from localllm.bench.token_counts import common
 
 # Before the last two turns of a prompt, and at the end of its answer.
 _NEWEST_STATES = 3

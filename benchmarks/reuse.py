@@ -31,9 +31,9 @@ from unittest.mock import patch
 
 from benchmarks.models import serve_command, smollm2
 from benchmarks.processes import ProcessScenarios, Server
-from localllm.bench.seen import Counter, TokensRead, computed_tokens
+from localllm.bench.scenarios import SYSTEM, source_file, unique, user
 from localllm.bench.stream import Messages, free_port
-from localllm.bench.texts import SYSTEM, source_file, unique, user
+from localllm.bench.token_counts import Counter, TokensRead, computed_tokens
 
 _ANSWER_TOKENS = 24
 _CHATS, _TURNS = 3, 4

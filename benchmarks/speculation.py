@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.models import gemma, smollm2
 from localllm.bench.ratio import RoundComparison, interleave, write
-from localllm.bench.texts import NAMES, copy_edit
+from localllm.bench.scenarios import NAMES, copy_edit
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler

@@ -62,7 +62,6 @@ class Subject:
 
 
 def line(n: int, seed: int = 0) -> list[int]:
-    """`n` ordinary tokens."""
     return [int(t) for t in np.random.default_rng(seed).integers(3, 250, n)]
 
 
@@ -85,7 +84,6 @@ def a_step_appends_and_counts(subject: Subject) -> None:
 
 
 def logits_are_the_same_however_the_prompt_is_cut(subject: Subject) -> None:
-    """Whole or token by token: the same logits after the last."""
     backend, tokens = subject.backend, line(60)
     whole, pieces = backend.new_sequence(), backend.new_sequence()
     expected = subject.feed(whole, tokens)
@@ -97,7 +95,6 @@ def logits_are_the_same_however_the_prompt_is_cut(subject: Subject) -> None:
 
 
 def one_step_serves_several_sequences(subject: Subject) -> None:
-    """Sequences that share a step do not mix."""
     backend, a, b = subject.backend, line(20, 1), line(9, 2)
     alone = []
     for tokens in (a, b):
@@ -168,7 +165,6 @@ def _sampled(row: NDArray[np.float64], spec: SampleSpec) -> int:
 
 
 def no_outputs_means_no_rows(subject: Subject) -> None:
-    """A chunk in mid-prefill gives none."""
     sequence = subject.backend.new_sequence()
     result = subject.backend.step([Chunk(sequence, line(5), outputs=0)])
     require(result.argmax(0) == [] and len(result.logits(0)) == 0, "a chunk without outputs gave some")
@@ -241,7 +237,6 @@ def rejected_draft_tokens_leave_no_trace(subject: Subject) -> None:
 
 
 def export_and_import_give_the_same_continuation(subject: Subject) -> None:
-    """KV that left the device and came back is the same KV."""
     backend, tokens = subject.backend, line(50)
     source, copy = backend.new_sequence(), backend.new_sequence()
     subject.feed(source, tokens)
@@ -291,7 +286,6 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
 
 
 def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
-    """A step without room is refused before it computes."""
     backend = subject.backend
     a, b = backend.new_sequence(), backend.new_sequence()
     subject.feed(a, line(backend.info.n_ctx - 10))
@@ -308,7 +302,6 @@ def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
 
 
 def running_out_of_sequences_is_said(subject: Subject) -> None:
-    """As many sequences as promised, and no more."""
     backend = subject.backend
     held = [backend.new_sequence() for _ in range(backend.info.n_seq_max)]
     require(len(set(held)) == len(held), "two sequences have one handle")
@@ -325,7 +318,6 @@ def running_out_of_sequences_is_said(subject: Subject) -> None:
 
 
 def a_step_that_is_too_large_or_empty_is_refused(subject: Subject) -> None:
-    """Bad steps are refused and change nothing."""
     backend = subject.backend
     sequence = backend.new_sequence()
     for tokens, outputs in ((line(backend.info.n_batch + 1), 0), ([], 1)):
@@ -339,7 +331,6 @@ def a_step_that_is_too_large_or_empty_is_refused(subject: Subject) -> None:
 
 
 def text_survives_tokens(subject: Subject) -> None:
-    """Text to tokens and back, by the piece and as a whole."""
     backend = subject.backend
     text = "Grüße, 世界! \n\t{x}"
     tokens = backend.tokenize(text, special=False)

@@ -20,7 +20,7 @@ class Declaration:
     memories. `mixed_kv`: keys and values may be of two types, on a processor. `host_embedding`: the token embedding stays in
     the host's memory. `disk_tables`: lookup tables may stay on the disk. `lays_out`: weights can be laid out anew for the
     processor. `spare_sequence`: one is kept beside those served. `draft_heads`: it runs the model's own (MTP). `snapshots`:
-    recurrent states are kept for drafting. `shares`: machines can share each layer.
+    recurrent states are kept for drafting. `tensor_parallel`: machines can share each layer.
     """
 
     name: str
@@ -40,8 +40,7 @@ class Declaration:
     spare_sequence: bool = False
     draft_heads: bool = False
     snapshots: bool = False
-    shares: bool = False
+    tensor_parallel: bool = False
 
     def runs_on(self, accelerator: str) -> bool:
-        """Is it planned for devices of that kind?"""
         return not self.accelerators or accelerator in self.accelerators

@@ -66,7 +66,6 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """What each of `pairs` (K, V) costs against f16 over `text`."""
     comparison = backend.compare_kv([(k, v) for k, v in pairs], backend.tokenize(text, special=False))
     try:
         while (found := comparison.run()) is None:

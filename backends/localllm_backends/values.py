@@ -46,7 +46,6 @@ class LoadSpec:
 
     @property
     def n_gpu_layers(self) -> int:
-        """Layers that the accelerators compute (-1 = all)."""
         return self.placement.gpu_layers
 
     @classmethod
@@ -154,7 +153,6 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Everything, in bytes."""
         held = self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
         return held + self.projector_bytes
 
@@ -181,7 +179,6 @@ class SampleSpec:
     banned: tuple[int, ...] = ()
 
     def next(self) -> SampleSpec | None:
-        """How the token after it will be sampled."""
         return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
 
     def same(self, other: SampleSpec) -> bool:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import MEANS, Scenarios
-from localllm.bench.seen import Counter, Tokens, templated_tokens
 from localllm.bench.stream import BenchTarget
+from localllm.bench.token_counts import Counter, Tokens, templated_tokens
 from localllm.errors import BackendError, LocalLLMError, UsageError
 
 _RESTART_S = 120.0
@@ -39,7 +39,6 @@ class ScenarioResult:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "servers": [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets],
             "rounds": self.rounds,
@@ -51,7 +50,6 @@ class ScenarioResult:
         }
 
     def lines(self) -> list[str]:
-        """What a person reads, but for the faults."""
         said = [f"{name:8} {means}" for name, means in self.means.items()]
         said += [line for table in self.tables for line in ["", *table.lines(self.first)]]
         said += ["", f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], ratios round by round."]

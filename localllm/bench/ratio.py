@@ -38,7 +38,6 @@ class RoundComparison:
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
-        """One round's value."""
         self.values.setdefault(name, []).append(value)
 
     def fill(self, name: str, rounds: int) -> None:
@@ -47,7 +46,6 @@ class RoundComparison:
         values += [math.nan] * (rounds - len(values))
 
     def known(self, name: str) -> list[float]:
-        """The rounds of `name` that gave a value."""
         return [value for value in self.values.get(name, ()) if not math.isnan(value)]
 
     def median(self, name: str) -> float:
@@ -116,7 +114,6 @@ class RoundComparison:
 
 
 def interleave(rounds: int, *runs: Callable[[], None]) -> None:
-    """Call every run once per round, in turn."""
     for i in range(rounds):
         for run in runs:
             run()
@@ -124,7 +121,6 @@ def interleave(rounds: int, *runs: Callable[[], None]) -> None:
 
 
 def write(path: str | None, results: Sequence[dict[str, object]]) -> None:
-    """Keep the figures as JSON."""
     if path:
         with open(path, "w", encoding="utf-8") as f:
             json.dump(results, f, indent=1)

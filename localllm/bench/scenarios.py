@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import threading
 import time
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from localllm.bench.ratio import Better, RoundComparison
-from localllm.bench.seen import Counter, Tokens, TokensRead
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
-from localllm.bench.texts import SYSTEM, copy_edit, unique, user
+from localllm.bench.token_counts import Counter, Tokens, TokensRead
 from localllm.errors import BackendError, UnsupportedError
 
 # What every scenario means to a person: shown by `bench --against` and in docs/benchmarks.md.
@@ -83,7 +83,6 @@ class Scenarios:
         self._lock = threading.Lock()
 
     def put(self, figure: BenchFigure, target: BenchTarget, value: float) -> None:
-        """Record one figure of this round."""
         empty = RoundComparison(figure.title, figure.unit, figure.better)
         table = self.tables.setdefault(figure.title, empty)
         table.fill(target.name, self.round)
@@ -98,7 +97,6 @@ class Scenarios:
         return [*self.tables.values()]
 
     def fresh(self) -> int:
-        """A number nobody used."""
         with self._lock:
             self._seed += 1
             return self._seed
@@ -117,7 +115,6 @@ class Scenarios:
             self.put(GAP, t, statistics.quantiles(answer.gaps_s, n=20)[-1] * 1000)
 
     def run_prefill(self, t: BenchTarget) -> None:
-        """A prompt of about 3,000 tokens that no cache has seen."""
         text = unique(610, self.fresh())
         answer = self._some(t, t.chat(user(text), 2))
         said = answer.usage.get("prompt_tokens")
@@ -127,15 +124,12 @@ class Scenarios:
             self.put(PREFILL, t, tokens / answer.ttft_s)
 
     def run_two(self, t: BenchTarget) -> None:
-        """2 streams."""
         self._streams(t, 2)
 
     def run_four(self, t: BenchTarget) -> None:
-        """4 streams."""
         self._streams(t, 4)
 
     def run_eight(self, t: BenchTarget) -> None:
-        """8 streams."""
         self._streams(t, 8)
 
     def _streams(self, t: BenchTarget, n: int) -> None:
@@ -280,3 +274,41 @@ class Scenarios:
 def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAnswer]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+# About 1,400 tokens: as long as a coding agent's instructions are at least.
+SYSTEM = "You are a careful assistant. " + "Rule: answer shortly, plainly and only about what was asked. " * 110
+NAMES = ("apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll", "lagoon")
+
+
+def user(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def unique(words: int, seed: int) -> str:
+    """Text no cache has seen, about five tokens a word."""
+    return " ".join(f"w{(seed * 7919 + i * 104729) % 9973}" for i in range(words))
+
+
+def source_file(seed: int, functions: int = 7) -> str:
+    """A Python file that no model has seen: about 36 to 55 tokens a function, by the tokenizer."""
+    rng = random.Random(seed)
+    lines = []
+    for i in range(functions):
+        a, b = rng.sample(NAMES, 2)
+        lines += [
+            f"def {a}_{b}_{i}({a}: int, limit: int = {rng.randrange(10, 999)}) -> int:",
+            f"    if {a} > limit:",
+            f"        return {a} - {rng.randrange(2, 99)}",
+            f"    return {a} * {rng.randrange(2, 99)} + {b!r}.count('e')",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def copy_edit(seed: int) -> str:
+    """A file, and the beginning of its copy with one word changed: text to continue. The copy is begun for the model, and
+    shown once already: a small one left to itself writes something else, which says nothing about drafting."""
+    text = source_file(seed)
+    head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
+    return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"

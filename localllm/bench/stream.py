@@ -36,7 +36,6 @@ class StreamedAnswer:
 
     @property
     def pieces(self) -> int:
-        """Events that carried text."""
         return len(self.gaps_s) + 1 if self.text else 0
 
     @property
@@ -233,7 +232,6 @@ def _text(chunk: Mapping[str, Any]) -> str:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -44,7 +44,6 @@ class BandwidthMeasurement(MeasuredFigure):
 
     @property
     def how(self) -> str:
-        """By what it was found."""
         return f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
 
 

@@ -1,8 +1,7 @@
 """The machine as the installed build of llama.cpp can use it: what plans are made for.
 
-A build without any accelerator's library needs no question. Another is asked for its devices in a child process (a second,
-the first time), and its answer is kept for a day: drivers and cards change rarely, and `localllm device` and `doctor` ask
-anew each time.
+A build is asked for its devices in a child process (a driver may crash or hang), and its answer is kept for a day: drivers
+and cards change rarely, and `localllm device` and `doctor` ask anew. One without any accelerator's library needs no question.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def identity() -> str | None:
 
 
 def _folder() -> Path | None:
-    """Where the build's libraries are."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""Figures that were measured of this machine, kept for its next starts with how busy the machine was."""
+"""Figures measured on this machine, kept in the cache for its next starts, with how busy the machine was meanwhile."""
 
 from __future__ import annotations
 

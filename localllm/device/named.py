@@ -460,7 +460,6 @@ def everything() -> list[Device]:
 
 
 def nearest(name: str, count: int = 3) -> list[str]:
-    """The names in the table most like `name`, best first."""
     return _nearest(_read(name), count)
 
 

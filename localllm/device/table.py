@@ -59,7 +59,6 @@ _HEAD = "[[device]]\n"
 
 @cache
 def rows() -> tuple[DeviceRow, ...]:
-    """Every row of the table, in file order."""
     return tuple(_row(entry) for entry in tomllib.loads(_text())["device"])
 
 

@@ -1,4 +1,4 @@
-"""Device: what a machine offers. Every number carries its basis; nothing is guessed silently."""
+"""Device: what a machine offers, the readings it is identified from, and its JSON. Every number carries its basis."""
 
 from __future__ import annotations
 
@@ -141,11 +141,9 @@ class Readings:
         return self.files.get(path, "").strip("\x00 \t\r\n")
 
     def output(self, name: str) -> str:
-        """What the command printed, "" if it was not there."""
         return self.outputs.get(name, "")
 
     def matching(self, pattern: str) -> list[str]:
-        """Paths that match a shell pattern, sorted."""
         return sorted(fnmatch.filter(self.files, pattern))
 
 

@@ -18,8 +18,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localllm import paths
-from localllm.errors import UsageError
-from localllm.setup.errors import BuildNotFoundError
+from localllm.errors import LocalLLMError, NotFoundError, UsageError
+
+
+class SetupError(LocalLLMError):
+    """A build could not be made, or computes wrongly. Nothing was changed: what ran before still runs."""
+
+    code = "setup_failed"
+    exit_code = 6
+    default_hint = "what ran before still runs; see the log named above"
+
+
+class BuildNotFoundError(NotFoundError):
+    """No build of that name is installed."""
+
+    code = "build_not_found"
+    default_hint = "see `localllm setup --list`"
+
 
 OWN = "own"
 # Holds the name that `setup --use` chose.
@@ -42,7 +57,6 @@ class Build:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
         return folder_of(self.name)
 
 
@@ -69,7 +83,6 @@ def listed() -> list[Build]:
 
 
 def named(name: str) -> Build:
-    """The finished build of that name. Raises BuildNotFoundError."""
     build = _read(folder_of(name) / "build.json")
     if build is None:
         there = ", ".join([OWN, *(b.name for b in listed())])
@@ -89,7 +102,6 @@ def _read(file: Path) -> Build | None:
 
 
 def finish(build: Build) -> None:
-    """Mark the build as finished: from now on it can be used."""
     file = build.folder / "build.json"
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(build), indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from localllm import paths
 from localllm.setup import builds, trial
-from localllm.setup.errors import SetupError
+from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.recipes import FOLDER, BuildRecipe, Step
 
@@ -214,7 +214,6 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that says something."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)

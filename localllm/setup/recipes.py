@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device
-from localllm.setup.errors import SetupError
+from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost
 
 # Stands in a step for the folder of the build, which is known when it is made.

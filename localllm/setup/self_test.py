@@ -54,7 +54,6 @@ def examine(device: Device, build: ggml.GgmlBuild, model: Path, environment: dic
 
 
 def report(test: SelfTest) -> list[str]:
-    """The file, line by line."""
     device, build = test.device, test.build
     bandwidth = (
         f"{device.bandwidth_gbps.value:g} GB/s ({device.bandwidth_gbps.basis})" if device.bandwidth_gbps else "unknown"

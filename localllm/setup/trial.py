@@ -140,5 +140,4 @@ def _ending(code: int) -> str:
 
 
 def environment_now() -> dict[str, str]:
-    """A copy of this process's environment."""
     return dict(os.environ)

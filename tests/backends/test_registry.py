@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from localllm import settings
-from localllm.cli.compose import plan_inputs
 from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UsageError
@@ -81,7 +80,6 @@ def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None
     """Settings offer it, its files are planned for the machines it names, and the worker finds it by name."""
     table = {s.name: s for s in settings.TABLE}
     assert table["backend"].allowed == ("auto", "llamacpp", "mlx", "third")
-    assert plan_inputs.registered_backends() == ("llamacpp", "mlx", "third")
     assert backends.named("third").declaration.label == "Third"
     device, model = resolve("RTX 4090"), catalog.load().by_id["qwen3-8b"]
     assert recommend.backends_of(device) == ("llamacpp", "third")

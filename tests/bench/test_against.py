@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from localllm.bench import against
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import DEFAULT, MEANS, Scenarios
-from localllm.bench.seen import Counter
 from localllm.bench.stream import BenchTarget, StreamedAnswer
+from localllm.bench.token_counts import Counter
 from localllm.cli import all_commands
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor

@@ -146,7 +146,7 @@ def followers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # a zombie is none either
-            if "localllm_backends.mlx.shared" in process.cmdline():
+            if "localllm_backends.mlx.tensor_parallel" in process.cmdline():
                 found.append(process)
     return found
 

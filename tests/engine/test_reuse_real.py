@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.bench.seen import common
+from localllm.bench.token_counts import common
 from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.library import starter

@@ -18,7 +18,7 @@ from localllm import paths
 from localllm.cli.compose import engine_builds
 from localllm.errors import UsageError
 from localllm.setup import builds, install, trial
-from localllm.setup.errors import BuildNotFoundError, SetupError
+from localllm.setup.builds import BuildNotFoundError, SetupError
 from localllm.setup.host import BuildHost
 from localllm.setup.recipes import BuildRecipe, Step
 

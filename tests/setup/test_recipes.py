@@ -18,7 +18,7 @@ from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.types import Figure
 from localllm.setup import recipes
-from localllm.setup.errors import SetupError
+from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, assumed
 
 GOLDEN = Path(__file__).parent / "dry_runs.txt"

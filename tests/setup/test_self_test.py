@@ -15,7 +15,7 @@ from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
 from localllm.library import starter
 from localllm.setup import self_test, trial
-from localllm.setup.errors import SetupError
+from localllm.setup.builds import SetupError
 from localllm_backends import conformance
 
 MACHINE = identify(recordings.load("cpu_only_vm"))

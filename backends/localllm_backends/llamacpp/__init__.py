@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class LlamaCppType(BackendType):
-    """Recognises and loads GGUF files."""
-
     declaration = Declaration(
         name="llamacpp",
         label="llama.cpp",
@@ -33,7 +31,6 @@ class LlamaCppType(BackendType):
     )
 
     def available(self) -> str | None:
-        """None when llama-cpp-python is importable, else what is missing and how to get it."""
         if importlib.util.find_spec("llama_cpp") is None:
             return "llama-cpp-python is not installed: run `pip install llama-cpp-python` (needs a C++ compiler)"
         return None
@@ -49,7 +46,6 @@ class LlamaCppType(BackendType):
             return f.read(4) == b"GGUF"
 
     def vocabulary(self, path: str) -> list[bytes]:
-        """The bytes of every token, read from the header; raises LoadError."""
         from localllm_backends.llamacpp.weights import vocabulary
 
         return vocabulary(path)
@@ -61,7 +57,6 @@ class LlamaCppType(BackendType):
         return None if library_there() else WITHOUT
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
-        """Load a GGUF; raises LoadError or OutOfMemoryError."""
         from localllm_backends.llamacpp.load import load
 
         return load(spec, on_progress)
@@ -75,7 +70,6 @@ class LlamaCppType(BackendType):
         n_gpu_layers: int = -1,
         on_progress: Callable[[float], None] | None = None,
     ) -> Embedder:
-        """Load a GGUF that makes embeddings; raises LoadError, also for one that makes none."""
         from localllm_backends.llamacpp.embed import load_embedder
 
         return load_embedder(path, n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers, on_progress=on_progress)

@@ -271,11 +271,9 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         return True
 
     def interrupt(self) -> None:
-        """End the step that runs now or comes next, if it is long. Any thread."""
         self._interrupts.interrupt()
 
     def _can_undo(self, _chunks: Seq[Chunk]) -> bool:
-        """Could a step of `chunks` be taken back?"""
         return True
 
     def _undo(self, chunks: Seq[Chunk]) -> None:
@@ -283,11 +281,9 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
             self._llama.llama_memory_seq_rm(self._memory, chunk.sequence, self._end(chunk.sequence), -1)
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
-        """Memory it takes that ends up with `n_tokens`."""
         return bytes_for(n_tokens, self._sizes, self._ledger.capacity, self.info.n_batch)
 
     def slice_prefill(self, sequence: SequenceId, tokens: Seq[int]) -> PausingPrefill:
-        """Start reading `tokens` behind `sequence` in a context of their own."""
         self._check_owner()
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
@@ -310,7 +306,6 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
 
     def draft(self, wanted: Seq[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """Guesses of the model's own heads for each (sequence, its newest token, most tokens)."""
         self._check_owner()
         if self._heads is None:
             raise BackendFailure("this model was loaded without its draft heads")
@@ -464,7 +459,6 @@ class LlamaCppBackend(LlamaCppVocabulary, Backend):
         )
 
     def check_integrity(self) -> None:
-        """The ledger's conservation law; AssertionError where it is broken."""
         self._ledger.check_integrity()
 
     def close(self) -> None:

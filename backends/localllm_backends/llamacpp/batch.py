@@ -1,4 +1,4 @@
-"""One llama_batch whose arrays are numpy's: filling it costs microseconds. And what comes out of a step."""
+"""llama_batch filled from numpy arrays in microseconds, the llama_decode of it, which can be interrupted, and the logits after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Batch:
         self.native = native
 
     def clear(self) -> None:
-        """Forget what was added."""
         self.native.n_tokens = 0
 
     def add(self, sequence: int, start: int, tokens: Seq[int], outputs: int) -> None:
@@ -108,12 +107,10 @@ class LlamaCppStepResult(StepResult):
         self._offsets = offsets
 
     def argmax(self, chunk: int) -> list[int]:
-        """See `StepResult`."""
         start, stop = self._offsets[chunk]
         return [int(self.rows[i].argmax()) for i in range(start, stop)]
 
     def logits(self, chunk: int) -> NDArray[np.float32]:
-        """See `StepResult`."""
         start, stop = self._offsets[chunk]
         return self.rows[start:stop]
 

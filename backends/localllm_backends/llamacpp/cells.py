@@ -1,7 +1,8 @@
-"""Exact count of KV cells under sharing: which tokens of which sequences stand in the same cell.
+"""Books on the KV cache: exact counts of cells under sharing, and the positions of tokens where images take fewer than tokens.
 
-llama.cpp does not say how many cells are free. This mirrors what it does (seq_cp shares, seq_rm releases a cell when
-its last sequence lets go), so that admission can be exact instead of hopeful.
+llama.cpp does not say how many cells are free. The ledger mirrors what it does (seq_cp shares, seq_rm releases a cell when
+its last sequence lets go), so that admission can be exact. With M-RoPE an image of 20 tokens in 5 columns takes 5 positions,
+all its tokens stand at the first; in every sequence without images token n has position n.
 """
 
 from __future__ import annotations
@@ -37,16 +38,13 @@ class CellLedger:
 
     @property
     def sequences(self) -> list[int]:
-        """Those that hold a token."""
         return [sequence for sequence, length in self._lengths.items() if length]
 
     def open(self, sequence: int) -> None:
-        """Start an empty line."""
         self._lines[sequence] = np.empty(256, dtype=np.int32)
         self._lengths[sequence] = 0
 
     def length(self, sequence: int) -> int:
-        """Tokens in the line."""
         return self._lengths[sequence]
 
     def append(self, sequence: int, n: int) -> None:
@@ -93,12 +91,10 @@ class CellLedger:
         self._n_free += len(freed)
 
     def close(self, sequence: int) -> None:
-        """Let go of the whole line."""
         self.cut(sequence, 0)
         del self._lines[sequence], self._lengths[sequence]
 
     def check_integrity(self) -> None:
-        """free + held == capacity, and no cell is both."""
         count = np.zeros(self.capacity, dtype=np.int64)
         for sequence, line in self._lines.items():
             count[line[: self._lengths[sequence]]] += 1
@@ -131,7 +127,6 @@ class PlacedImage:
 
     @property
     def stop(self) -> int:
-        """The token behind it."""
         return self.start + self.n_tokens
 
     @property
@@ -197,11 +192,9 @@ class Positions:
             self._images[sequence] = [i for i in held if i.stop <= n_tokens]
 
     def fork(self, source: int, target: int, n_tokens: int) -> None:
-        """`target` has the first `n_tokens` of `source`."""
         self._images[target] = [i for i in self._images.get(source, ()) if i.stop <= n_tokens]
 
     def close(self, sequence: int) -> None:
-        """The sequence is gone."""
         self._images.pop(sequence, None)
 
     def tail(self, sequence: int, start: int, stop: int) -> bytes:

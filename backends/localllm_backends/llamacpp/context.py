@@ -1,4 +1,8 @@
-"""A llama_context over loaded weights: how many tokens, rows of logits and threads it gets."""
+"""From a LoadSpec to the parameters of llama_model and llama_context: layers, experts and KV on devices, batch, outputs, threads.
+
+llama.cpp counts layers from the end: the last `n_gpu_layers` of them, the output being one, are the devices'. Which
+tensors go elsewhere all the same it is told by patterns over their names.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,6 @@ _MADV_DONTNEED = 4
 
 
 class _Override(ctypes.Structure):
-    """llama.h: struct llama_model_tensor_buft_override."""
-
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 

@@ -1,6 +1,6 @@
-"""Asks the loaded llama.cpp which devices it can compute on: the only one who knows what a build will really use.
+"""ggml's devices: their memory, the largest KV tensor each computes with, and a program that lists them.
 
-A driver that is broken may crash or hang whoever loads it, so this is a program of its own; who wants to know runs it:
+A driver that is broken may crash or hang whoever loads it; who wants the list runs the program:
 
     python -m localllm_backends.llamacpp.devices        (prints one JSON object)
 

@@ -24,8 +24,6 @@ _MOST_SEQUENCES = 32
 
 
 class LlamaCppEmbedder(Embedder):
-    """One GGUF embedding model or reranker."""
-
     def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
         self._llama, self._model, self._context = llama, model, context
         self._vocab = llama.llama_model_get_vocab(model)
@@ -94,7 +92,6 @@ class LlamaCppEmbedder(Embedder):
             capacity = -n
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`."""
         ids = (self._llama.llama_token * len(tokens))(*tokens)
         return (
             c_string(
@@ -154,7 +151,6 @@ class LlamaCppEmbedder(Embedder):
         return rows
 
     def close(self) -> None:
-        """Free the batch, the context and the model."""
         self._llama.llama_batch_free(self._batch)
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)

@@ -1,4 +1,9 @@
-"""Exported KV as bytes: llama.cpp's own sequence state behind a 16-byte header that says which tokens it holds."""
+"""KV and states as bytes: llama.cpp's own sequence state behind a 16-byte header that says which tokens it holds.
+
+Of a model with sliding windows or recurrent layers llama.cpp writes two sections: the attention KV of every token, then the
+state (the window's cells, the recurrent tensors), and either both or the state alone (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
+So the first section is what the two differ by; read back with an empty second one, it can be joined piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +115,6 @@ class States:
         )
 
     def size(self, sequence: int) -> int:
-        """Bytes that `export` gives."""
         partial = self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         return HEADER.size + int(self._llama.llama_state_seq_get_size_ext(self._context, sequence, partial))
 

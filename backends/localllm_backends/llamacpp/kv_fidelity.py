@@ -93,7 +93,6 @@ class KvTypeComparison(KvComparison):
         return tuple(pair.said(self._at) for pair in self._pairs)
 
     def close(self) -> None:
-        """Free the contexts."""
         while self._pairs:
             self._llama.llama_free(self._pairs.pop().context)
         if self._exact is not None:

@@ -150,7 +150,6 @@ class _Small:
         self._next = 0
 
     def prefill(self) -> None:
-        """Something for attention to look at."""
         self._run(_PROMPT_TOKENS)
 
     def decode(self, n: int) -> list[float]:
@@ -168,7 +167,6 @@ class _Small:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Free the context."""
         if self._context is not None:
             self._llama.llama_free(self._context)
             self._context = None

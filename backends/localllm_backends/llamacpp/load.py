@@ -17,7 +17,6 @@ from localllm_backends.llamacpp.weights import check_file, load_model
 
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> LlamaCppBackend:
-    """Load a GGUF as a Backend."""
     for kind in (spec.kv_type_k, spec.kv_type_v):
         if kind not in GGML_TYPES:
             raise LoadError(f"unknown KV cache type {kind!r}: llama.cpp knows {', '.join(GGML_TYPES)}")

@@ -61,7 +61,6 @@ class _Size:
 
     @property
     def flops(self) -> int:
-        """Two for every weight that a token meets."""
         return 2 * self.rows * self.columns * self.tokens * self.n_chosen
 
 

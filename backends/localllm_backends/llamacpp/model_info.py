@@ -1,4 +1,4 @@
-"""What a loaded GGUF says of itself, for the engine, the templates and the faces."""
+"""What a loaded GGUF says of itself: its vocabulary (text to token ids and back, for any thread) and its ModelInfo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class LlamaCppVocabulary:
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; BOS first if `add_bos` and the model wants one."""
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 8
         buffer = (self._llama.llama_token * capacity)()
@@ -32,11 +31,9 @@ class LlamaCppVocabulary:
         return list(buffer[:n])
 
     def detokenize(self, tokens: Seq[int]) -> str:
-        """Text of `tokens`."""
         return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token; cached, because text is made of few tokens."""
         piece = self._pieces.get((token, special))
         if piece is None:
             if not 0 <= token < self._n_vocab:
@@ -46,7 +43,6 @@ class LlamaCppVocabulary:
         return piece
 
     def is_control(self, token: int) -> bool:
-        """True for the vocabulary's control tokens."""
         return bool(self._llama.llama_vocab_is_control(self._vocab, token))
 
 

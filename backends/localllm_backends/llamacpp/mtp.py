@@ -123,7 +123,6 @@ class _Header:
         return int(self._call(f"gguf_find_{kind}", ctypes.c_int64, ctypes.c_void_p(self._file), name.encode()))
 
     def text(self, key: str) -> str:
-        """A text value; "" if there is none."""
         at = self._find("key", key)
         if at < 0:
             return ""
@@ -131,7 +130,6 @@ class _Header:
         return str(value.decode())
 
     def number(self, key: str) -> int:
-        """A uint32 value; 0 if there is none."""
         at = self._find("key", key)
         if at < 0:
             return 0
@@ -141,11 +139,9 @@ class _Header:
         return int(self._call("gguf_get_val_u32", ctypes.c_uint32, *arguments))
 
     def has_tensor(self, name: str) -> bool:
-        """True if this file holds a tensor of that name."""
         return self._find("tensor", name) >= 0
 
     def close(self) -> None:
-        """Free it."""
         self._call("gguf_free", None, ctypes.c_void_p(self._file))
 
 
@@ -186,11 +182,9 @@ class MtpHeads:
     # --- following the model -------------------------------------------------------------------------------------
 
     def open(self, sequence: SequenceId) -> None:
-        """An empty sequence."""
         self._lines[sequence] = _HeadsLine(0, [self._unknown()])
 
     def close(self, sequence: SequenceId) -> None:
-        """The sequence is dropped."""
         self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._lines.pop(sequence, None)
 
@@ -209,7 +203,6 @@ class MtpHeads:
         self.catch_up(late)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """The model's sequence was cut back to `n_tokens`."""
         line = self._lines[sequence]
         keep = n_tokens - line.read
         if keep >= 0:
@@ -362,7 +355,6 @@ class MtpHeads:
         self._lines[sequence] = _HeadsLine(stop, [self._unknown()])
 
     def free(self) -> None:
-        """Free the context (before the model is freed)."""
         self._llama.llama_free(self._context)
 
 
@@ -391,6 +383,5 @@ class _Batch(Batch):
         self.native.embd = self._rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
     def add_row(self, token: int, position: int, sequence: SequenceId, row: Rows, *, output: bool) -> None:
-        """Append one row."""
         self._rows[self.native.n_tokens] = row
         self.add(sequence, position, [token], int(output))

@@ -1,4 +1,7 @@
-"""The door to llama.cpp: started once per process, and the calls that fill a buffer or ask about this machine."""
+"""llama.cpp's library: started once per process, its log (captured, never printed), and small calls that fill a buffer.
+
+The log's text is not an API: every reader here treats a line it does not find as "not known".
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,6 @@ class BufferSizes:
     places: Counter[str] = field(default_factory=Counter)
 
     def plus(self, other: BufferSizes) -> BufferSizes:
-        """The sums, purpose by purpose and place by place."""
         return BufferSizes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
@@ -67,7 +69,6 @@ class NativeLog:
         return self._callback
 
     def mark(self) -> None:
-        """Forget what was said so far."""
         self.lines.clear()
         self._partial = ""
 
@@ -163,7 +164,6 @@ def offload(params: Any, n_gpu_layers: int) -> None:
 
 
 def token_piece(llama: Any, vocab: Any, token: int, *, special: bool) -> bytes:
-    """The bytes of one token."""
     size = 64
     while True:
         buffer = ctypes.create_string_buffer(size)

@@ -133,7 +133,6 @@ class PausingPrefill(PrefillSlices):
         return self._read
 
     def close(self) -> None:
-        """Stop computing and free the context. May be called at any time, once."""
         self.stop()
         if self._context is not None:
             self._llama.llama_free(self._context)
@@ -232,7 +231,6 @@ class PauseTimer:
         self._n_tokens = 0
 
     def begin(self, n_tokens: int) -> None:
-        """A new micro-batch of `n_tokens` starts."""
         scale = n_tokens / self._n_tokens if self._n_tokens else 1.0
         self._before, self._spent = [s * scale for s in self._spent], []
         self._n_tokens = n_tokens
@@ -259,7 +257,6 @@ class PauseTimer:
         return now > self.until
 
     def resume(self) -> None:
-        """The pause is over; it does not count."""
         self._since = self._clock()
 
     @property

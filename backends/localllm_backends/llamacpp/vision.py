@@ -124,14 +124,12 @@ class Projector:
         self._identity = f"{fingerprint(path)} {llama.__version__}".encode()
 
     def close(self) -> None:
-        """Free it."""
         with self._lock:
             if self._context is not None:
                 self._mtmd.mtmd_free(self._context)
                 self._context = None
 
     def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool) -> list[list[int] | ImageRun]:
-        """See `Backend.tokenize_images`."""
         pictures = [p for p in parts if isinstance(p, ImagePixels)]
         runs: list[list[int] | ImageRun] = []
         # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
@@ -147,7 +145,6 @@ class Projector:
         return runs
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
-        """See `Backend.encode_image`."""
         mtmd = self._mtmd
         with self._lock, self._chunks([run.pixels], pixels=True, add_bos=False) as chunks:
             images = [c for c in chunks if mtmd.mtmd_input_chunk_get_type(c) == _IMAGE]
@@ -222,8 +219,6 @@ class Projector:
 
 
 class LlamaCppVisionBackend(LlamaCppBackend):
-    """A model that reads images too."""
-
     def __init__(self, *args: Any, projector: Projector, **options: Any) -> None:
         self._projector = projector
         self._two_dimensional = projector.two_dimensional
@@ -233,11 +228,9 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         self.info = replace(self.info, vision=True)
 
     def tokenize_images(self, parts: Seq[str | ImagePixels], *, add_bos: bool = False) -> list[list[int] | ImageRun]:
-        """A prompt as runs of tokens and images. Any thread."""
         return self._projector.tokenize_images(parts, add_bos=add_bos)
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
-        """The run's embeddings. Any thread, one at a time."""
         return self._projector.encode_image(run)
 
     def step(self, chunks: Seq[Chunk]) -> LlamaCppStepResult:
@@ -284,6 +277,5 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         return np.concatenate([grid, np.zeros((1, n), dtype=np.int32)])
 
     def close(self) -> None:
-        """Free it all."""
         self._projector.close()
         super().close()

@@ -39,8 +39,6 @@ def _has_cuda() -> bool:
 
 
 class MlxType(BackendType):
-    """Recognises and loads mlx-lm checkpoint folders."""
-
     declaration = Declaration(
         name="mlx",
         label="MLX",
@@ -51,7 +49,7 @@ class MlxType(BackendType):
         kernels="mlx",
         buffers="grown",
         kv_quants="groups",
-        shares=True,
+        tensor_parallel=True,
     )
 
     def available(self) -> str | None:
@@ -72,7 +70,6 @@ class MlxType(BackendType):
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
     def vocabulary(self, path: str) -> list[bytes]:
-        """The bytes of every token, read from the tokenizer's files; raises LoadError."""
         from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 
         folder = checkpoint_folder(path)
@@ -82,11 +79,10 @@ class MlxType(BackendType):
         return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
-        """Load a checkpoint; raises LoadError or OutOfMemoryError."""
         from localllm_backends.mlx.load import load
-        from localllm_backends.mlx.shared import load_shared
+        from localllm_backends.mlx.tensor_parallel import load_tensor_parallel
 
-        return load_shared(spec, on_progress) if spec.placement.workers else load(spec, on_progress)
+        return load_tensor_parallel(spec, on_progress) if spec.placement.workers else load(spec, on_progress)
 
 
 backend_type = MlxType()

@@ -40,7 +40,6 @@ class KvFormat:
         self.bits, self.group_size = bits, group_size
 
     def planes(self, keys: Any, values: Any) -> tuple[Any, ...]:
-        """The planes that hold `keys` and `values`."""
         if not self.bits:
             return keys, values
         return (
@@ -65,16 +64,13 @@ class _Attention:
 
     @property
     def slots(self) -> int:
-        """Tokens the buffers have room for, per row."""
         return 0 if self.planes is None else int(self.planes[0].shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return 0 if self.planes is None else sum(int(p.nbytes) for p in self.planes)
 
     def empty(self) -> bool:
-        """True while nothing was ever written."""
         return self.planes is None
 
     def is_trimmable(self) -> bool:
@@ -83,7 +79,6 @@ class _Attention:
 
     @property
     def keys(self) -> Any:
-        """The key buffer, or the parts of a quantised one."""
         return self._half(0)
 
     @keys.setter
@@ -92,7 +87,6 @@ class _Attention:
 
     @property
     def values(self) -> Any:
-        """The value buffer, or the parts of a quantised one."""
         return self._half(1)
 
     @values.setter
@@ -147,12 +141,10 @@ class LineAttention(_Attention):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, and of what is still to be copied into them."""
         return sum(int(p.nbytes) for pieces in (self._planes or (), *self._tail) for p in pieces)
 
     @property
     def planes(self) -> list[Any] | None:
-        """The buffers, with everything written so far in them."""
         if self._tail:
             self._join(1)
         return self._planes
@@ -227,7 +219,6 @@ class LineAttention(_Attention):
         return 0 if self.window is None else max(0, used - (self.window + n - 1))
 
     def size(self) -> int:
-        """Tokens held."""
         return self.offset - self.start
 
     def holds(self, n_tokens: int) -> bool:
@@ -282,7 +273,6 @@ class BatchOffsets:
         self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
 
     def used(self) -> list[int]:
-        """Slots in use, per row."""
         return [o - s for o, s in zip(self.offsets, self.starts, strict=True)]
 
     def _memo(self) -> dict[Any, Any]:

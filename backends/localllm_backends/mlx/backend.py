@@ -101,7 +101,6 @@ class MlxBackend(Backend):
         return self._vocabulary.token_bytes(token, special=special)
 
     def is_control(self, token: int) -> bool:
-        """True for the tokenizer's special tokens."""
         return self._vocabulary.is_control(token)
 
     # --- sequences -----------------------------------------------------------------------------------------------
@@ -328,7 +327,6 @@ class MlxBackend(Backend):
     # --- facts ---------------------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
-        """What the arrays of this model and its lines occupy; shared buffers count once."""
         kv = state = 0
         lines = {id(line.buffers): line for line in self._lines.values()}
         holders: list[list[Any]] = [line.leaves for line in lines.values() if line.batch is None]
@@ -415,7 +413,6 @@ def _model_info(loaded: Loaded) -> ModelInfo:
 
 
 def _total_bytes() -> int:
-    """Memory of the device MLX computes on."""
     import psutil
 
     said = mx.device_info().get("memory_size")

@@ -115,7 +115,6 @@ def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> MlxBackend:
-    """Load an mlx-lm checkpoint as a Backend."""
     return MlxBackend(read_checkpoint(spec, on_progress))
 
 

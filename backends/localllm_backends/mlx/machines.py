@@ -42,7 +42,6 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What people are told."""
         return self.ssh or "this machine"
 
 
@@ -247,7 +246,6 @@ def _command(machine: Machine, program: Sequence[str]) -> list[str]:
 
 
 def write_frame(stream: BinaryIO | Any, frame: Frame, body: bytes | memoryview = b"") -> None:
-    """Write one."""
     stream.write(json.dumps({**frame, "bytes": len(body)}, separators=(",", ":")).encode() + b"\n")
     stream.write(body)
     stream.flush()

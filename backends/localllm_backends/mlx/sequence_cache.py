@@ -48,7 +48,6 @@ class Layout:
         return [_made(node, make, flat) for node in self._tree], flat
 
     def line_leaf(self, leaf: Leaf, place: int) -> Any:
-        """A leaf for one sequence."""
         if leaf.kind == "state":
             return ArraysCache(leaf.size)
         window = leaf.size if leaf.kind == "window" else None
@@ -127,7 +126,6 @@ class SequenceCache:
 
     @property
     def states(self) -> list[Any]:
-        """The recurrent leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, ArraysCache)]
 
     def holds(self, n_tokens: int) -> bool:
@@ -137,7 +135,6 @@ class SequenceCache:
         return all(leaf.holds(n_tokens) for leaf in self.leaves if isinstance(leaf, LineAttention))
 
     def place(self, n_tokens: int) -> None:
-        """Set every attention leaf's end to `n_tokens`."""
         if self.batch is not None:
             self.batch.place(self, n_tokens)
             return
@@ -151,7 +148,6 @@ class SequenceCache:
             self.batch.extract(self)
 
     def clear(self) -> None:
-        """Hold nothing."""
         if self.batch is not None:
             self.batch.forget(self)
         self.caches, self.leaves = self.layout.build(self.layout.line_leaf)
@@ -159,11 +155,9 @@ class SequenceCache:
         self.buffers = object()
 
     def snapshot(self) -> list[list[Any]]:
-        """The recurrent state now. Arrays never change, so this copies nothing."""
         return [list(leaf.cache) for leaf in self.states]
 
     def restore(self, state: Seq[Seq[Any]]) -> None:
-        """Put a snapshot back."""
         for leaf, arrays in zip(self.states, state, strict=True):
             leaf.cache = list(arrays)
 
@@ -204,13 +198,11 @@ class SequenceBatch:
         return BatchAttention(self.layout.form, rows, phase_of(place))
 
     def row_of(self, line: SequenceCache) -> int:
-        """The row `line` stands in."""
         return self.lines.index(line)
 
     # --- who is in it --------------------------------------------------------------------------------------------
 
     def is_of(self, lines: Seq[SequenceCache]) -> bool:
-        """Does it hold exactly `lines`, in any order?"""
         here = [line for line in self.lines if line.batch is self]
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
@@ -299,7 +291,6 @@ class SequenceBatch:
         return all(w is None or rows.starts[i] <= max(0, n_tokens - w + 1) for w, rows in self._rows.items())
 
     def place(self, line: SequenceCache, n_tokens: int) -> None:
-        """Set the end of `line`'s row."""
         i = self.row_of(line)
         for rows in self._rows.values():
             rows.offsets[i] = n_tokens
@@ -328,11 +319,9 @@ class SequenceBatch:
                 leaf.written = 0
 
     def snapshot(self) -> list[list[Any]]:
-        """The recurrent state of all rows now."""
         return [list(leaf.cache) for leaf in self.leaves if isinstance(leaf, ArraysCache)]
 
     def restore(self, state: Seq[Seq[Any]]) -> None:
-        """Put a snapshot back."""
         for leaf, arrays in zip([x for x in self.leaves if isinstance(x, ArraysCache)], state, strict=True):
             leaf.cache = list(arrays)
 

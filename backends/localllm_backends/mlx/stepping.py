@@ -29,7 +29,6 @@ class _Group:
     host: list[int] | None = None
 
     def best_tokens(self) -> list[int]:
-        """The best token of every row."""
         if self.host is None:
             self.host = [int(t) for t in np.array(self.best)]
         return self.host
@@ -105,7 +104,6 @@ class Stepper:
         self.last: MlxStepResult | None = None
 
     def free(self) -> int:
-        """Cells no line holds."""
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
     def run(self, chunks: Seq[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
@@ -302,7 +300,6 @@ class Stepper:
         return set(asked)
 
     def undo_ahead(self) -> None:
-        """Forget the step begun early."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return
@@ -340,13 +337,11 @@ class Stepper:
             mx.eval(arrays_of(line.leaves))
 
     def close(self) -> None:
-        """Let go of the model and of everything held."""
         self.ahead = self.last = self.model = None
         self.batch = SequenceBatch(self._layout)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the last step's logits."""
         pieces = [] if self.last is None else self.last.pieces
         return sum(int(g.logits.nbytes) for g in {id(p[0]): p[0] for p in pieces if p is not None}.values())
 

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localllm.bench.texts import NAMES, source_file
+from localllm.bench.scenarios import NAMES, source_file
 
 if TYPE_CHECKING:
     from localllm.engine.worker.client import WorkerClient

@@ -118,7 +118,7 @@ def _examine(file: Path, *, as_json: bool) -> None:
     from localllm.errors import UsageError
     from localllm.library import starter
     from localllm.setup import self_test, trial
-    from localllm.setup.errors import SetupError
+    from localllm.setup.builds import SetupError
 
     if as_json:
         raise UsageError("the report of --accelerator is a text file", hint="leave --json away", param="--json")

@@ -129,7 +129,7 @@ def _listed() -> list[str]:
 def _do(recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
     from localllm.library import starter
     from localllm.setup import builds, install
-    from localllm.setup.errors import SetupError
+    from localllm.setup.builds import SetupError
 
     missing = [need for recipe in recipes for need in recipe.needs]
     if missing:
@@ -161,7 +161,7 @@ def _do(recipes: list[BuildRecipe], host: BuildHost, *, again: bool) -> None:
 def _try_again(recipe: BuildRecipe, model: Path) -> None:
     """A build that is there, tried as a new one would be: drivers change, and machines."""
     from localllm.setup import builds, trial
-    from localllm.setup.errors import SetupError
+    from localllm.setup.builds import SetupError
 
     if recipe.name == builds.OWN and recipe.backend == "cpu":
         _say(recipe.because)

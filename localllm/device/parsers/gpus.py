@@ -1,4 +1,4 @@
-"""amdgpu's sysfs and KFD topology to facts: memory pools in bytes, PCI identity, compute units."""
+"""NVML, nvidia-smi, amdgpu's sysfs and KFD, and vulkaninfo to facts about GPUs: memory in bytes, PCI identity, compute units."""
 
 from __future__ import annotations
 

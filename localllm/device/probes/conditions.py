@@ -1,4 +1,4 @@
-"""Reads what a model's speed depends on: cheap, for it is read at each start of a model."""
+"""What a model's speed depends on beside the machine: driver, power profile, heat, other programs. Cheap: read at each start."""
 
 from __future__ import annotations
 

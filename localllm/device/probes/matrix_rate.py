@@ -37,12 +37,10 @@ class RateMeasurement(MeasuredFigure):
 
     @property
     def value(self) -> float:
-        """TFLOP/s."""
         return round(self.tflops, 4)
 
     @property
     def how(self) -> str:
-        """By what it was found."""
         return f"the installed llama.cpp's product of {self.type} matrices, {self.threads} thread(s)"
 
 
@@ -87,7 +85,6 @@ def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
 
 
 def keep(folder: Path, machine: str, taken: Measurements) -> None:
-    """Remember what was `taken` of `machine`."""
     _SHELF.keep_all(
         folder,
         {
@@ -100,7 +97,6 @@ def keep(folder: Path, machine: str, taken: Measurements) -> None:
 
 
 def cached(folder: Path, machine: str) -> tuple[TypeRates, ...]:
-    """What is known of `machine`, type by type."""
     known = _SHELF.beginning_with(folder, f"{machine} | ")
     found: list[TypeRates] = []
     for name in dict.fromkeys(key.split()[0] for key in known):

@@ -3,7 +3,7 @@ operation, this one's first. What a sweep adds up goes over mx.distributed; whic
 
 As a program it is another machine's process, asked over its input until that ends:
 
-    python -m localllm_backends.mlx.shared
+    python -m localllm_backends.mlx.tensor_parallel
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from localllm_backends.mlx.machines import (
 from localllm_backends.mlx.sequence_cache import SequenceCache
 from localllm_backends.mlx.stepping import MlxStepResult
 
-_PROGRAM = ("localllm_backends.mlx.shared",)
+_PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
 _PARTS = struct.Struct("<4sI")
 _MAGIC = b"LMXS"
 _LENGTH = struct.Struct("<Q")
 
 
-class SharedBackend(MlxBackend):
+class TensorParallelBackend(MlxBackend):
     """This machine's share, which the `others` follow. One that ends, ends this process: nothing can be computed without."""
 
     def __init__(self, loaded: Loaded, others: Seq[Follower]) -> None:
@@ -60,7 +60,6 @@ class SharedBackend(MlxBackend):
             other.when_gone(self._lost)
 
     def new_sequence(self) -> SequenceId:
-        """See Backend; so everywhere below."""
         made = super().new_sequence()
         self._tell({"do": "new"})
         return made
@@ -155,7 +154,7 @@ def _shares_in(data: bytes | memoryview, n: int) -> list[memoryview]:
     return found
 
 
-def load_shared(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> SharedBackend:
+def load_tensor_parallel(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> TensorParallelBackend:
     """Load `spec` over this machine and those that its placement names. OtherMachineError by the name of one that can't."""
     folder = check_folder(spec.path)
     ring = ring_of(spec.placement.workers)
@@ -169,7 +168,7 @@ def load_shared(spec: LoadSpec, on_progress: Callable[[float], None] | None = No
         for follower in followers:
             follower.hear()
             follower.say({"do": "begin"})
-        return SharedBackend(loaded, followers)
+        return TensorParallelBackend(loaded, followers)
     except BaseException:
         for follower in followers:
             follower.end()
@@ -202,7 +201,6 @@ def _meet(spec: LoadSpec, ring: MachineRing, followers: Seq[Follower], ours: Map
 
 
 def _portable(path: str) -> str:
-    """`path` as it is called on a machine with another home folder."""
     absolute, home = Path(path).absolute(), Path.home()
     return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)
 

@@ -35,7 +35,6 @@ class Counter:
         return f"in the text that came, with the tokenizer of {self.of.name}"
 
     def tokens_of(self, target: BenchTarget, answer: StreamedAnswer) -> int:
-        """Tokens in `answer`, which `target` gave."""
         said = answer.said_tokens
         if self.of is not None:
             borne_out = len(tokenized(self.of, answer.text, special=False))
@@ -72,7 +71,6 @@ class TokensRead:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
