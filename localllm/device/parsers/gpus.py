@@ -17,23 +17,10 @@ AMD_VENDOR = 0x1002
 # Radeons inside a processor: (device id → gfx), from https://gitlab.freedesktop.org/mesa/libdrm/-/blob/main/data/amdgpu.ids
 # and, for the gfx names, https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html.
 APU_DEVICES = {
-    0x1586: "gfx1151",
-    0x150E: "gfx1150",
-    0x1114: "gfx1152",
-    0x15BF: "gfx1103",
-    0x15C8: "gfx1103",
-    0x1900: "gfx1103",
-    0x1901: "gfx1103",
-    0x1681: "gfx1035",
-    0x164E: "gfx1036",
-    0x1506: "gfx1037",
-    0x163F: "gfx1033",
-    0x1435: "gfx1033",
-    0x1638: "gfx90c",
-    0x1636: "gfx90c",
-    0x15D8: "gfx902",
-    0x15DD: "gfx902",
-}
+    0x1586: "gfx1151", 0x150E: "gfx1150", 0x1114: "gfx1152", 0x15BF: "gfx1103", 0x15C8: "gfx1103",
+    0x1900: "gfx1103", 0x1901: "gfx1103", 0x1681: "gfx1035", 0x164E: "gfx1036", 0x1506: "gfx1037",
+    0x163F: "gfx1033", 0x1435: "gfx1033", 0x1638: "gfx90c", 0x1636: "gfx90c", 0x15D8: "gfx902", 0x15DD: "gfx902",
+}  # fmt: skip
 _APU_GFX = set(APU_DEVICES.values())
 
 

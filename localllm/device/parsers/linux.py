@@ -57,16 +57,10 @@ class CpuInfo:
 # ARM's /proc/cpuinfo has no name: implementer and part numbers (https://github.com/util-linux/util-linux,
 # sys-utils/lscpu-arm.c) of the cores in the machines of the table.
 _ARM_PARTS = {
-    ("0x41", "0xd42"): "Cortex-A78AE",
-    ("0x41", "0xd85"): "Cortex-X925",
-    ("0x41", "0xd87"): "Cortex-A725",
-    ("0x41", "0xd83"): "Neoverse-V3AE",
-    ("0x41", "0xd0c"): "Neoverse-N1",
-    ("0x41", "0xd40"): "Neoverse-V1",
-    ("0x41", "0xd4f"): "Neoverse-V2",
-    ("0x41", "0xd0b"): "Cortex-A76",
-    ("0x51", "0x001"): "Oryon",
-}
+    ("0x41", "0xd42"): "Cortex-A78AE", ("0x41", "0xd85"): "Cortex-X925", ("0x41", "0xd87"): "Cortex-A725",
+    ("0x41", "0xd83"): "Neoverse-V3AE", ("0x41", "0xd0c"): "Neoverse-N1", ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd4f"): "Neoverse-V2", ("0x41", "0xd0b"): "Cortex-A76", ("0x51", "0x001"): "Oryon",
+}  # fmt: skip
 
 
 def cpuinfo(text: str) -> CpuInfo:

@@ -17,41 +17,21 @@ from localllm.device.types import DeviceUnreadableError, Readings
 # --- Linux
 
 _FILES = (
-    "/proc/meminfo",
-    "/proc/cpuinfo",
-    "/proc/version",
-    "/proc/device-tree/model",
-    "/proc/self/cgroup",
-    "/.dockerenv",
-    "/etc/nv_tegra_release",
-    "/run/udev/data/+dmi:id",
-    "/sys/class/dmi/id/product_name",
-    "/sys/class/dmi/id/sys_vendor",
-    "/sys/module/ttm/parameters/pages_limit",
-    "/sys/module/amdgpu/parameters/gttsize",
-    "/sys/firmware/acpi/platform_profile",
-    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
-    "/var/lib/nvpmodel/status",
-)
+    "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/device-tree/model", "/proc/self/cgroup",
+    "/.dockerenv", "/etc/nv_tegra_release", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name",
+    "/sys/class/dmi/id/sys_vendor", "/sys/module/ttm/parameters/pages_limit",
+    "/sys/module/amdgpu/parameters/gttsize", "/sys/firmware/acpi/platform_profile",
+    "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "/var/lib/nvpmodel/status",
+)  # fmt: skip
 _PATTERNS = (
     "/sys/class/kfd/kfd/topology/nodes/*/properties",
     "/sys/devices/system/cpu/cpu0/cache/index*/size",
     "/sys/class/power_supply/*/online",
 )
 _CARD_FILES = (
-    "vendor",
-    "device",
-    "revision",
-    "class",
-    "product_name",
-    "board_info",
-    "mem_info_vram_total",
-    "mem_info_vram_used",
-    "mem_info_vram_vendor",
-    "mem_info_gtt_total",
-    "mem_info_gtt_used",
-    "lmem_total_bytes",
-)
+    "vendor", "device", "revision", "class", "product_name", "board_info", "mem_info_vram_total",
+    "mem_info_vram_used", "mem_info_vram_vendor", "mem_info_gtt_total", "mem_info_gtt_used", "lmem_total_bytes",
+)  # fmt: skip
 
 
 def linux_readings(architecture: str) -> Readings:
@@ -102,15 +82,9 @@ def _render_access() -> str:
 # --- macOS
 
 _SYSCTL_KEYS = (
-    "machdep.cpu.brand_string",
-    "hw.model",
-    "hw.memsize",
-    "hw.physicalcpu",
-    "hw.ncpu",
-    "iogpu.wired_limit_mb",
-    "kern.memorystatus_vm_pressure_level",
-    "sysctl.proc_translated",
-)
+    "machdep.cpu.brand_string", "hw.model", "hw.memsize", "hw.physicalcpu", "hw.ncpu", "iogpu.wired_limit_mb",
+    "kern.memorystatus_vm_pressure_level", "sysctl.proc_translated",
+)  # fmt: skip
 
 
 def macos_outputs() -> dict[str, str]:
