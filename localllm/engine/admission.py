@@ -70,7 +70,7 @@ class Admission:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is next: its youngest wait
         again (what they have read stays in the cache). True if the job was let in."""
         source = self._source(job, self.jobs.running.values())
-        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._at_hand(job, source.state)
+        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(job, source.state)
         if waits or job.id in self._in_vain:
             return False
         running = self.jobs.running
@@ -89,7 +89,7 @@ class Admission:
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
-        if not self._at_hand(job, source.state):
+        if not self._in_memory(job, source.state):
             return False
         tokens = _matching(job).tokens
         left = job.max_tokens - job.n_generated
@@ -103,7 +103,7 @@ class Admission:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
             source = self._source(job, ())
-        elif not self._at_hand(job, source.state):
+        elif not self._in_memory(job, source.state):
             # Making room took it out of memory.
             return False
         try:
@@ -111,7 +111,7 @@ class Admission:
         except NoCellsError:
             return False
         job.sequence, job.n_kv, job.restoring, job.known = taken.sequence, taken.held, taken.rest, source.known
-        self._at_hand(job, None)
+        self._in_memory(job, None)
         job.state, job.matching = "restoring", None
         del self.jobs.waiting[job.id]
         self.jobs.running[job.id] = job
@@ -126,7 +126,7 @@ class Admission:
             return any(job.sequence == source.sequence for job in self.jobs.running.values())
         return source.idle is None or self.jobs.pool.has(source.idle)
 
-    def _at_hand(self, job: RunningRequest, state: Block | None) -> bool:
+    def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
         """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine.cache.checkpoints import Signs, checkpoints
+from localllm.engine.cache.store import Signs, checkpoints
 from localllm.engine.core import Engine
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend

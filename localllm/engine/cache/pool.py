@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from localllm.engine.cache import eviction, tunables
-from localllm.engine.cache.checkpoints import Signs, checkpoints
 from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Space
 from localllm.engine.cache.matching import PromptMatch, RestorePlan, RunningSequence
 from localllm.engine.cache.restore import Restoration
-from localllm.engine.cache.store import KvStore
+from localllm.engine.cache.store import KvStore, Signs, checkpoints
 from localllm.engine.cache.tree import Match, PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
