@@ -22,7 +22,9 @@ class Engine:
         return
         yield
 
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
         return []
 
     async def detokenize(self, tokens: list[int]) -> str:

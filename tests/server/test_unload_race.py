@@ -45,7 +45,9 @@ class _Fragile(ScriptedEngine):
             await self._turn("submit")
             yield event
 
-    async def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+    async def tokenize(
+        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+    ) -> list[int]:
         await self._turn("tokenize")
         return await super().tokenize(text, special=special, add_bos=add_bos)
 

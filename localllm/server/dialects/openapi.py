@@ -9,7 +9,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _ERRORS = {
     "400": "the request can't be honoured; the message says why",
     "401": "the API key is missing or wrong",
