@@ -31,6 +31,19 @@ from localllm.server.proxy.middleware import ProxyMiddleware
 from localllm.server.serving import Server
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# These are counters, all others gauges.
+_COUNTERS = {
+    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
+    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
+    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
+    "drafted_mtp_tokens", "accepted_mtp_tokens",
+}  # fmt: skip
+# The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
+_PRESSURES = ("none", "shrink", "hold")
+# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
+_RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class CsvResponse(PlainTextResponse):
@@ -170,21 +183,6 @@ def _methods(request: Request) -> list[str]:
 def error_response(error: LocalLLMError) -> JSONResponse:
     """`error` in OpenAI's format."""
     return JSONResponse(error.to_openai(), status_code=error.http_status, headers=headers_of(error))
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# These are counters, all others gauges.
-_COUNTERS = {
-    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
-    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
-    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
-    "drafted_mtp_tokens", "accepted_mtp_tokens",
-}  # fmt: skip
-# The memory guard's levels (localllm/engine/host/memory.py), one series each: exactly one is 1.
-_PRESSURES = ("none", "shrink", "hold")
-# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
-_RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
-_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 async def render_metrics(server: Server) -> str:

@@ -19,49 +19,6 @@ from localllm.errors import RequestError, UnsupportedError
 
 # ("json_schema" | "gbnf", source), as `engine.messages.Request.grammar` takes it.
 Constraint: TypeAlias = tuple[str, str]
-
-
-def only_one(**named: Constraint | None) -> Constraint | None:
-    """The one constraint that is given; raises RequestError if there are several, by their field names."""
-    given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        names = list(given)
-        raise RequestError(f"{' and '.join(names)} can't be combined: send one", param=names[1])
-    return next(iter(given.values()), None)
-
-
-def of_schema(schema: Mapping[str, Any] | None) -> Constraint | None:
-    """The constraint of a JSON schema."""
-    return None if schema is None else ("json_schema", json.dumps(schema))
-
-
-def of_response_format(response_format: Any) -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, Mapping):
-        raise RequestError("the response format must be an object with a type", param="response_format")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        # llama.cpp's spelling puts a schema beside json_object.
-        schema = response_format.get("schema")
-        return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
-    if kind == "json_schema":
-        wrapped = response_format.get("json_schema")
-        schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
-        if not isinstance(schema, Mapping):
-            raise RequestError(
-                "response_format.json_schema.schema must be an object", param="response_format.json_schema"
-            )
-        return of_schema(schema)
-    raise UnsupportedError(
-        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
-        param="response_format",
-    )
-
-
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -71,7 +28,6 @@ StopText = Annotated[str, Field(max_length=1024)]
 
 # For dialects without such a field.
 _ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
-
 # field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("this server writes text only", (None,)),
@@ -116,10 +72,49 @@ HINTS = frozenset(
         "service_tier", "id_slot",
     }
 )  # fmt: skip
-
-
 # Scheduling priority by OpenAI's `service_tier`; 0 for any other.
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
+
+
+def only_one(**named: Constraint | None) -> Constraint | None:
+    """The one constraint that is given; raises RequestError if there are several, by their field names."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        names = list(given)
+        raise RequestError(f"{' and '.join(names)} can't be combined: send one", param=names[1])
+    return next(iter(given.values()), None)
+
+
+def of_schema(schema: Mapping[str, Any] | None) -> Constraint | None:
+    """The constraint of a JSON schema."""
+    return None if schema is None else ("json_schema", json.dumps(schema))
+
+
+def of_response_format(response_format: Any) -> Constraint | None:
+    """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping):
+        raise RequestError("the response format must be an object with a type", param="response_format")
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        # llama.cpp's spelling puts a schema beside json_object.
+        schema = response_format.get("schema")
+        return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
+    if kind == "json_schema":
+        wrapped = response_format.get("json_schema")
+        schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
+        if not isinstance(schema, Mapping):
+            raise RequestError(
+                "response_format.json_schema.schema must be an object", param="response_format.json_schema"
+            )
+        return of_schema(schema)
+    raise UnsupportedError(
+        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
+        param="response_format",
+    )
 
 
 class RequestBody(BaseModel):

@@ -27,6 +27,8 @@ _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", 
 _THINKING_OFF = ("none",)
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
+# Of the window that is left beside the answer: the text before the cursor says more than the text after it.
+_PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +221,6 @@ def _with_tools(
 def wants_bos(info: ModelInfo, text: str) -> bool:
     """Whether the engine must prepend BOS: the model wants one and the template did not write it."""
     return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))
-
-
-# Of the window that is left beside the answer: the text before the cursor says more than the text after it.
-_PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 
 
 async def fim_prompt(

@@ -21,6 +21,18 @@ from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 _PIECE_BYTES = 2**18
+# Scanned in one go: a few milliseconds at most before another thread may run.
+_SLICE_BYTES = 2**16
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# Larger bodies are parsed in a thread, so as not to block the event loop.
+_SMALL_BYTES = 2**17
+# json.loads holds the GIL: this many containers take 0.1 s, and 32 MiB could hold a hundred times as many. Real
+# conversations with tools have thousands.
+_MOST_CONTAINERS = 500_000
+# ASGI scope key of a body that was read already.
+_READ = "localllm.body"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
@@ -67,12 +79,6 @@ def _is_zlib(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
 
 
-# Scanned in one go: a few milliseconds at most before another thread may run.
-_SLICE_BYTES = 2**16
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
-
 def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:
     """Whether the JSON text `body` nests deeper than `levels` (for invalid JSON: up to its first error, at least)."""
     depth = 0
@@ -101,16 +107,6 @@ def _brackets(body: bytes, slice_bytes: int) -> Iterator[bytes]:
         in_string = (in_string + len(parts) - 1) % 2
         if brackets:
             yield brackets
-
-
-# Larger bodies are parsed in a thread, so as not to block the event loop.
-_SMALL_BYTES = 2**17
-# json.loads holds the GIL: this many containers take 0.1 s, and 32 MiB could hold a hundred times as many. Real
-# conversations with tools have thousands.
-_MOST_CONTAINERS = 500_000
-# ASGI scope key of a body that was read already.
-_READ = "localllm.body"
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadJsonError(RequestError):

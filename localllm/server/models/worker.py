@@ -16,6 +16,9 @@ from localllm_backends.contract import ModelInfo
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
+_NEVER = float("-inf")
+# A plan older than this is made again before loading: free memory changes.
+_PLAN_TTL_S = 30.0
 
 
 class ModelAdmission:
@@ -97,11 +100,6 @@ class ModelAdmission:
 
 def _gb(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB"
-
-
-_NEVER = float("-inf")
-# A plan older than this is made again before loading: free memory changes.
-_PLAN_TTL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,12 @@ from localllm.server.proxy.usage_meter import UsageMeter
 if TYPE_CHECKING:
     import aiohttp
 
+_CONNECT_S = 5.0
+_MOST_CONNECTIONS = 512
+# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s): a request on one that is just being
+# closed is lost.
+_UNUSED_S = 2.0
+
 
 class UpstreamError(LocalLLMError):
     """An upstream server can't be reached, or broke off."""
@@ -26,13 +32,6 @@ class UpstreamError(LocalLLMError):
     http_status = 502
     exit_code = 6
     default_hint = "see whether that server runs; GET /v1/models says which model is where"
-
-
-_CONNECT_S = 5.0
-_MOST_CONNECTIONS = 512
-# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s): a request on one that is just being
-# closed is lost.
-_UNUSED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,10 @@ from localllm.server.generation.prompt import ResponseOptions
 # Known to Anthropic's API and without effect here; every prompt is cached, with or without `cache_control`.
 HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
+# Precedes the output of a failed tool: templates have no field for it.
+FAILED = "[the tool failed]"
+# What Anthropic's servers ran in an earlier turn; the answer made of it is in the message as well.
+_SERVER_SIDE = ("server_tool_use", "mcp_tool_use")
 
 
 class MessagesFields(SamplingFields):
@@ -142,12 +146,6 @@ def _choice(sent: dict[str, Any] | None) -> tuple[Any, bool]:
     if kind in ("auto", "any", "none"):
         return kind, parallel
     raise RequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice")
-
-
-# Precedes the output of a failed tool: templates have no field for it.
-FAILED = "[the tool failed]"
-# What Anthropic's servers ran in an earlier turn; the answer made of it is in the message as well.
-_SERVER_SIDE = ("server_tool_use", "mcp_tool_use")
 
 
 def plain_messages(message: Mapping[str, Any], where: str, omitted: list[str]) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@ _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(
 _PIECE = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h|$)")
 _FOR_EVER_S = 1e9
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+HINTS = frozenset({"model", "name", "stream"})
+_REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
 
 def keep_alive_s(sent: str | float | None) -> float | None:
@@ -49,10 +51,6 @@ def keep_alive_s(sent: str | float | None) -> float | None:
         length = sum(float(n) * _UNIT_S[unit] for n, unit in _PIECE.findall(sent))
         sent = -length if sent.startswith("-") else length
     return math.inf if sent < 0 or sent > _FOR_EVER_S else float(sent)
-
-
-HINTS = frozenset({"model", "name", "stream"})
-_REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
 
 class Options(GenerationFields):

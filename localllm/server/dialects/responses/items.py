@@ -12,7 +12,7 @@ from localllm.conversation.messages import normalise
 from localllm.engine.messages import Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import NAMED, TRUNCATION, Limit, ReasonedFields, ReasoningFields, first_limit
-from localllm.server.dialects.responses.store import Conversations, Store
+from localllm.server.dialects.responses.store import Conversations, ResponseStore
 from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
@@ -103,7 +103,9 @@ def chat_request(
     ), skipped
 
 
-def input_items(fields: ResponsesFields, store: Store, conversations: Conversations) -> tuple[list[Any], list[Any]]:
+def input_items(
+    fields: ResponsesFields, store: ResponseStore, conversations: Conversations
+) -> tuple[list[Any], list[Any]]:
     """The items before this request (of `previous_response_id` or `conversation`), and its own input, with references to
     stored items resolved."""
     before: list[Any] = []
@@ -118,7 +120,7 @@ def input_items(fields: ResponsesFields, store: Store, conversations: Conversati
     return before, [_stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or [])]
 
 
-def _stored(item: Any, where: str, store: Store) -> Any:
+def _stored(item: Any, where: str, store: ResponseStore) -> Any:
     if not isinstance(item, Mapping):
         raise RequestError(f"{where} must be an object", param=where)
     reference = item.get("type") == "item_reference" or set(item) == {"id"}

@@ -21,7 +21,7 @@ from localllm.server.dialects.responses.store import (
     ItemsFields,
     MetadataFields,
     PageFields,
-    Store,
+    ResponseStore,
     listing,
     page,
 )
@@ -39,7 +39,7 @@ from localllm.server.serving import Server, TranslatedRequest
 
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["OpenAI responses"])
-    store, conversations = Store(), Conversations()
+    store, conversations = ResponseStore(), Conversations()
     _mount_conversations(router, server, conversations)
     silence_s = server.settings.keepalive_s / 2
     create = Route(
@@ -143,7 +143,7 @@ def _mount_conversations(router: APIRouter, server: Server, kept: Conversations)
 class ResponseState(NamedTuple):
     """Stored responses and conversations."""
 
-    responses: Store
+    responses: ResponseStore
     conversations: Conversations
 
 

@@ -15,8 +15,10 @@ from pydantic import Field
 from localllm.errors import NotFoundError, RequestError
 from localllm.server.dialects.fields import RequestBody
 
-_MAX_STORED, _MAX_STORED_CHARS = 256, 64 * 2**20
+# Of responses, and of conversations: entries, and characters as JSON.
+_MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
 _KEPT = "responses are kept in memory until the server stops; send the whole conversation"
+Items = Annotated[list[dict[str, Any]], Field(max_length=512)]
 
 
 class PreviousResponseError(NotFoundError):
@@ -36,7 +38,7 @@ class _StoredResponse:
     chars: int
 
 
-class Store:
+class ResponseStore:
     """Past responses with their whole conversations."""
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Store:
         self._chars = 0
 
     def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
-        """Store a finished response with its input items: those of earlier responses, then its own."""
+        """ResponseStore a finished response with its input items: those of earlier responses, then its own."""
         own: list[dict[str, Any]] = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in sent]
         earlier = list(map(dict, before))
         kept = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
@@ -53,7 +55,7 @@ class Store:
         for item in (*own, *body["output"]):
             self._items[item["id"]] = item
         self._chars += kept.chars
-        while len(self._kept) > _MAX_STORED or (self._chars > _MAX_STORED_CHARS and self._kept):
+        while len(self._kept) > _MAX_ENTRIES or (self._chars > _MAX_CHARS and self._kept):
             self._forget(next(iter(self._kept)))
 
     def items(self, response_id: str) -> list[dict[str, Any]]:
@@ -124,10 +126,6 @@ def listing(shown: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> di
     return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": has_more}
 
 
-_MAX_KEPT, _MAX_KEPT_CHARS = 256, 64 * 2**20
-Items = Annotated[list[dict[str, Any]], Field(max_length=512)]
-
-
 class ConversationNotFoundError(NotFoundError):
     """No such conversation, or item of it, is kept here (any more)."""
 
@@ -183,7 +181,7 @@ class Conversations:
         added = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in items]
         self._get(conversation_id)[1].extend(added)
         self._chars[conversation_id] += len(json.dumps(added))
-        while len(self._kept) > _MAX_KEPT or (sum(self._chars.values()) > _MAX_KEPT_CHARS and self._kept):
+        while len(self._kept) > _MAX_ENTRIES or (sum(self._chars.values()) > _MAX_CHARS and self._kept):
             self.drop(next(iter(self._kept)))
         return added
 
