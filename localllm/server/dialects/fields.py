@@ -325,8 +325,8 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
         path = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "constrained", "dict[")))
         raise RequestError(f"{path or 'body'}: {first['msg']}", param=path or None) from e
     extra = fields.model_extra or {}
-    told = (k for k in extra if k not in hints and k not in REFUSED and not (k in NAMED and extra[k] in NAMED[k]))
-    return fields, sorted(told)
+    unknown = (k for k in extra if k not in hints and k not in REFUSED and not (k in NAMED and extra[k] in NAMED[k]))
+    return fields, sorted(unknown)
 
 
 def _bias(sent: Mapping[str, float]) -> dict[int, float]:

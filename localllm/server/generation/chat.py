@@ -34,20 +34,20 @@ async def chat_job(
     chat: ChatRequest, model: ServedModel, engine: EngineClient, cache: ReasoningCache, counts: TokenCounts
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
-    told = prepare_images(chat.messages, vision=engine.info.vision)
-    messages, normalised = without_changing_lines(cache.restore(told.messages))
-    if told.files:
-        engine = EngineWithImages(engine, told.files)
+    attached = prepare_images(chat.messages, vision=engine.info.vision)
+    messages, normalised = without_changing_lines(cache.restore(attached.messages))
+    if attached.files:
+        engine = EngineWithImages(engine, attached.files)
     template = model.template(engine.info)
 
-    async def render(kept: Messages) -> Prompt:
-        return await build_prompt(template, kept, chat.options, engine.tokenize)
+    async def render(remaining: Messages) -> Prompt:
+        return await build_prompt(template, remaining, chat.options, engine.tokenize)
 
     if chat.compaction:
         prompt, shortened = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
     else:
         prompt, shortened = await render(messages), None
-    generation, ignored = chat.generation, (*prompt.ignored, *told.ignored, *chat.omitted)
+    generation, ignored = chat.generation, (*prompt.ignored, *attached.ignored, *chat.omitted)
     if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
         # This model has no reasoning to limit.
         generation, ignored = replace(generation, thinking_tokens=None), (*ignored, "thinking_budget")
@@ -57,7 +57,7 @@ async def chat_job(
         answer=prompt.answer,
         add_bos=wants_bos(engine.info, prompt.text),
         n=chat.n,
-        images={mark: file for mark, file in told.files.items() if mark in prompt.text},
+        images={mark: file for mark, file in attached.files.items() if mark in prompt.text},
         ignored=ignored,
         normalised=normalised,
         compacted="" if shortened is None else str(shortened),

@@ -121,17 +121,17 @@ async def _costs(
         tokens = frame + await counts.of(engine, message["content"])
         for call in message.get("tool_calls", ()):
             tokens += frame + await counts.of(engine, json.dumps(call["function"], ensure_ascii=False))
-        thought = await counts.of(engine, message.get("reasoning_content") or "")
-        return MessageCost(tokens + thought) if stays else MessageCost(tokens, passing=thought)
+        reasoning_tokens = await counts.of(engine, message.get("reasoning_content") or "")
+        return MessageCost(tokens + reasoning_tokens) if stays else MessageCost(tokens, passing=reasoning_tokens)
 
     return list(await asyncio.gather(*map(cost, messages)))
 
 
 async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: TokenCounts) -> int:
     """Tokens that the template adds to each message: measured from one more question and answer."""
-    asked, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+    question, answer = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:
-        one, two = [await asyncio.to_thread(template.render, m) for m in ([asked], [asked, said, asked])]
+        one, two = [await asyncio.to_thread(template.render, m) for m in ([question], [question, answer, question])]
     except TemplateError:
         return _FRAME_TOKENS
     more = await counts.of(engine, two) - await counts.of(engine, one)
@@ -141,9 +141,9 @@ async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: To
 
 def _keeps_reasoning(template: ChatTemplate) -> bool:
     """Whether the template writes the reasoning of earlier turns into the prompt."""
-    asked = {"role": "user", "content": "."}
-    said = {"role": "assistant", "content": ".", "reasoning_content": _PROBE}
+    question = {"role": "user", "content": "."}
+    answer = {"role": "assistant", "content": ".", "reasoning_content": _PROBE}
     try:
-        return _PROBE in template.render([asked, said, asked])
+        return _PROBE in template.render([question, answer, question])
     except TemplateError:
         return True

@@ -74,9 +74,9 @@ class ImageFetcher:
         try:
             if not self._allowed(httpx.URL(address)):
                 return None
-            kept = self._cached(address)
-            if kept is not None:
-                return kept
+            cached = self._cached(address)
+            if cached is not None:
+                return cached
             budget.images -= 1
             if budget.images < 0:
                 return f"{self.most_images} images of a request are fetched at most"
@@ -155,11 +155,11 @@ async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) 
     refused: Exception | None = None
     for ip in await _addresses(url.host, url.port or 443):
         headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
-        asked = client.build_request(
+        outgoing = client.build_request(
             "GET", url.copy_with(host=ip), headers=headers, extensions={"sni_hostname": url.host}
         )
         try:
-            answer = await client.send(asked, stream=True)
+            answer = await client.send(outgoing, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as e:
             refused = e
             continue

@@ -84,5 +84,5 @@ def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict
             parts.append(page.text or "[a page without text]")
     parts = [f"Page {i + 1}:\n{part}" for i, part in enumerate(parts)] if len(parts) > 1 else parts
     text = documents.fenced(attached.name, "\n\n".join(parts))
-    told = {**message, "content": message["content"].replace(attached.mark, text, 1)}
-    return {**told, "images": [*seen, *pictures]} if seen or pictures else told
+    filled = {**message, "content": message["content"].replace(attached.mark, text, 1)}
+    return {**filled, "images": [*seen, *pictures]} if seen or pictures else filled

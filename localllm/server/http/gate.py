@@ -162,10 +162,12 @@ async def refuse(send: Send, error: LocalLLMError) -> None:
     await send_json(send, error.http_status, error.to_openai(), headers_of(error))
 
 
-async def _preflight(send: Send, origin: str, asked: Mapping[bytes, bytes]) -> None:
+async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, bytes]) -> None:
     headers = [(b"content-length", b"0"), (b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
     if origin:
-        wanted = [h.strip() for h in asked.get(b"access-control-request-headers", b"").split(b",")[:_MOST_HEADERS]]
+        wanted = [
+            h.strip() for h in request_headers.get(b"access-control-request-headers", b"").split(b",")[:_MOST_HEADERS]
+        ]
         echoed = [h for h in wanted if _HEADER_NAME.fullmatch(h)]
         headers += [
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
@@ -173,7 +175,7 @@ async def _preflight(send: Send, origin: str, asked: Mapping[bytes, bytes]) -> N
             (b"access-control-max-age", b"600"),
             (b"vary", b"Access-Control-Request-Headers"),
         ]
-        if asked.get(b"access-control-request-private-network") == b"true":
+        if request_headers.get(b"access-control-request-private-network") == b"true":
             headers.append((b"access-control-allow-private-network", b"true"))
     await send({"type": "http.response.start", "status": 204, "headers": headers})
     await send({"type": "http.response.body", "body": b""})

@@ -112,10 +112,10 @@ class UpstreamClient:
 
         try:
             async with self._get(url, key, _CONNECT_S) as answer:
-                said = await answer.json(content_type=None)
+                answered = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return []
-        data = said.get("data") if isinstance(said, dict) else None
+        data = answered.get("data") if isinstance(answered, dict) else None
         return [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
 
     def _get(self, url: str, key: str | None, seconds: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:

@@ -174,8 +174,8 @@ class PoolFront:
             raw, prompt, meter = body.raw, prefix_hashes(body.value), meter_for(scope["path"], body.value)
             named = body.value.get("previous_response_id") or body.value.get("conversation")
             affinity_key = named.encode() if isinstance(named, str) else None
-        if affinity_key is None and (kept := _STORED_ID_IN_PATH.search(scope["path"])) is not None:
-            affinity_key = kept[1].encode()
+        if affinity_key is None and (stored_id := _STORED_ID_IN_PATH.search(scope["path"])) is not None:
+            affinity_key = stored_id[1].encode()
         client = _ClientStream(send)
         request = _PooledRequest(scope, raw, prompt, affinity_key, meter)
         await relay.until_disconnect(receive, self._try_nodes(request, client), meter)

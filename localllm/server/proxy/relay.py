@@ -41,19 +41,19 @@ def frame_kind(frame: bytes) -> FrameKind:
         return "comment"
     data = b"".join(line[5:] for line in lines if line.startswith(b"data:")) or lines[-1]
     try:
-        said = json.loads(data)
+        value = json.loads(data)
     except ValueError:
         return "token"
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         return "token"
-    error = said.get("error")
+    error = value.get("error")
     if isinstance(error, dict):
-        return "retry" if error.get("code") in _RETRIED or said.get("type") == "overloaded_error" else "token"
-    if said.get("type") in _OPENINGS:
+        return "retry" if error.get("code") in _RETRIED or value.get("type") == "overloaded_error" else "token"
+    if value.get("type") in _OPENINGS:
         return "opening"
-    if said.get("type") == "content_block_start":
-        return "opening" if (said.get("content_block") or {}).get("text") == "" else "token"
-    choices = said.get("choices")
+    if value.get("type") == "content_block_start":
+        return "opening" if (value.get("content_block") or {}).get("text") == "" else "token"
+    choices = value.get("choices")
     return "opening" if isinstance(choices, list) and choices and all(map(_empty, choices)) else "token"
 
 
@@ -68,9 +68,9 @@ def _empty(choice: Any) -> bool:
 
 def relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[bytes, bytes]]:
     """The headers of `answer` that the client gets, and the name of the server that sent it."""
-    said = [(k.lower(), v) for k, v in answer.raw_headers]
-    kept = [(k, v) for k, v in said if k in _RELAYED or k.startswith(_RELAYED_FAMILIES)]
-    return [*((k, v) for k, v in kept if k != _RAN_ON), (_RAN_ON, name.encode("latin-1"))]
+    headers = [(k.lower(), v) for k, v in answer.raw_headers]
+    relayed = [(k, v) for k, v in headers if k in _RELAYED or k.startswith(_RELAYED_FAMILIES)]
+    return [*((k, v) for k, v in relayed if k != _RAN_ON), (_RAN_ON, name.encode("latin-1"))]
 
 
 async def relay_whole(answer: aiohttp.ClientResponse, outgoing: ProxyRequest, send: Send) -> None:
@@ -131,8 +131,8 @@ def error_frame(answer: aiohttp.ClientResponse, error: LocalLLMError) -> bytes:
 
 def error_frame_as(content_type: str, error: LocalLLMError) -> bytes:
     """`error` as the last frame of a stream of that type."""
-    said = json.dumps(error.to_openai(), separators=(",", ":")).encode()
-    return b"data: " + said + b"\n\n" if "event-stream" in content_type else said + b"\n"
+    value = json.dumps(error.to_openai(), separators=(",", ":")).encode()
+    return b"data: " + value + b"\n\n" if "event-stream" in content_type else value + b"\n"
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None], meter: UsageMeter) -> None:

@@ -51,21 +51,21 @@ class UsageMeter:
             return
         if self._streams:
             self._frames += piece.count(b"data:") or piece.count(b"\n")
-        said = self._tail + piece
-        self._tail = said[-_TAIL_BYTES:]
-        if self._refused or not any(hint in said for hint in _HINTS):
+        seen = self._tail + piece
+        self._tail = seen[-_TAIL_BYTES:]
+        if self._refused or not any(hint in seen for hint in _HINTS):
             return
         prompt, written, cached, cache_read, cache_written = (
-            _last(p, said) for p in (_PROMPT, _WRITTEN, _CACHED, _CACHE_READ, _CACHE_WRITTEN)
+            _last(p, seen) for p in (_PROMPT, _WRITTEN, _CACHED, _CACHE_READ, _CACHE_WRITTEN)
         )
         self._charge(prompt + cache_read + cache_written if prompt else 0, cached or cache_read, written)
 
-    def _charge(self, *found: int) -> None:
+    def _charge(self, *counts: int) -> None:
         # Usage that grows in a stream, or is repeated on another node, is charged once.
-        more = [max(0, now - before) for now, before in zip(found, self._charged, strict=True)]
-        if self._account is not None and any(more):
-            self._charged = [max(a, b) for a, b in zip(found, self._charged, strict=True)]
-            self._account.charge(*more)
+        new = [max(0, now - before) for now, before in zip(counts, self._charged, strict=True)]
+        if self._account is not None and any(new):
+            self._charged = [max(a, b) for a, b in zip(counts, self._charged, strict=True)]
+            self._account.charge(*new)
 
     def close(self, *, left: bool = False) -> None:
         """The request is over; `left`: the client disconnected early. What was not reported is charged by estimate: the
@@ -77,9 +77,9 @@ class UsageMeter:
         self._charge(prompt or self._prompt_estimate, cached, counted)
 
 
-def _last(pattern: re.Pattern[bytes], said: bytes) -> int:
-    found = pattern.findall(said)
-    return int(found[-1]) if found else 0
+def _last(pattern: re.Pattern[bytes], seen: bytes) -> int:
+    counts = pattern.findall(seen)
+    return int(counts[-1]) if counts else 0
 
 
 def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:

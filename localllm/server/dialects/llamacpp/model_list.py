@@ -41,13 +41,13 @@ def props(served: ServedModel) -> dict[str, Any]:
 
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
     """Events of loading and unloading: the current state, then each change, with load progress."""
-    said: dict[str, dict[str, Any]] = {}
+    sent: dict[str, dict[str, Any]] = {}
     quiet_s = 0.0
     while True:
         for m in models.list():
             status = _status(m)
-            if said.get(m.name) != status:
-                said[m.name], quiet_s = status, 0.0
+            if sent.get(m.name) != status:
+                sent[m.name], quiet_s = status, 0.0
                 event = {"model": m.name, "event": "model_status", "data": status}
                 yield f"data: {json.dumps(event)}\n\n".encode()
         await asyncio.sleep(_LOOK_S)

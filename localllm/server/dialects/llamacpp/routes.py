@@ -84,10 +84,10 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
         with model.lease():
             engine = await model.engine()
             tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
-            said: list[Any] = tokens
+            listed: list[Any] = tokens
             if fields.with_pieces:
-                said = [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]
-        return JSONResponse({"tokens": said}, headers=ignored_header(ignored))
+                listed = [{"id": t, "piece": await engine.detokenize([t])} for t in tokens]
+        return JSONResponse({"tokens": listed}, headers=ignored_header(ignored))
 
     @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content"))
     async def detokenize(request: Request) -> Response:

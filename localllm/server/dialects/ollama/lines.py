@@ -75,9 +75,9 @@ class JsonLines(ReplyWriter):
             self._line(self._shape.body("", calls=[call(index, name, "".join(pieces))]))
 
     def _line(self, body: Mapping[str, Any]) -> None:
-        said = {"model": self._model, "created_at": now(), **body}
-        said.setdefault("done", False)
-        self._outbox.write(json.dumps(said, ensure_ascii=False).encode() + b"\n")
+        line = {"model": self._model, "created_at": now(), **body}
+        line.setdefault("done", False)
+        self._outbox.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def whole(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
     """Ollama's error object, which is only text. Clients parse its message of a too long prompt to compact."""
-    said = error.message
+    message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts
-        said = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {said}"
-    return {"error": said}
+        message = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {message}"
+    return {"error": message}
 
 
 def frame_error(error: LocalLLMError) -> bytes:

@@ -128,9 +128,9 @@ def _managing(router: APIRouter, server: Server) -> None:
         fields, ignored = read(OllamaPull, await read_json(request, server.settings), requests.HINTS)
         name, headers = fields.wanted(), {**request_id(), **ignored_header(ignored)}
         if fields.stream is False:
-            said: list[dict[str, Any]] = []
-            await unless_gone(request.receive, puller.pull(store, name, said.append))
-            return JSONResponse(said[-1], headers=headers) if said else Response(status_code=499)
+            reported: list[dict[str, Any]] = []
+            await unless_gone(request.receive, puller.pull(store, name, reported.append))
+            return JSONResponse(reported[-1], headers=headers) if reported else Response(status_code=499)
 
         async def produce(outbox: Outbox) -> None:
             await puller.pull(store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n"))

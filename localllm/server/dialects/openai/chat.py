@@ -156,9 +156,9 @@ class ChatChunks(ReplyWriter):
         if not logprobs:
             self._outbox.write(f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode())
             return
-        said = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
+        data = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
         self._outbox.write(
-            f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{said},"finish_reason":null{self._tail}'.encode()
+            f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{data},"finish_reason":null{self._tail}'.encode()
         )
 
     def reasoning(self, choice: int, text: str) -> None:
@@ -179,8 +179,8 @@ class ChatChunks(ReplyWriter):
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         if self._include_usage:
-            said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
-            self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
+            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
         self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
 
     def _send(self, choice: int, delta: str) -> None:

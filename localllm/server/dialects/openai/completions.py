@@ -137,8 +137,8 @@ class FillInChunks(ChatChunks):
         for choice, outcome in self._ended[:-1]:
             super().finish(choice, outcome)
         for choice, outcome in self._ended[-1:]:
-            said = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": outcome.reason}
-            body = {"choices": [said], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
+            data = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": outcome.reason}
+            body = {"choices": [data], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
             self._outbox.write(f"{self._head},{json.dumps(body)[1:]}\n\n".encode())
         super().end(usage, timings)
 
@@ -163,10 +163,10 @@ class CompletionChunks(ReplyWriter):
                 self.text(i, str(prompts[i // self._job.n]), ())
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        said = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
+        data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
         self._tokens_end[choice] += sum(len(p.text) for p in logprobs)
         self._outbox.write(
-            f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{said},'
+            f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{data},'
             f'"finish_reason":null{self._tail}'.encode()
         )
 
@@ -178,8 +178,8 @@ class CompletionChunks(ReplyWriter):
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         if self._include_usage:
-            said = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
-            self._outbox.write(f"{self._head},{said[1:]}\n\n".encode())
+            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
         self._outbox.write(f": cache {usage.cache_note}\n\ndata: [DONE]\n\n".encode())
 
 

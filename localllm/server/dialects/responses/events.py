@@ -84,11 +84,11 @@ class ResponseEvents(ReplyWriter):
 
     def keepalive(self, progress: PrefillProgress) -> bytes:
         """The progress as a comment, and from time to time an event: Codex gives up on a stream without events."""
-        said = comment(progress)
+        data = comment(progress)
         if time.monotonic() - self._said_s < self._silence_s:
-            return said
+            return data
         self._said_s = time.monotonic()
-        return said + (
+        return data + (
             self._frame("response.in_progress", {"response": self.body}) if self._begun else self._beginning()
         )
 
@@ -101,12 +101,12 @@ class ResponseEvents(ReplyWriter):
         if not text and not logprobs:
             return
         self._enter("message")
-        said = "[]"
+        data = "[]"
         if logprobs:
             entries = [logprob_entry(p) for p in logprobs]
             self._logprobs += entries
-            said = json.dumps(entries)
-        self._delta("response.output_text.delta", text, f',"content_index":0,"logprobs":{said}')
+            data = json.dumps(entries)
+        self._delta("response.output_text.delta", text, f',"content_index":0,"logprobs":{data}')
 
     def reasoning(self, choice: int, text: str) -> None:
         self._enter("reasoning")
@@ -125,8 +125,8 @@ class ResponseEvents(ReplyWriter):
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         if self._text_of is None:
             self._delta("response.function_call_arguments.delta", text, "")
-        elif said := self._text_of.feed(text):
-            self._delta("response.custom_tool_call_input.delta", said, "")
+        elif data := self._text_of.feed(text):
+            self._delta("response.custom_tool_call_input.delta", data, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         self._leave()
@@ -185,10 +185,12 @@ class ResponseEvents(ReplyWriter):
             item["input"] = text
             self._event("response.custom_tool_call_input.done", {**place, "input": text})
         elif item["type"] == "message":
-            likely, self._logprobs = self._logprobs, []
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": likely}
+            logprobs_body, self._logprobs = self._logprobs, []
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs_body}
             item["content"] = [part]
-            self._event("response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": likely})
+            self._event(
+                "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": logprobs_body}
+            )
             self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
         else:
             part = {"type": "reasoning_text", "text": text}
@@ -222,9 +224,9 @@ class ResponseEvents(ReplyWriter):
             self._outbox.write(self._frame(event, fields))
 
     def _frame(self, event: str, fields: Mapping[str, Any]) -> bytes:
-        said = json.dumps({"type": event, "sequence_number": self._sequence, **fields})
+        data = json.dumps({"type": event, "sequence_number": self._sequence, **fields})
         self._sequence += 1
-        return f"event: {event}\ndata: {said}\n\n".encode()
+        return f"event: {event}\ndata: {data}\n\n".encode()
 
 
 def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any]:

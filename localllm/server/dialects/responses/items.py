@@ -129,14 +129,14 @@ def _stored(item: Any, where: str, store: ResponseStore) -> Any:
 
 def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    thought = ""
+    reasoning_text = ""
     for item in items:
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
-            if thought and item.get("role") == "assistant":
-                message["reasoning_content"] = thought
-            thought = ""
+            if reasoning_text and item.get("role") == "assistant":
+                message["reasoning_content"] = reasoning_text
+            reasoning_text = ""
             messages.append(message)
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
@@ -148,16 +148,16 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
                 last.setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-            if thought:
-                messages[-1]["reasoning_content"] = thought
-                thought = ""
+            if reasoning_text:
+                messages[-1]["reasoning_content"] = reasoning_text
+                reasoning_text = ""
         elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append(
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item.get("output"))}
             )
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            thought = "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            reasoning_text = "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
         else:
             skipped.append(f"input.{kind}")
     return messages

@@ -89,55 +89,55 @@ def routes(server: Server) -> APIRouter:
     return router
 
 
-def _mount_conversations(router: APIRouter, server: Server, kept: Conversations) -> None:
+def _mount_conversations(router: APIRouter, server: Server, conversations: Conversations) -> None:
     one = "/v1/conversations/{conversation_id}"
 
     @router.post("/v1/conversations", response_model=None, openapi_extra=body_of(ConversationFields, "id"))
     async def create(request: Request) -> JSONResponse:
         """Begin a conversation that the server keeps."""
         fields, ignored = read(ConversationFields, await read_json(request, server.settings))
-        return JSONResponse(kept.create(fields), headers=ignored_header(ignored))
+        return JSONResponse(conversations.create(fields), headers=ignored_header(ignored))
 
     @router.get(one)
     async def get(conversation_id: str) -> dict[str, Any]:
         """A conversation's object."""
-        return kept.body(conversation_id)
+        return conversations.body(conversation_id)
 
     @router.post(one, response_model=None, openapi_extra=body_of(MetadataFields, "id"))
     async def update(conversation_id: str, request: Request) -> JSONResponse:
         """Give a conversation other metadata."""
         fields, ignored = read(MetadataFields, await read_json(request, server.settings))
-        body = kept.body(conversation_id)
+        body = conversations.body(conversation_id)
         body["metadata"] = fields.metadata
         return JSONResponse(body, headers=ignored_header(ignored))
 
     @router.delete(one)
     async def delete(conversation_id: str) -> dict[str, Any]:
         """Forget a conversation."""
-        kept.drop(conversation_id)
+        conversations.drop(conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @router.get(one + "/items")
     async def list_items(conversation_id: str, request: Request) -> dict[str, Any]:
         """A conversation's items, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(kept.items(conversation_id), wanted)
+        return page(conversations.items(conversation_id), wanted)
 
     @router.post(one + "/items", response_model=None, openapi_extra=body_of(ItemsFields, "data"))
     async def add_items(conversation_id: str, request: Request) -> JSONResponse:
         """Put items at a conversation's end."""
         fields, ignored = read(ItemsFields, await read_json(request, server.settings))
-        return JSONResponse(listing(kept.add(conversation_id, fields.items)), headers=ignored_header(ignored))
+        return JSONResponse(listing(conversations.add(conversation_id, fields.items)), headers=ignored_header(ignored))
 
     @router.get(one + "/items/{item_id}")
     async def get_item(conversation_id: str, item_id: str) -> dict[str, Any]:
         """One item of a conversation."""
-        return kept.item(conversation_id, item_id)
+        return conversations.item(conversation_id, item_id)
 
     @router.delete(one + "/items/{item_id}")
     async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
         """Take an item out of a conversation."""
-        return kept.drop_item(conversation_id, item_id)
+        return conversations.drop_item(conversation_id, item_id)
 
 
 class ResponseState(NamedTuple):
@@ -147,19 +147,19 @@ class ResponseState(NamedTuple):
     conversations: Conversations
 
 
-def translate(fields: ResponsesFields, model: ServedModel, kept: ResponseState, silence_s: float) -> TranslatedRequest:
+def translate(fields: ResponsesFields, model: ServedModel, state: ResponseState, silence_s: float) -> TranslatedRequest:
     """A Responses request, answered as a response object or its events, and stored."""
-    before, sent = items.input_items(fields, kept.responses, kept.conversations)
+    before, sent = items.input_items(fields, state.responses, state.conversations)
     toolbox = Toolbox.of(fields.tools or [])
     effort = fields.reasoning.level if fields.reasoning else None
     chat, skipped = items.chat_request(fields, model.sampling_for(effort), [*before, *sent], toolbox)
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
-            kept.responses.put(body, before, sent)
+            state.responses.put(body, before, sent)
         if fields.conversation_id is not None:
             with suppress(ConversationNotFoundError):  # it was evicted meanwhile
-                kept.conversations.add(fields.conversation_id, [*sent, *body["output"]])
+                state.conversations.add(fields.conversation_id, [*sent, *body["output"]])
 
     response = ResponseEvents(fields, model.name, toolbox, keep, silence_s)
 

@@ -42,7 +42,7 @@ class ResponseStore:
     """Past responses with their whole conversations."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, _StoredResponse] = OrderedDict()
+        self._entries: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._items: dict[str, dict[str, Any]] = {}
         self._chars = 0
 
@@ -50,23 +50,23 @@ class ResponseStore:
         """ResponseStore a finished response with its input items: those of earlier responses, then its own."""
         own: list[dict[str, Any]] = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in sent]
         earlier = list(map(dict, before))
-        kept = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
-        self._kept[body["id"]] = kept
+        stored = _StoredResponse(body, earlier, own, len(json.dumps([earlier, own, body["output"]])))
+        self._entries[body["id"]] = stored
         for item in (*own, *body["output"]):
             self._items[item["id"]] = item
-        self._chars += kept.chars
-        while len(self._kept) > _MAX_ENTRIES or (self._chars > _MAX_CHARS and self._kept):
-            self._forget(next(iter(self._kept)))
+        self._chars += stored.chars
+        while len(self._entries) > _MAX_ENTRIES or (self._chars > _MAX_CHARS and self._entries):
+            self._forget(next(iter(self._entries)))
 
     def items(self, response_id: str) -> list[dict[str, Any]]:
         """The conversation up to and including that response; raises PreviousResponseError."""
-        kept = self._get(response_id)
-        return [*kept.before, *kept.sent, *kept.body["output"]]
+        stored = self._get(response_id)
+        return [*stored.before, *stored.sent, *stored.body["output"]]
 
     def sent(self, response_id: str) -> Sequence[dict[str, Any]]:
         """The input items of that response, with those before it; raises PreviousResponseError."""
-        kept = self._get(response_id)
-        return [*kept.before, *kept.sent]
+        stored = self._get(response_id)
+        return [*stored.before, *stored.sent]
 
     def item(self, item_id: str, where: str) -> dict[str, Any]:
         """The item that `where` refers to; raises RequestError."""
@@ -89,19 +89,19 @@ class ResponseStore:
         self._forget(response_id)
 
     def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
-        self._chars -= kept.chars
-        for item in (*kept.sent, *kept.body["output"]):
+        stored = self._entries.pop(response_id)
+        self._chars -= stored.chars
+        for item in (*stored.sent, *stored.body["output"]):
             key = item["id"]
             if self._items.get(key) is item:
                 del self._items[key]
 
     def _get(self, response_id: str) -> _StoredResponse:
-        if response_id not in self._kept:
+        if response_id not in self._entries:
             raise PreviousResponseError(
                 f"no response {response_id[:80]!r} is stored here", param="previous_response_id"
             )
-        return self._kept[response_id]
+        return self._entries[response_id]
 
 
 class PageFields(RequestBody):
@@ -156,14 +156,14 @@ class Conversations:
     """OpenAI's Conversations API: conversations kept for clients."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = OrderedDict()
         self._chars: dict[str, int] = {}
 
     def create(self, sent: ConversationFields) -> dict[str, Any]:
         """A new one; returns its object."""
         name = "conv_" + secrets.token_hex(12)
         body = {"id": name, "object": "conversation", "created_at": int(time.time()), "metadata": sent.metadata}
-        self._kept[name] = (body, [])
+        self._entries[name] = (body, [])
         self._chars[name] = 0
         self.add(name, sent.items)
         return body
@@ -181,14 +181,14 @@ class Conversations:
         added = [{**item, "id": item.get("id") or f"msg_{secrets.token_hex(12)}"} for item in items]
         self._get(conversation_id)[1].extend(added)
         self._chars[conversation_id] += len(json.dumps(added))
-        while len(self._kept) > _MAX_ENTRIES or (sum(self._chars.values()) > _MAX_CHARS and self._kept):
-            self.drop(next(iter(self._kept)))
+        while len(self._entries) > _MAX_ENTRIES or (sum(self._chars.values()) > _MAX_CHARS and self._entries):
+            self.drop(next(iter(self._entries)))
         return added
 
     def drop(self, conversation_id: str) -> None:
         """Forget it; raises ConversationNotFoundError."""
         self._get(conversation_id)
-        del self._kept[conversation_id], self._chars[conversation_id]
+        del self._entries[conversation_id], self._chars[conversation_id]
 
     def item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
         """One of its items; raises ConversationNotFoundError."""
@@ -200,14 +200,14 @@ class Conversations:
     def drop_item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
         """Remove one item; returns the conversation's object. Raises ConversationNotFoundError."""
         found = self.item(conversation_id, item_id)
-        body, items = self._kept[conversation_id]
+        body, items = self._entries[conversation_id]
         items.remove(found)
         return body
 
     def _get(self, conversation_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if conversation_id not in self._kept:
+        if conversation_id not in self._entries:
             raise ConversationNotFoundError(
                 f"no conversation {conversation_id[:80]!r} is kept here", param="conversation"
             )
-        self._kept.move_to_end(conversation_id)
-        return self._kept[conversation_id]
+        self._entries.move_to_end(conversation_id)
+        return self._entries[conversation_id]
