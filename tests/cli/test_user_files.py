@@ -39,7 +39,6 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a missing key": (MINE.replace("layers = 16\n", "").encode(), "layers"),
     "text for a number": (MINE.replace("layers = 16", 'layers = "many"').encode(), "mine-1b"),
     "a list for a table": (MINE.replace("vocab = 128256", "vocab = 128256\nsampling = []").encode(), "mine-1b"),
-    "one tag of two": (MINE.replace("vocab = 128256", 'vocab = 128256\nreasoning = {tags = ["a"]}').encode(), "mine-1b"),
     "infinite": (MINE.replace("hidden = 2048", "hidden = inf").encode(), "mine-1b"),
     "nothing wide": (MINE.replace("hidden = 2048", "hidden = 0").encode(), "hidden"),
     "negative": (MINE.replace("heads = 32", "heads = -32").encode(), "heads"),
