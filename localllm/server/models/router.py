@@ -147,9 +147,6 @@ class ModelRouter:
             param="model",
         )
 
-    def host(self, name: str | None) -> Host:
-        return self.resolve(name).host
-
     @property
     def health(self) -> Health:
         """How the models named at the start are doing."""
