@@ -109,7 +109,7 @@ def test_any_turn_has_versions_and_what_followed_each_comes_back(session: Sessio
     changed = session.ask("A", instead=first)
     assert [t.content for t in session.turns] == ["A"]
     _answered(session, "three")
-    assert session.payload() == [{"role": "user", "content": "A"}]
+    assert session.request() == [{"role": "user", "content": "A"}]
     assert session.place(changed) == (2, 2)
     session.other_version(changed, -1)
     assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
@@ -123,7 +123,7 @@ def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(se
     stopped = _answered(session, "one", finish_reason="stopped")
     session.ask("b")
     _answered(session, "two")
-    more = session.answer(stopped, goes_on=True)
+    more = session.answer(stopped, continues=True)
     assert more.messages[-1] == {"role": "assistant", "content": "one"}
     more.add(" and more")
     more.finish({})
@@ -183,13 +183,13 @@ def test_a_retry_is_asked_without_the_answer_it_replaces(session: Session) -> No
     answer = session.answer()
     answer.add("a")
     answer.finish({})
-    assert session.payload() == [{"role": "user", "content": "q"}]
+    assert session.request() == [{"role": "user", "content": "q"}]
 
 
 def test_unanswered_questions_are_sent_as_one(session: Session) -> None:
     session.ask("first")
     session.ask("second")
-    assert session.payload() == [{"role": "user", "content": "first\n\nsecond"}]
+    assert session.request() == [{"role": "user", "content": "first\n\nsecond"}]
 
 
 def test_a_changed_question_keeps_its_files(session: Session, history: History) -> None:
@@ -204,7 +204,7 @@ def test_a_changed_question_keeps_its_files(session: Session, history: History) 
 
 
 def test_nothing_to_answer_is_said(session: Session) -> None:
-    for action in (session.answer, lambda: session.answer(goes_on=True)):
+    for action in (session.answer, lambda: session.answer(continues=True)):
         with pytest.raises(UsageError):
             action()
     turn = session.ask("q")

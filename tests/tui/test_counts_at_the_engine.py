@@ -16,10 +16,10 @@ STOPPED = [*ASKED, {"role": "assistant", "content": "One, two,"}]
 
 @pytest.mark.timeout(300)
 def test_a_count_is_the_prompt_that_the_engine_reads(smollm2: Path) -> None:
-    async def both(client: ChatClient, name: str, goes_on: bool) -> tuple[int | None, int]:
-        messages = STOPPED if goes_on else ASKED
+    async def both(client: ChatClient, name: str, continues: bool) -> tuple[int | None, int]:
+        messages = STOPPED if continues else ASKED
         counted = await client.count(name, messages)
-        events = [event async for event in client.stream(name, messages, goes_on=goes_on)]
+        events = [event async for event in client.stream(name, messages, continues=continues)]
         done = events[-1]
         assert isinstance(done, AnswerDone)
         assert done.usage is not None
@@ -27,8 +27,8 @@ def test_a_count_is_the_prompt_that_the_engine_reads(smollm2: Path) -> None:
 
     async def main(base_url: str, name: str) -> None:
         async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 2}) as client:
-            for goes_on in (False, True):
-                counted, read = await both(client, name, goes_on)
+            for continues in (False, True):
+                counted, read = await both(client, name, continues)
                 assert counted == read
 
     with background_server(str(smollm2), 512) as (base_url, name):

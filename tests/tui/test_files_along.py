@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual import events
 
-from localllm_tui.control.attachments import below, dropped
+from localllm_tui.control.attachments import dropped_files, files_below
 from localllm_tui.screens.files import FilePicker
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -> None:
-    assert below(folder) == ["notes.txt", "src/deep/engine.py", "src/long.txt", "src/picture.bin"]
+    assert files_below(folder) == ["notes.txt", "src/deep/engine.py", "src/long.txt", "src/picture.bin"]
 
 
 def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server: ScriptedServer, folder: Path) -> None:
@@ -109,13 +109,13 @@ def test_paths_that_a_terminal_types_for_dropped_files_are_known(tmp_path: Path)
     plain, spaced = tmp_path / "a.txt", tmp_path / "b c'd.txt"
     for path in (plain, spaced):
         path.write_text("x")
-    assert dropped(f"{plain}") == [plain]
-    assert dropped(f"{spaced}\n") == [spaced]
-    assert dropped(str(spaced).replace(" ", "\\ ").replace("'", "\\'")) == [spaced]
-    assert dropped(f"'{plain}' \"{spaced}\"") == [plain, spaced]
-    assert dropped(f"file://{str(spaced).replace(' ', '%20')}") == [spaced]
+    assert dropped_files(f"{plain}") == [plain]
+    assert dropped_files(f"{spaced}\n") == [spaced]
+    assert dropped_files(str(spaced).replace(" ", "\\ ").replace("'", "\\'")) == [spaced]
+    assert dropped_files(f"'{plain}' \"{spaced}\"") == [plain, spaced]
+    assert dropped_files(f"file://{str(spaced).replace(' ', '%20')}") == [spaced]
     for text in ("", "hello", "/no/such/file", f"{plain} and more", "a.txt", f"see {plain}", "'", "/" * 5000):
-        assert dropped(text) == [], text
+        assert dropped_files(text) == [], text
 
 
 def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: ScriptedServer, folder: Path) -> None:

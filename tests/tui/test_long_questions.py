@@ -160,6 +160,6 @@ def test_dropping_the_only_question_keeps_the_system_prompt(history: History) ->
     assert history.list() == []
     assert session.system == "Be brief"
     session.ask("r")
-    assert [m["content"] for m in session.payload()] == ["Be brief", "r"]
+    assert [m["content"] for m in session.request()] == ["Be brief", "r"]
     with pytest.raises(UsageError):
         Session(history, "m").drop_question()

@@ -21,7 +21,7 @@ FOUND_SHOWN = 20
 
 
 class LineChat:
-    """A chat on standard output and error. An answer that is wanted is `wanted`, for whoever runs this to print."""
+    """A chat on standard output and error. An answer that was asked for is `pending`: the caller prints it."""
 
     def __init__(
         self, client: ChatClient, model: str, session: Session, copy: Callable[[str], bool] = copy_with_tool
@@ -35,7 +35,7 @@ class LineChat:
         self.attached: list[tuple[str, str]] = []
         self.answering = False
         self.answer_text = ""
-        self.wanted: PendingAnswer | None = None
+        self.pending: PendingAnswer | None = None
         self.left = False
         self._copy = copy
         self._editing: StoredMessage | None = None
@@ -48,7 +48,7 @@ class LineChat:
             return
         self.session.ask(text, self.attached, instead=editing)
         self.attached = []
-        self.wanted = self.session.answer()
+        self.pending = self.session.answer()
 
     async def say(self, text: str, *, markdown: bool = False) -> None:
         print(text, file=sys.stderr)
@@ -84,8 +84,8 @@ class LineChat:
         """Nothing runs while a command is typed."""
         return False
 
-    async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
-        self.wanted = self.session.answer(to, goes_on=goes_on)
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
+        self.pending = self.session.answer(to, continues=continues)
 
     async def redraw(self) -> None:
         if self.session.turns:
@@ -133,9 +133,9 @@ async def answer_to(
     """
     answering = AnswerStream(keep)
     page = _Page(out, err)
-    goes_on = keep is not None and keep.goes_on
+    continues = keep is not None and keep.continues
     try:
-        await answering.run(client.stream(model, messages, compact=compact, goes_on=goes_on), page)
+        await answering.run(client.stream(model, messages, compact=compact, continues=continues), page)
     finally:
         page.end()
     if answering.reason == "length":
@@ -176,22 +176,22 @@ def talk(client: ChatClient, model: str, session: Session) -> None:
             return
         command = commands.parse(line)
         if command is not None:
-            _do(client, _obey(chat, *command))
+            _run_and_report(client, _run_command(chat, *command))
         elif line:
-            _do(client, chat.ask(commands.question(line)))
-        while chat.wanted is not None and not chat.left:
-            keep, chat.wanted = chat.wanted, None
+            _run_and_report(client, chat.ask(commands.question(line)))
+        while chat.pending is not None and not chat.left:
+            keep, chat.pending = chat.pending, None
             _answer(chat, keep)
 
 
-async def _obey(chat: LineChat, name: str, argument: str) -> None:
+async def _run_command(chat: LineChat, name: str, argument: str) -> None:
     if commands.needs_screen(name):
         await chat.say(f"/{name} needs the screen: start the chat without --plain")
         return
     await commands.run(chat, name, argument)
 
 
-def _do(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
+def _run_and_report(client: ChatClient, what: Coroutine[Any, Any, None]) -> None:
     async def run() -> None:
         async with client:
             await what

@@ -133,7 +133,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         else:
             session = Session(history, name, conv_id=resume, system=system)
             session.ask(question, asked.attached)
-            ask_once(client, name, session.payload(), session.answer())
+            ask_once(client, name, session.request(), session.answer())
         return
     assert history is not None
     if asked.plain:

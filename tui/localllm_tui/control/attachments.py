@@ -172,7 +172,7 @@ MOST_FILES = 20_000
 _GIT_WITHIN_S = 2.0
 
 
-def below(folder: Path) -> list[str]:
+def files_below(folder: Path) -> list[str]:
     """The files below `folder`, as paths from there: what git knows and does not ignore, else all that is not hidden."""
     try:
         known = subprocess.run(
@@ -199,7 +199,7 @@ def _walk(folder: Path) -> Iterator[str]:
                     return
 
 
-def dropped(pasted: str) -> list[Path]:
+def dropped_files(pasted: str) -> list[Path]:
     """The files that a terminal typed the paths of because they were dropped on it; none where `pasted` is other text.
 
     Terminals quote them, put a backslash before spaces, or give file:// addresses.

@@ -65,8 +65,8 @@ class Chat(Protocol):
     async def stop_answer(self) -> bool:
         """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
 
-    async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
-        """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """

@@ -278,14 +278,14 @@ class ChatClient:
         messages: Sequence[Mapping[str, Any]],
         *,
         compact: bool = False,
-        goes_on: bool = False,
+        continues: bool = False,
         sampling: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncGenerator[StreamEvent, None]:
         """Ask `model` to continue `messages`; ends after exactly one AnswerDone, or raises LocalLLMError.
 
         `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut tells how many.
-        `goes_on`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
+        `continues`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
         `tools` are offered: what the model asks for comes as ToolCalls before AnswerDone.
 
         Closing the iterator closes the connection, which is how the server learns to stop.
@@ -299,7 +299,7 @@ class ChatClient:
             "stream_options": {"include_usage": True},
             **({"tools": list(tools)} if tools else {}),
             **({"truncation": "auto"} if compact else {}),
-            **({"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}),
+            **({"continue_final_message": True, "add_generation_prompt": False} if continues else {}),
         }
         async with aclosing(self._until_ready(model)) as said:
             async for note in said:

@@ -25,11 +25,11 @@ async def new(chat: Chat, _: str) -> None:
         await chat.say("the system prompt is kept, and shown at the top: /system - removes it")
 
 
-async def find(chat: Chat, words: str) -> None:
+async def list_conversations(chat: Chat, words: str) -> None:
     await chat.choose(words)
 
 
-async def look(chat: Chat, words: str) -> None:
+async def find_in_conversation(chat: Chat, words: str) -> None:
     if chat.session.id is None:
         raise UsageError("nothing was said yet")
     await chat.choose(words, within=True)
@@ -39,7 +39,7 @@ async def resume_last(chat: Chat, _: str) -> None:
     """Continue the answer on screen where it was stopped or cut; else open the newest other conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
-        await more(chat, "")
+        await continue_answer(chat, "")
         return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
@@ -62,13 +62,13 @@ async def retry(chat: Chat, _: str) -> None:
     await chat.answer_again()
 
 
-async def more(chat: Chat, _: str) -> None:
+async def continue_answer(chat: Chat, _: str) -> None:
     """Continue an answer that was stopped, cut at its limit or broken off."""
     await chat.stop_answer()
-    await chat.answer_again(goes_on=True)
+    await chat.answer_again(continues=True)
 
 
-async def show_earlier(chat: Chat, _: str) -> None:
+async def show_earlier_version(chat: Chat, _: str) -> None:
     """Show the version before of the last answer."""
     await chat.stop_answer()
     answer = chat.session.last_answer
@@ -221,7 +221,7 @@ async def model(chat: Chat, name: str) -> None:
     await chat.say(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
 
 
-async def sample(chat: Chat, text: str) -> None:
+async def set_sampling(chat: Chat, text: str) -> None:
     if text:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
@@ -229,7 +229,7 @@ async def sample(chat: Chat, text: str) -> None:
     await chat.say(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
 
 
-async def leave(chat: Chat, _: str) -> None:
+async def quit_chat(chat: Chat, _: str) -> None:
     await chat.leave()
 
 
@@ -253,7 +253,7 @@ async def _again(chat: Chat, turn: StoredMessage, _: int) -> None:
 
 
 async def _more(chat: Chat, turn: StoredMessage, _: int) -> None:
-    await chat.answer_again(turn, goes_on=True)
+    await chat.answer_again(turn, continues=True)
 
 
 async def _version(chat: Chat, turn: StoredMessage, step: int) -> None:

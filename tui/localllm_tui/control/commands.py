@@ -53,11 +53,11 @@ async def _list_commands(chat: Chat, _: str) -> None:
 COMMANDS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", actions.find, "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", actions.list_conversations, "the panel of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
     ),
     Command(
-        "find", actions.look, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
+        "find", actions.find_in_conversation, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
         keys="ctrl+f", label="Ctrl+F",
     ),
     Command(
@@ -65,9 +65,9 @@ COMMANDS = (
         "Continue", ("resume",)
     ),
     Command("retry", actions.retry, "answer the last question again", "", "Retry the last answer", ("regenerate",)),
-    Command("more", actions.more, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
+    Command("more", actions.continue_answer, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
     Command(
-        "earlier", actions.show_earlier, "show the version before of the last answer",
+        "earlier", actions.show_earlier_version, "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
@@ -99,7 +99,7 @@ COMMANDS = (
         "tools", None, "let the model ask for tools of the programs in config.toml; each call needs your yes",
         "[on [NAME]|off]", "Tools", screen="chat_streaming:switch_tools",
     ),
-    Command("sampling", actions.sample, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
+    Command("sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
     Command(
         "models", None, "what would fit this machine, what is on its disk; pull, use and remove", "",
         "Models", screen="models:open_models", keys="f4", label="F4",
@@ -116,7 +116,7 @@ COMMANDS = (
         "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",), screen="dialogs:open_help",
         keys="f1", label="F1",
     ),
-    Command("quit", actions.leave, "leave; everything is kept", aliases=("exit", "q")),
+    Command("quit", actions.quit_chat, "leave; everything is kept", aliases=("exit", "q")),
 )  # fmt: skip
 # The ids of commands with a key, for [chat_keys] in config.toml.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)

@@ -71,18 +71,18 @@ class ConversationTree:
         self._empty()
 
     @property
-    def every(self) -> Iterable[StoredMessage]:
+    def all_turns(self) -> Iterable[StoredMessage]:
         return self._turns.values()
 
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
         """The versions of a turn, itself among them, oldest first."""
         return [self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role]
 
-    def followed(self, turn: StoredMessage) -> bool:
+    def has_followers(self, turn: StoredMessage) -> bool:
         """Whether any turn follows `turn`, on any branch."""
         return bool(self._after.get(turn.id))
 
-    def follows(self, turn_id: int, parent_id: int) -> bool:
+    def is_version_after(self, turn_id: int, parent_id: int) -> bool:
         """Whether a turn is a version of what follows `parent_id`."""
         return turn_id in self._after.get(parent_id, ())
 

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 def to_json(session: Session) -> str:
     """All branches, as `read` takes them back."""
     tree = session.tree
-    turns = sorted([*tree.every, *tree.systems], key=lambda t: t.id)
+    turns = sorted([*tree.all_turns, *tree.systems], key=lambda t: t.id)
     return json.dumps(
         {
             "format": FORMAT,

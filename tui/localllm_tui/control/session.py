@@ -79,7 +79,7 @@ class Session:
     @property
     def counted(self) -> bool:
         """Whether `used_tokens` is what the server counted for all that would be sent now."""
-        turns = self.alive
+        turns = self.sent_turns
         return not turns or (
             turns[-1].role == "assistant" and "prompt_tokens" in turns[-1].meta and not turns[-1].meta.get("estimated")
         )
@@ -92,11 +92,11 @@ class Session:
     @property
     def compacts(self) -> bool:
         """Whether compaction is on: the oldest messages may be left out of a request that is too long. Nothing is removed here."""
-        return any(t.meta.get("compact") for t in self.tree.every)
+        return any(t.meta.get("compact") for t in self.tree.all_turns)
 
     def set_compacts(self, on: bool) -> None:
         """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing was asked."""
-        for turn in [t for t in self.tree.every if t.meta.get("compact")]:
+        for turn in [t for t in self.tree.all_turns if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
         if on:
@@ -131,7 +131,7 @@ class Session:
         if instead is None:
             return self.tree.append("user", content, meta=meta)
         turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
-        if self.tree.holds(instead.id) and not self.tree.followed(instead):
+        if self.tree.holds(instead.id) and not self.tree.has_followers(instead):
             self.tree.remove(instead)
         return turn
 
@@ -165,18 +165,18 @@ class Session:
             except HistoryError:
                 self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
 
-    def payload(self) -> list[dict[str, str]]:
+    def request(self) -> list[dict[str, str]]:
         """What to send so that the last question is answered (an answer after it is left out).
 
         Questions that got no answer are joined with the next: many templates insist on alternating roles. Those that
         failed are left out, so that one question too long does not spoil what comes after it.
         """
-        return self.payload_of(self.last_question)
+        return self.request_for(self.last_question)
 
-    def payload_of(self, asked: StoredMessage) -> list[dict[str, str]]:
+    def request_for(self, asked: StoredMessage) -> list[dict[str, str]]:
         """The messages to send so that this question is answered."""
         before = self._before(asked)
-        return self._messages([*(t for t in self.alive if t.id in before), asked])
+        return self._messages([*(t for t in self.sent_turns if t.id in before), asked])
 
     def _before(self, turn: StoredMessage) -> set[int]:
         before: set[int] = set()
@@ -188,12 +188,12 @@ class Session:
 
     def context(self) -> list[dict[str, str]]:
         """The messages of the conversation as the model gets them, the last answer included."""
-        return self._messages(self.alive)
+        return self._messages(self.sent_turns)
 
     def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
         """The same, up to a turn and with it."""
         before = self._before(turn)
-        return self._messages([*(t for t in self.alive if t.id in before), turn])
+        return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
 
     def would_send(
         self,
@@ -205,7 +205,7 @@ class Session:
     ) -> list[dict[str, str]]:
         """The messages if this were asked now; `instead`: as a version of this question; `alone`: without the earlier
         turns."""
-        turns, files = self.alive, ""
+        turns, files = self.sent_turns, ""
         if instead is not None:
             files = files_of(instead)[0]
             before = self._before(instead)
@@ -214,7 +214,7 @@ class Session:
         return self._messages([asked] if alone else [*turns, asked])
 
     @property
-    def alive(self) -> list[StoredMessage]:
+    def sent_turns(self) -> list[StoredMessage]:
         """The turns without questions that failed and were never answered."""
         turns = self.turns
         after = [*turns[1:], None]  # one too many where there is no turn
@@ -237,14 +237,14 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> PendingAnswer:
+    def answer(self, to: StoredMessage | None = None, *, continues: bool = False) -> PendingAnswer:
         """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these.
 
-        `goes_on`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
+        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
         asked, or there is nothing to go on with.
         """
         last = self.turns[-1] if self.turns else None
-        if goes_on:
+        if continues:
             return PendingAnswer.more(self, self._to_go_on(to or last))
         to = to or self.last_question
         question = self.tree.parent(to) if to.role == "assistant" else to
@@ -319,11 +319,11 @@ class PendingAnswer:
 
     def __init__(self, session: Session, question: StoredMessage, begun: StoredMessage | None = None) -> None:
         self.session = session
-        self.goes_on = begun is not None
+        self.continues = begun is not None
         self.question = question
         self._begun = begun
         # More of an answer is written in its place, unless the conversation has gone on from it.
-        self._message = begun if begun is not None and not session.tree.followed(begun) else None
+        self._message = begun if begun is not None and not session.tree.has_followers(begun) else None
         self._text: list[str] = [begun.content] if begun is not None else []
         self._reasoning: list[str] = [begun.reasoning or ""] if begun is not None else []
         self._grown = self._dirty = False
@@ -346,7 +346,7 @@ class PendingAnswer:
     def messages(self) -> list[dict[str, str]]:
         if self._begun is not None:
             return self.session.context_to(self._begun)
-        return self.session.payload_of(self.question)
+        return self.session.request_for(self.question)
 
     def add(self, text: str = "", reasoning: str = "") -> None:
         """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""

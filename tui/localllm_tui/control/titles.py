@@ -21,7 +21,7 @@ def wanted(session: Session) -> bool:
     return session.id is not None and not session.titled and session.last_answer is not None and not session.unanswered
 
 
-async def give(client: ChatClient, model: str, session: Session) -> None:
+async def generate(client: ChatClient, model: str, session: Session) -> None:
     """Ask the model for a title, once, and keep it if it looks like one."""
     conv_id, turns = session.id, list(session.turns)
     if conv_id is None:

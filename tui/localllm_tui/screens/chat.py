@@ -85,7 +85,7 @@ class ChatScreen(ChatCatalogScreen):
         if self.titles_after_s is None or quiet_s < self.titles_after_s or not titles.wanted(self.session):
             return
         self._quiet_since_s = time.monotonic()
-        making = partial(titles.give, self.client, self.model, self.session)
+        making = partial(titles.generate, self.client, self.model, self.session)
         start(self, making, "title")
 
     def _not_quiet(self) -> None:
@@ -166,7 +166,7 @@ class ChatScreen(ChatCatalogScreen):
         if what in ("copy", "code"):
             return
         if what == "version":
-            views = [v for v in self.transcript.views if self.session.tree.follows(v.turn_id, turn.parent_id)]
+            views = [v for v in self.transcript.views if self.session.tree.is_version_after(v.turn_id, turn.parent_id)]
             self.transcript.select(views[0] if views else None)
         elif what == "remove":
             self.transcript.select(None)
@@ -266,14 +266,14 @@ class ChatScreen(ChatCatalogScreen):
         except LocalLLMError as e:
             await self.trouble(e)
 
-    async def answer_again(self, to: StoredMessage | None = None, *, goes_on: bool = False) -> None:
-        """Ask for another answer to a question (None: the last), or to that of an answer; `goes_on`: for more of it.
+    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False) -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
         self._unsaved.write_all()
-        keep = self.session.answer(to, goes_on=goes_on)
-        await self._bring(keep.question.id)
+        keep = self.session.answer(to, continues=continues)
+        await self._ensure_shown(keep.question.id)
         views = self.transcript.views
         after = next((i + 1 for i, v in enumerate(views) if v.turn_id == keep.question.id), len(views))
         stay = set(views[:after])

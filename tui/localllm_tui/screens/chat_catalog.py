@@ -46,9 +46,9 @@ class ChatCatalogScreen(ChatStreamingScreen):
             return
         engine.start()
         if self._engine_timer is None:
-            self._engine_timer = self.set_interval(_LOOK_S, self._look)
+            self._engine_timer = self.set_interval(_LOOK_S, self._poll_engine)
 
-    def _look(self) -> None:
+    def _poll_engine(self) -> None:
         engine = self.client.engine
         assert engine is not None
         progress = engine.progress()

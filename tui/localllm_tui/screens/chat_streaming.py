@@ -77,7 +77,7 @@ class ChatStreamingScreen(ChatViewScreen):
             await check_fits(self.client, self.model, self.session, typed, self.n_ctx)
             before = self.session.id
             if editing is None:
-                await self._bring(0)
+                await self._ensure_shown(0)
             turn = self.session.ask(text, self.attached, instead=editing)
             self.attached = []
             if editing is not None:
@@ -91,7 +91,7 @@ class ChatStreamingScreen(ChatViewScreen):
         except LocalLLMError as e:
             await self.trouble(e, "What you typed is still in the input.")
             return
-        self.composer.recall.append(text)
+        self.composer.earlier_questions.append(text)
         await self._say_if_elsewhere()
         await self._start_answer(self.session.answer())
 
@@ -99,15 +99,15 @@ class ChatStreamingScreen(ChatViewScreen):
         """Show the branch that an edit made, and what was in the input before."""
         self._editing = None
         self.composer.replace_text(self._draft)
-        self._frame(self.session.turns[-1].id)
+        self._choose_window(self.session.turns[-1].id)
         await self.redraw()
         self.transcript.follow(always=True)
 
-    async def _bring(self, turn_id: int) -> None:
+    async def _ensure_shown(self, turn_id: int) -> None:
         """Make sure this turn is among those on screen (0: the last one)."""
         shown = any(v.turn_id == turn_id for v in self.transcript.views)
         if not shown if turn_id else self._last is not None:
-            self._frame(turn_id)
+            self._choose_window(turn_id)
             await self.redraw()
 
     async def _say_if_elsewhere(self) -> None:
@@ -145,12 +145,12 @@ class ChatStreamingScreen(ChatViewScreen):
         trouble: LocalLLMError | None = None
         try:
             compact = self.session.compacts
-            if self.tools.on and not keep.goes_on:
+            if self.tools.on and not keep.continues:
                 stream = stream_with_tools(
-                    self.client, self.model, keep.messages, self.tools, self._approves, compact=compact
+                    self.client, self.model, keep.messages, self.tools, self._ask_approval, compact=compact
                 )
             else:
-                stream = self.client.stream(self.model, keep.messages, compact=compact, goes_on=keep.goes_on)
+                stream = self.client.stream(self.model, keep.messages, compact=compact, continues=keep.continues)
             await answering.run(stream, view)
         except LocalLLMError as e:
             trouble = e
@@ -167,7 +167,7 @@ class ChatStreamingScreen(ChatViewScreen):
         if self._queued and trouble is None and not self._leaving:
             self.call_later(self._send_queued)
 
-    async def _approves(self, call: ToolCall, spec: ToolSpec) -> bool:
+    async def _ask_approval(self, call: ToolCall, spec: ToolSpec) -> bool:
         """Ask the user. Stopping the answer closes the dialog."""
         from localllm_tui.screens.dialogs import ToolApproval
 
@@ -204,7 +204,7 @@ class ChatStreamingScreen(ChatViewScreen):
         if trouble is not None:
             if turn is None:
                 self.session.fail_question()
-            alone = self._compacts or not self.session.alive
+            alone = self._compacts or not self.session.sent_turns
             await self.trouble(trouble, way_on(trouble, kept=turn is not None, alone=alone))
         elif self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
             await self._ask_models()

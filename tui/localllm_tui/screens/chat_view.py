@@ -102,7 +102,7 @@ class ChatViewScreen(Screen[None]):
     async def _show_session(self, at: int = 0) -> None:
         """Draw the session from scratch, around the turn of this id (0: its end), and load its draft."""
         self._editing, self._warned, self._queued = None, False, False
-        self._frame(at)
+        self._choose_window(at)
         await self.transcript.remove_children()
         await self.redraw()
         self.composer.replace_text(self._drafts.load(self.session.id))
@@ -110,7 +110,7 @@ class ChatViewScreen(Screen[None]):
         if not at:
             self.transcript.restart()
 
-    def _frame(self, at: int = 0) -> None:
+    def _choose_window(self, at: int = 0) -> None:
         """Choose the turns to be on screen: those around this one, or the last ones."""
         turns = self.session.turns
         place = next((i for i, t in enumerate(turns) if t.id == at), len(turns))
@@ -123,7 +123,7 @@ class ChatViewScreen(Screen[None]):
         """Show the session's current branch; turns that are on screen already stay."""
         turns = self.session.turns
         if self._first >= len(turns) or (self._last is not None and self._last >= len(turns)):
-            self._frame()
+            self._choose_window()
         wanted = turns[self._first : self._last]
         same = 0
         for view, turn in zip(self.transcript.views, wanted, strict=False):
@@ -133,7 +133,7 @@ class ChatViewScreen(Screen[None]):
             same += 1
         keep = set(self.transcript.views[:same])
         await self.transcript.remove_children([w for w in self.transcript.children if w not in keep])
-        sent = {t.id for t in self.session.alive}
+        sent = {t.id for t in self.session.sent_turns}
         widgets: list[Widget] = [view_of(self.session, t, sent) for t in wanted[same:]]
         if not turns:
             engine = self.client.engine
@@ -146,7 +146,7 @@ class ChatViewScreen(Screen[None]):
             widgets.append(ChatNote(UNANSWERED))
         await self.transcript.mount_all(widgets)
         await self._mount_earlier()
-        self.composer.recall = [typed_in(t) for t in turns if t.role == "user"]
+        self.composer.earlier_questions = [typed_in(t) for t in turns if t.role == "user"]
         self._counting.soon()
         self.show_counts()
 
@@ -179,7 +179,7 @@ class ChatViewScreen(Screen[None]):
         self.transcript.following = False
         first = next(iter(self.transcript.views), None)
         await self.transcript.query(EarlierTurns).remove()
-        sent = {t.id for t in self.session.alive}
+        sent = {t.id for t in self.session.sent_turns}
         views = [view_of(self.session, t, sent) for t in self.session.turns[self._first : end]]
         await self.transcript.mount_all(views, before=0)
         await self._mount_earlier()

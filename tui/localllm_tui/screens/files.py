@@ -19,7 +19,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm_tui.bindings import bindings_of
-from localllm_tui.control.attachments import below
+from localllm_tui.control.attachments import files_below
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import FILES, KeyContext, hints
@@ -66,7 +66,7 @@ class FilePicker(ModalScreen[Path | None]):
         start(self, self._read, "read")
 
     async def _read(self) -> None:
-        self._names = await asyncio.to_thread(below, self._folder)
+        self._names = await asyncio.to_thread(files_below, self._folder)
         self._fill(self.query_one(Input).value)
 
     def on_input_changed(self, event: Input.Changed) -> None:

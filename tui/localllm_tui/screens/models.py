@@ -82,7 +82,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._marked: list[str] = []
         self._removing = ""
         self._done: set[str] = set()
-        self._again = self.planning = False
+        self._replan_asked = self.planning = False
 
     def compose(self) -> ComposeResult:
         request = self._request
@@ -119,7 +119,7 @@ class ModelsScreen(ModalScreen[str | None]):
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
         self.query_one("#machine", Static).update("planning …")
-        self.set_interval(_LOOK_S, self._look)
+        self.set_interval(_LOOK_S, self._show_downloads)
         self._replan()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -142,15 +142,15 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def _replan(self) -> None:
         """Plan in a thread; of the requests made meanwhile only the last is planned next."""
-        self._again = True
+        self._replan_asked = True
         if not self.planning:
             self.planning = True
             start(self, self._plan, "plan", exclusive=False)
 
     async def _plan(self) -> None:
         try:
-            while self._again:
-                self._again = False
+            while self._replan_asked:
+                self._replan_asked = False
                 request = self._asked()
                 try:
                     self._plan_list = await asyncio.to_thread(self._service.plan, request)
@@ -164,7 +164,7 @@ class ModelsScreen(ModalScreen[str | None]):
     # -- what is listed -------------------------------------------------------------------------------------------
 
     @property
-    def _room(self) -> int:
+    def _columns(self) -> int:
         return max(40, self.size.width - 5)
 
     @property
@@ -177,15 +177,15 @@ class ModelsScreen(ModalScreen[str | None]):
         at, was = listed.highlighted, self._highlighted_key()
         if self._shows_disk:
             found = self._disk or ()
-            rows = [(m.path, disk_line(m, self._room, in_use=m.name == self._current)) for m in found]
-            self.query_one("#columns", Static).update(disk_head(self._room))
+            rows = [(m.path, disk_line(m, self._columns, in_use=m.name == self._current)) for m in found]
+            self.query_one("#columns", Static).update(disk_head(self._columns))
             total = sum(m.size_bytes for m in found)
             said = f"{len(found)} on this disk, {amount(total)}" if self._disk is not None else "looking …"
         else:
             rows = [(o.ref, self._line(o)) for o in self.choices]
-            self.query_one("#columns", Static).update(catalog_head(self._room))
+            self.query_one("#columns", Static).update(catalog_head(self._columns))
             said = _summary(self._plan_list)
-        self.query_one("#machine", Static).update(elide(said, self._room))
+        self.query_one("#machine", Static).update(elide(said, self._columns))
         listed.set_options([Option(Text(line, no_wrap=True, overflow="ellipsis"), id=key) for key, line in rows])
         if rows:
             ids = [key for key, _ in rows]
@@ -194,7 +194,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     def _line(self, choice: PlanChoice) -> str:
         mark = "+" if choice.ref in self._marked else ""
-        return plan_line(choice, self._room, self._pulls.of(choice.ref)) + mark
+        return plan_line(choice, self._columns, self._pulls.of(choice.ref)) + mark
 
     def _highlighted_key(self) -> str:
         option = self.query_one(OptionList).highlighted_option
@@ -220,9 +220,9 @@ class ModelsScreen(ModalScreen[str | None]):
         self._show_keys()
         lines: list[str] = []
         if (choice := self._choice) is not None:
-            lines = plan_details(choice, self._room, self._pulls.of(choice.ref))
+            lines = plan_details(choice, self._columns, self._pulls.of(choice.ref))
         elif (model := self._model) is not None:
-            lines = disk_details(model, self._fits.get(model.path, ""), self._room)
+            lines = disk_details(model, self._fits.get(model.path, ""), self._columns)
             if model.path not in self._fits:
                 start(self, partial(self._weigh, model), "fit")
         elif self._plan_list is not None and not self._shows_disk:
@@ -240,12 +240,12 @@ class ModelsScreen(ModalScreen[str | None]):
         self._removing = ""
         self._show_details()
 
-    def _look(self) -> None:
+    def _show_downloads(self) -> None:
         ended = [p for p in self._pulls.all() if p.ended and p.ref not in self._done]
         self._done = {p.ref for p in self._pulls.all() if p.ended}
         shown = [p.words() for p in [*self._pulls.running(), *ended]]
         if self._pulls.running() or ended:
-            self.query_one("#pulls", Static).update("\n".join(elide(line, self._room) for line in shown[-3:]))
+            self.query_one("#pulls", Static).update("\n".join(elide(line, self._columns) for line in shown[-3:]))
             self._show_details()
         if ended:
             self._disk = None

@@ -11,7 +11,7 @@ from textual.geometry import Offset
 from textual.widgets import TextArea
 
 from localllm_tui.bindings import bindings_of, caught_by
-from localllm_tui.control.attachments import dropped
+from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.commands import matching
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
@@ -38,8 +38,8 @@ class Composer(TextArea):
 
     def __init__(self) -> None:
         super().__init__(id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
-        self.recall: list[str] = []
-        self._recalled = 0
+        self.earlier_questions: list[str] = []
+        self._shown_earlier = 0
 
     async def _on_key(self, event: events.Key) -> None:
         action = _CAUGHT.get(event.key)
@@ -50,7 +50,7 @@ class Composer(TextArea):
             await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        paths = dropped(event.text)
+        paths = dropped_files(event.text)
         if paths or len(event.text) > MUCH_CHARS:
             event.stop()
             event.prevent_default()
@@ -111,13 +111,13 @@ class Composer(TextArea):
 
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
-        if self._recalled and self.text != self.recall[-self._recalled]:
-            self._recalled = 0
-        if not self.recall or (self.text and not self._recalled):
+        if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:
+            self._shown_earlier = 0
+        if not self.earlier_questions or (self.text and not self._shown_earlier):
             return False
-        wanted = self._recalled - step
-        if wanted < 0 or wanted > len(self.recall):
-            return bool(self._recalled)
-        self._recalled = wanted
-        self.replace_text(self.recall[-wanted] if wanted else "")
+        wanted = self._shown_earlier - step
+        if wanted < 0 or wanted > len(self.earlier_questions):
+            return bool(self._shown_earlier)
+        self._shown_earlier = wanted
+        self.replace_text(self.earlier_questions[-wanted] if wanted else "")
         return True
