@@ -14,7 +14,19 @@ import numpy as np
 
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.sampling.row import Ids, Row, Top, Values, block_sums, buffer, narrowed, reaching, token_at, weigh
+from localllm.engine.sampling.row import (
+    Ids,
+    Row,
+    Top,
+    Values,
+    base_of,
+    block_sums,
+    buffer,
+    fewest,
+    narrowed,
+    token_at,
+    weigh,
+)
 from localllm_backends.contract import MAX_SAMPLED_TOP_K
 
 # So many of the greatest are ranked where top_k does not say: what a backend draws is among these.
@@ -49,10 +61,8 @@ class Candidates:
         ids, weights = self.ids, self.weights
         if self.rest is not None:
             others = np.flatnonzero(self.rest)
-            ids, weights = (
-                np.concatenate([ids, others]),
-                np.concatenate([weights, self.rest[others].astype(np.float64)]),
-            )
+            ids = np.concatenate([ids, others])
+            weights = np.concatenate([weights, self.rest[others].astype(np.float64)])
         return Distribution(ids, weights / weights.sum())
 
 
@@ -89,7 +99,7 @@ def candidates(row: Row, sampling: Sampling) -> Candidates:
     if limited:
         ones = buffer("weights", len(row))
         ones.fill(1.0)
-        mask = reaching(row, ones, sampling.top_k, len(row), head)
+        mask = fewest(row, ones, float(sampling.top_k), float(len(row)), head)
         return candidates(narrowed(row, mask), replace(sampling, top_k=0))
     return _of_whole(top, head, sampling)
 
@@ -103,40 +113,42 @@ def _of_few(row: Row, ids: Ids, sampling: Sampling) -> Candidates:
         kept = _typical(values, weights, mean, sampling.typical_p * float(weights.sum()))
         ids, values, weights = ids[kept], values[kept], weights[kept]
     n = _cut(weights, float(weights.sum()), sampling)
-    return _tempered(ids[:n], values[:n], _excluded(weights[:n], float(weights[:n].sum()), sampling), sampling)
+    n_excluded = _excluded(weights[:n], float(weights[:n].sum()), sampling)
+    return _tempered(ids[:n], values[:n] - values[n_excluded], n_excluded, sampling)
 
 
 def _of_whole(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     """What the filters leave of a row of which `head` are the greatest, ranked."""
-    row, best = top.row, top.greatest
+    row, base = top.row, base_of(top.greatest)
     weights, total, mask = None, 0.0, None
     values = row[head].astype(np.float64)
-    head_weights = np.exp(values - best)
+    head_weights = np.exp(values - base)
     if sampling.top_p < 1.0 or sampling.typical_p < 1.0 or excludes(sampling):
-        weights = weigh(row, best, 1.0, buffer("weights", len(row)))
+        weights = weigh(row, base, 1.0, buffer("weights", len(row)))
+        if sampling.typical_p < 1.0:
+            return _typical_of_whole(row, base, weights, head, sampling)
         total = float(block_sums(weights).sum())
-    if weights is not None and sampling.typical_p < 1.0:
-        return _typical_of_whole(row, weights, total, head, sampling)
     n = _cut(head_weights, total, sampling)
     if n < len(head):
         n_excluded = _excluded(head_weights[:n], float(head_weights[:n].sum()), sampling)
-        return _tempered(head[:n], values[:n], n_excluded, sampling)
+        return _tempered(head[:n], values[:n] - values[n_excluded], n_excluded, sampling)
     if weights is not None and sampling.top_p < 1.0:
-        mask = reaching(row, weights, sampling.top_p * total, total, head)
+        mask = fewest(row, weights, sampling.top_p * total, total, head)
     if sampling.min_p > 0.0:
-        mask = _masked_by_min_p(row, best, sampling.min_p, mask)
+        mask = _masked_by_min_p(row, top.greatest, sampling.min_p, mask)
     if weights is not None and excludes(sampling):
         total = total if mask is None else float(np.dot(weights, mask))
         if head_weights[-1] >= sampling.xtc_threshold * total:
-            head = _all_of(top, best + math.log(sampling.xtc_threshold * total), mask)
+            head = _all_of(top, base + math.log(sampling.xtc_threshold * total), mask)
             values = row[head].astype(np.float64)
-    n_excluded = _excluded(np.exp(values - best), total, sampling)
-    if weights is None or sampling.temperature != 1.0 or n_excluded:
-        weights = weigh(row, float(values[n_excluded]), sampling.temperature, buffer("weights", len(row)))
+    n_excluded = _excluded(np.exp(values - base), total, sampling)
+    if weights is None or sampling.temperature != 1.0:
+        base = base if sampling.temperature == 1.0 else float(values[n_excluded])
+        weights = weigh(row, base, sampling.temperature, buffer("weights", len(row)))
     if mask is not None:
         weights *= mask
     weights[head] = 0.0
-    return _tempered(head, values, n_excluded, sampling, weights)
+    return _tempered(head, values - base, n_excluded, sampling, weights)
 
 
 def _cut(weights: Values, total: float, sampling: Sampling) -> int:
@@ -172,19 +184,22 @@ def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
 
-def _typical_of_whole(row: Row, weights: Row, total: float, head: Ids, sampling: Sampling) -> Candidates:
+def _typical_of_whole(row: Row, base: float, weights: Row, head: Ids, sampling: Sampling) -> Candidates:
+    total = float(block_sums(weights).sum())
+    keys = buffer("keys", len(row))
+    far = np.subtract(row, np.float32(base), out=keys) if base else row
+    with np.errstate(invalid="ignore"):
+        moment = float(np.dot(weights, far))
+    if math.isnan(moment):  # what is forbidden weighs nothing, but nothing times infinity is no number
+        moment = float(np.dot(weights, np.clip(far, np.float32(-1e3), np.float32(1e3), out=keys)))
+    mean, goal = base + moment / total, sampling.typical_p * total
     values = row[head].astype(np.float64)
-    best = float(values[0])
-    far = np.subtract(row, np.float32(best), out=buffer("keys", len(row)))
-    # What is forbidden weighs nothing, but nothing times infinity is no number.
-    moment = float(np.dot(weights, np.clip(far, np.float32(-1e3), np.float32(0.0), out=far)))
-    mean, goal = best + moment / total, sampling.typical_p * total
-    kept = _typical(values, np.exp(values - best), mean, goal)
+    kept = _typical(values, np.exp(values - base), mean, goal)
     others = replace(sampling, typical_p=1.0)
     if len(kept) < len(head) and float(np.abs(values[kept] - mean).max()) < mean - values[-1]:
         return _of_few(row, head[kept], others)
-    np.subtract(row, np.float32(mean), out=far)
-    mask = reaching(np.negative(np.abs(far, out=far), out=far), weights, goal, total, head)
+    np.subtract(row, np.float32(mean), out=keys)
+    mask = fewest(np.negative(np.abs(keys, out=keys), out=keys), weights, goal, total, head)
     if others == replace(others, temperature=1.0, top_p=1.0, min_p=0.0, xtc_probability=0.0):
         return Candidates(head[:0], np.empty(0), np.multiply(weights, mask, out=weights))
     return candidates(narrowed(row, mask), others)
@@ -203,13 +218,13 @@ def _excluded(weights: Values, total: float, sampling: Sampling) -> int:
 
 
 def _tempered(ids: Ids, values: Values, n_excluded: int, sampling: Sampling, rest: Row | None = None) -> Candidates:
-    """`ids` with their weights at the temperature, where the first behind the excluded weighs 1, as in `rest`.
+    """`ids`, which have these logits less a base, with their weights at the temperature; `rest` is relative to the same base.
 
     XTC ("exclude top choices") leaves the first `n_excluded` out with xtc_probability. Whether it does is not drawn here: this is
     the mixture of both cases, which one draw then follows exactly, and which a drafted token can be verified against like any
     other distribution.
     """
-    far = (values - values[n_excluded]) / sampling.temperature
+    far = values / sampling.temperature
     weights = np.exp(far[n_excluded:])
     if n_excluded:
         chance = min(1.0, sampling.xtc_probability)

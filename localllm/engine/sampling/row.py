@@ -21,9 +21,13 @@ BLOCK = 64
 # The greatest logits are looked for in about so many groups of tokens that stand as far apart: numpy takes the greatest
 # of whole columns twelve times as quickly as that of pieces of a row.
 _GROUPS = 4096
-# So many tokens of a row are put in order to guess where a running sum ends, and the tokens so many of them around the guess.
-_SAMPLE = 2048
-_MARGIN = 5
+# So many tokens of a row are put in order to guess where a running sum ends. The band that holds the end is cut into so many bins;
+# tokens further than this (in nats) below its greatest weigh nothing.
+_SAMPLE = 1024
+_BINS = 256
+_FAR = 100.0
+# A greatest logit nearer to 0 than this leaves e^logit room enough in single precision.
+_ROOM = 60.0
 _ONES = np.ones(BLOCK, dtype=np.float32)
 _kept = threading.local()
 
@@ -79,13 +83,19 @@ def narrowed(row: Row, mask: Row) -> Row:
     return np.minimum(row, mask, out=buffer("narrowed", len(row)))
 
 
-def weigh(row: Row, best: float, temperature: float, out: Row) -> Row:
-    """What each token weighs, e^((logit - best) / temperature), into `out`."""
+def base_of(best: float) -> float:
+    """What a row's weights are relative to: where single precision has room for e^logit, nothing need be subtracted."""
+    return 0.0 if abs(best) < _ROOM else best
+
+
+def weigh(row: Row, base: float, temperature: float, out: Row) -> Row:
+    """What each token weighs, e^((logit - base) / temperature), into `out`."""
     with np.errstate(over="ignore", invalid="ignore"):
-        np.subtract(row, np.float32(best), out=out)
+        if base:
+            row = np.subtract(row, np.float32(base), out=out)
         if temperature != 1.0:
-            np.multiply(out, np.float32(min(1.0 / temperature, 1e30)), out=out)
-        return np.exp(out, out=out)
+            row = np.multiply(row, np.float32(min(1.0 / temperature, 1e30)), out=out)
+        return np.exp(row, out=out)
 
 
 def block_sums(weights: Row) -> Values:
@@ -105,47 +115,62 @@ def token_at(weights: Row, sums: Values, goal: float) -> int:
     return block * BLOCK + min(int(np.searchsorted(within, goal, side="right")), int(np.flatnonzero(piece)[-1]))
 
 
-def reaching(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row:
+def fewest(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row:
     """1 for each of the fewest tokens of the greatest `keys` (equals by id) that weigh `goal` of the `total` together, else 0.
 
-    Where that ends is guessed by the `head`, which are the heaviest tokens, and a sample of the others; then the weights above the
-    guess are summed up, and the tokens around it put in order. A guess that was wrong is moved by what was missing.
+    Where that ends is guessed by the `head`, which are the heaviest tokens, and a sample of the others. The weights above the guess
+    are summed up, and once more above a better guess; from there on go bands of tokens, until one holds the end.
     """
     points, below = _outline(keys, weights, total, head)
-    mask = buffer("mask", len(keys))
-    at, margin = int(np.searchsorted(below, total - goal)), 0
-    while True:
-        first, last = at - margin, at + margin
-        above = keys > (points[last] if last < len(points) else np.float32(np.inf))
+    last, mask = len(points) - 1, buffer("mask", len(keys))
+    wanted = total - goal
+    for _ in range(2):
+        at = min(int(np.searchsorted(below, wanted)), last)
+        above = keys > points[at]
         np.copyto(mask, above)
         mass = float(np.dot(weights, mask))
-        if mass < goal and margin:
-            around = np.logical_xor(keys >= (points[first] if first >= 0 else np.float32(-np.inf)), above, out=above)
-            ids = np.flatnonzero(around)
-            values = keys[ids]
-            order = np.argsort(values)[::-1]
-            reached = mass + np.cumsum(weights[ids[order]], dtype=np.float64)
-            if first < 0 or reached[-1] >= goal:
-                n = min(int(np.searchsorted(reached, goal)), len(ids) - 1) + 1
-                least = values[order[n - 1]]
-                sure = ids[values > least]
-                mask[sure] = 1.0
-                mask[ids[values == least][: n - len(sure)]] = 1.0
-                return mask
-            at, last, mass = first, first, float(reached[-1])
-        # As many points further as weigh what was too much, or too little.
-        at = int(np.searchsorted(below, below[min(last, len(below) - 1)] + mass - goal))
-        margin = max(_MARGIN, 2 * margin)
+        wanted = float(below[at]) + mass - goal
+    upwards, margin = mass >= goal, 2
+    while True:
+        # Further than the outline says, and again as far where that was not enough.
+        end = int(np.searchsorted(below, below[at] + 1.4 * (mass - goal)))
+        end = min(max(end, at) + margin, last) if upwards else max(min(end, at) - margin, 0)
+        further = keys > points[end]
+        ids = np.flatnonzero(above ^ further)
+        band = float(weights[ids].sum(dtype=np.float64))
+        if end in (0, last) or (mass - band < goal if upwards else mass + band >= goal):
+            mask[ids] = _fewest_of_few(keys[ids], weights[ids], goal - (mass - band if upwards else mass))
+            return mask
+        mask[ids] = 0.0 if upwards else 1.0
+        mass += -band if upwards else band
+        above, at, margin = further, end, 2 * margin
 
 
 def _outline(keys: Row, weights: Row, total: float, head: Ids) -> tuple[Row, Values]:
-    """Some of the keys, ascending, and about what all tokens up to each weigh."""
-    sample = np.arange(0, len(keys), max(1, len(keys) // _SAMPLE))
-    some = weights[sample].astype(np.float64)
-    known = weights[head].astype(np.float64)
+    """Some of the keys, ascending, between two that no key is beyond; and about what all tokens up to each weigh."""
+    step = max(1, len(keys) // _SAMPLE)
+    known, some = weights[head], weights[::step].astype(np.float64)
     some[some > known.min()] = 0.0
-    some *= (total - float(known.sum())) / max(float(some.sum()), 1e-30)
-    ids = np.concatenate([sample, head])
-    points = keys[ids]
+    some *= (total - float(known.sum(dtype=np.float64))) / max(float(some.sum()), 1e-30)
+    points = np.concatenate([keys[::step], keys[head]])
     order = np.argsort(points)
-    return points[order], np.cumsum(np.concatenate([some, known])[order])
+    below = np.cumsum(np.concatenate([some, known])[order])
+    return np.concatenate([[-np.inf], points[order], [np.inf]], dtype=np.float32), np.concatenate(
+        [[0.0], below, [total]]
+    )
+
+
+def _fewest_of_few(keys: Row, weights: Row, goal: float) -> Row:
+    """The same among a few tokens: their weights are summed up by bins, and one bin is put in order."""
+    if not len(keys):
+        return weights
+    far = np.minimum(keys.max() - keys, np.float32(_FAR))
+    bins = (far * np.float32((_BINS - 1) / max(float(far.max()), 1e-30))).astype(np.int64)
+    reached = np.cumsum(np.bincount(bins, weights, _BINS))
+    at = min(int(np.searchsorted(reached, goal)), int(bins.max()))
+    mask: Row = (bins < at).astype(np.float32)
+    ids = np.flatnonzero(bins == at)
+    order = ids[np.argsort(-keys[ids], kind="stable")]
+    behind = (float(reached[at - 1]) if at else 0.0) + np.cumsum(weights[order], dtype=np.float64)
+    mask[order[: int(np.searchsorted(behind, goal)) + 1]] = 1.0
+    return mask

@@ -19,7 +19,7 @@ from localllm.engine.sampling.filters import candidates, distribution, excludes,
 from localllm.engine.sampling.grammar import Constraint
 from localllm.engine.sampling.penalties import Penalties
 from localllm.engine.sampling.rejection import Distribution, rejection_sample
-from localllm.engine.sampling.row import Row, Top, block_sums, buffer, weigh
+from localllm.engine.sampling.row import Row, Top, base_of, block_sums, buffer, weigh
 from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
@@ -130,8 +130,9 @@ class Sampler:
         top = Top(logits)
         if not math.isfinite(top.greatest):
             top = Top(readable(logits))
-        weights = weigh(top.row, top.greatest, 1.0, buffer("weights", len(logits)))
-        log_total = top.greatest + math.log(float(block_sums(weights).sum()))
+        base = base_of(top.greatest)
+        weights = weigh(top.row, base, 1.0, buffer("weights", len(logits)))
+        log_total = base + math.log(float(block_sums(weights).sum()))
         best = top.ranked(n) if n else ()
         return float(logits[token]) - log_total, [(int(t), float(logits[t]) - log_total) for t in best]
 
