@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.messages import Sampling
-from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.sampler import Sampler, TokenRules
 
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 SETTINGS = {
@@ -88,7 +88,7 @@ def main() -> None:
     rows = [[row_of(args.vocabulary, rng, peaked=peaked) for _ in range(4)] for peaked in (True, False)]
     print(f"{'ms a token, median (least)':32} {'peaked':>15} {'flat':>15}")
     for name, sampling in SETTINGS.items():
-        sampler = Sampler(sampling, None, Bounds(text=lambda token: b"w%d " % token))
+        sampler = Sampler(sampling, None, TokenRules(text=lambda token: b"w%d " % token))
         line = f"{name:32}"
         for same in rows:
             sampler.choose(same[0], history)

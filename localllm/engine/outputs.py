@@ -79,9 +79,9 @@ class OutputProcessor:
         """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
-        greedy = job.request.generation.logprobs is None and job.sampler.plain(len(job.tokens), len(draft))
+        greedy = job.request.generation.logprobs is None and job.sampler.takes_argmax(len(job.tokens), len(draft))
         best = result.argmax(index) if greedy else []
-        greedy = greedy and job.sampler.open(best, len(job.tokens))
+        greedy = greedy and job.sampler.allows(best, len(job.tokens))
         sampled = None if greedy or draft else self._sampled(job, result, index)
         best = best if sampled is None else [sampled]
         rows = None if greedy or sampled is not None else result.logits(index)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from localllm.engine.messages import Request, Timings, Usage
 from localllm.engine.sampling.compiling import Compilation
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.sampler import Sampler, TokenRules
 from localllm.engine.sampling.thought_limit import ThoughtLimit
 from localllm.engine.scheduler import arrival
 
@@ -195,9 +195,9 @@ def running_request(
     if request.thinking is not None:
         thought = ThoughtLimit(request.thinking, len(prompt), backend.tokenize, spell)
     eog = {t for t in backend.info.eog_tokens if t < backend.info.n_vocab}
-    bounds = Bounds(
-        open_until=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
-        ends=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
+    rules = TokenRules(
+        min_length=len(prompt) + generation.min_tokens if generation.min_tokens else 0,
+        end_tokens=tuple(eog | {t for t in generation.stop_token_ids if t < backend.info.n_vocab}),
         never=tuple(eog) if generation.ignore_eos else (),
         thought=thought,
         text=spell,
@@ -207,7 +207,7 @@ def running_request(
         tokens=list(prompt),
         n_prompt=len(prompt),
         max_tokens=room if generation.max_tokens is None else generation.max_tokens,
-        sampler=Sampler(generation.sampling, bounds=bounds),
+        sampler=Sampler(generation.sampling, rules=rules),
         text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop),
         submitted_s=submitted_s,
         predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],

@@ -16,7 +16,7 @@ from engine.drive import run
 from localllm.engine.core import Engine, EngineSettings
 from localllm.engine.messages import Generation, Request, Sampling, Text
 from localllm.engine.sampling.filters import distribution
-from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.sampler import Sampler, TokenRules
 from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec, SampleSpec
 from localllm_backends.mlx import backend_type as mlx
@@ -69,7 +69,7 @@ def test_what_is_drawn_there_is_what_would_be_drawn_here(
     rows = np.stack([rows_of(n_vocab, seed + i, kind) for i, (_, kind) in enumerate(streams)])
     # Every other stream has two of its better tokens banned.
     bans = [tuple(int(t) for t in np.argsort(row)[-2:]) if i % 2 else () for i, row in enumerate(rows)]
-    samplers = [Sampler(sampling, None, Bounds(never=b)) for (sampling, _), b in zip(streams, bans, strict=True)]
+    samplers = [Sampler(sampling, None, TokenRules(never=b)) for (sampling, _), b in zip(streams, bans, strict=True)]
     asked = [d for s in samplers if (d := s.sample_spec(10)) is not None]
     given_rows = mx.array(rows)
     found = sample(given_rows, asked).on_host()

@@ -17,7 +17,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.sampling.dry import penalty, repetitions
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import acceptance_probability
-from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.sampler import Sampler, TokenRules
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -55,7 +55,7 @@ def test_llama_cpps_own_example() -> None:
 def test_the_penalty_reaches_the_logits_and_nothing_else() -> None:
     sampling = replace(DRY, temperature=1.0, dry_sequence_breakers=())
     row = np.zeros(len(PIECES), dtype=np.float32)
-    out = Sampler(sampling, None, Bounds(text=spell)).prepared(row, [0, 1, 2, 0, 1])
+    out = Sampler(sampling, None, TokenRules(text=spell)).prepared(row, [0, 1, 2, 0, 1])
     assert out.tolist() == pytest.approx([0, 0, -0.8, 0, 0, 0, 0, 0])
     assert not row.any()
 
@@ -64,7 +64,7 @@ def test_a_very_long_repetition_is_a_number_still() -> None:
     history = [0, 1] * 3000
     (length,) = repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
     assert 150 < length < 170
-    out = Sampler(DRY, None, Bounds(text=spell)).prepared(np.zeros(8, dtype=np.float32), history)
+    out = Sampler(DRY, None, TokenRules(text=spell)).prepared(np.zeros(8, dtype=np.float32), history)
     assert np.isfinite(out).all()
     assert out[0] < -1e30
 
@@ -119,7 +119,7 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
     rng = np.random.default_rng(5)
     sampling = replace(Sampling(temperature=0.9, seed=1), **change)  # type: ignore[arg-type]
     logits, history = rng.normal(size=8).astype(np.float32) * 2, [0, 1, 2, 5, 0, 1]
-    sampler = Sampler(sampling, None, Bounds(text=spell))
+    sampler = Sampler(sampling, None, TokenRules(text=spell))
     p = distribution(sampler.prepared(logits, history), sampling)
     q = distribution(rng.normal(size=8).astype(np.float32), Sampling(temperature=1.0))
     seen = np.zeros(8)
@@ -157,5 +157,5 @@ def test_nothing_is_looked_at_when_they_are_off(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("DRY was asked")
 
     monkeypatch.setattr("localllm.engine.sampling.penalties.repetitions", never)
-    assert Sampler(Sampling(temperature=0)).plain(10, 5)
+    assert Sampler(Sampling(temperature=0)).takes_argmax(10, 5)
     assert len(generated("off", Sampling(seed=3))[0]) == 150

@@ -28,7 +28,7 @@ from engine.sampling_reference import (
 )
 from localllm.engine.messages import Sampling
 from localllm.engine.sampling.filters import distribution
-from localllm.engine.sampling.sampler import Bounds, Sampler
+from localllm.engine.sampling.sampler import Sampler, TokenRules
 
 TOLERANCE = 2e-5
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
@@ -166,9 +166,9 @@ def test_what_a_request_changes_is_in_the_distribution(
     history = history_of(row, seed, length)
     allowed = np.random.default_rng(seed).random(len(row)) < share if share < 1.0 else None
     constraint = Allows(allowed) if allowed is not None else None
-    bounds = Bounds(open_until=len(history) + 1, ends=tuple({0, len(row) // 2}), text=spell)
-    sampler = Sampler(sampling, constraint, bounds)  # type: ignore[arg-type]
-    wanted = after_penalties(row, sampling, history, spell=spell, allowed=allowed, banned=bounds.banned(len(history)))
+    rules = TokenRules(min_length=len(history) + 1, end_tokens=tuple({0, len(row) // 2}), text=spell)
+    sampler = Sampler(sampling, constraint, rules)  # type: ignore[arg-type]
+    wanted = after_penalties(row, sampling, history, spell=spell, allowed=allowed, banned=rules.banned(len(history)))
     prepared = sampler.prepared(row, history)
     numbers = np.isfinite(row) & np.isfinite(wanted)
     if not np.isinf(row).any() and not np.isnan(row).any():
@@ -181,7 +181,7 @@ def test_what_a_request_changes_is_in_the_distribution(
     if (wanted > -np.inf).any() and np.inf not in row and not np.isnan(row).any():
         assert wanted[token] > -np.inf
     assert constraint is None or constraint.accepted == [token]
-    greedy = Sampler(replace(sampling, temperature=0.0), constraint, bounds)  # type: ignore[arg-type]
+    greedy = Sampler(replace(sampling, temperature=0.0), constraint, rules)  # type: ignore[arg-type]
     assert greedy.choose(row, history) == int(readable(prepared).argmax())
 
 

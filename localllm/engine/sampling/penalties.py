@@ -119,7 +119,7 @@ class Penalties:
         bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._bias = np.where(bias > -100, bias, np.float32(-np.inf))
         self._dry = text if sampling.dry_multiplier else None
-        self.any = counted(sampling) or bool(sampling.logit_bias) or self._dry is not None
+        self.active = counted(sampling) or bool(sampling.logit_bias) or self._dry is not None
 
     def apply(self, row: Row, history: Seq[int]) -> None:
         """Change `row` in place, for the token behind `history`."""

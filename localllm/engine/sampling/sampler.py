@@ -25,74 +25,76 @@ from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What one request's place in its text says about the next token: none of `ends` comes before `open_until` tokens
-    (prompt included), none of `never` (some of `ends`) at all, and `thought` may force one. `text` spells a token."""
+class TokenRules:
+    """What one request's place in its text says about the next token: none of `end_tokens` comes before `min_length` tokens
+    (prompt included), none of `never` (some of those) at all, and `thought` may force one. `text` spells a token."""
 
-    open_until: int = 0
-    ends: tuple[int, ...] = ()
+    min_length: int = 0
+    end_tokens: tuple[int, ...] = ()
     never: tuple[int, ...] = ()
     thought: ThoughtLimit | None = None
     text: TokenBytes | None = None
 
     def banned(self, length: int) -> tuple[int, ...]:
         """What may not come behind `length` tokens, as long as anything else may."""
-        return self.ends if length < self.open_until else self.never
+        return self.end_tokens if length < self.min_length else self.never
 
 
 class Sampler:
     """Chooses the tokens of one request. The same seed gives the same choices for the same logits."""
 
-    def __init__(self, sampling: Sampling, constraint: Constraint | None = None, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, constraint: Constraint | None = None, rules: TokenRules | None = None
+    ) -> None:
         self.sampling = sampling
         self.constraint = constraint
-        self._bounds = bounds if bounds is not None else Bounds()
+        self._rules = rules if rules is not None else TokenRules()
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.PCG64(seed & (2**63 - 1)))
         # What was taken from the stream and told to a backend, but not used yet.
         self._uniforms: list[float] = []
-        self._penalties = Penalties(sampling, self._bounds.text)
+        self._penalties = Penalties(sampling, self._rules.text)
 
     @property
     def greedy(self) -> bool:
-        """True when the best logit is always the choice and nothing but `bounds` changes the logits."""
+        """True when the best logit is always the choice and nothing but `rules` changes the logits."""
         s = self.sampling
-        return s.temperature <= 0 and not self._penalties.any and self.constraint is None
+        return s.temperature <= 0 and not self._penalties.active and self.constraint is None
 
-    def plain(self, length: int, ahead: int) -> bool:
+    def takes_argmax(self, length: int, ahead: int) -> bool:
         """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
-        more, wherever they are `open`: the rows themselves need not be looked at."""
-        bounds = self._bounds
-        forces = bounds.thought is not None and bounds.thought.may_force(length, ahead)
+        more, wherever they are allowed (`allows`): the rows themselves need not be looked at."""
+        rules = self._rules
+        forces = rules.thought is not None and rules.thought.may_force(length, ahead)
         return self.greedy and not forces
 
-    def open(self, tokens: Seq[int], length: int) -> bool:
+    def allows(self, tokens: Seq[int], length: int) -> bool:
         """True when each of `tokens` may come in its place, the first of them behind `length` tokens."""
-        return not any(token in self._bounds.banned(at) for at, token in enumerate(tokens, length))
+        return not any(token in self._rules.banned(at) for at, token in enumerate(tokens, length))
 
     def sample_spec(self, length: int) -> SampleSpec | None:
         """How a backend may sample the token behind `length` tokens, and begin with the next; None where that takes a look here
         (a grammar, penalties and the like)."""
-        s, bounds = self.sampling, self._bounds
-        plain = not (self._penalties.any or s.typical_p < 1.0 or excludes(s))
-        forces = bounds.thought is not None and bounds.thought.may_force(length)
+        s, rules = self.sampling, self._rules
+        plain = not (self._penalties.active or s.typical_p < 1.0 or excludes(s))
+        forces = rules.thought is not None and rules.thought.may_force(length)
         if s.temperature <= 0 or not plain or self.constraint is not None or forces or s.top_k > MAX_SAMPLED_TOP_K:
             return None
         while len(self._uniforms) < 2:
             self._uniforms.append(float(self._random.random()))
         uniform, following = self._uniforms[:2]
-        return SampleSpec(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, bounds.banned(length))
+        return SampleSpec(s.temperature, s.top_k, s.top_p, s.min_p, uniform, following, rules.banned(length))
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""
-        return self._prepared(logits, history, Penalties(self.sampling, self._bounds.text)).copy()
+        return self._prepared(logits, history, Penalties(self.sampling, self._rules.text)).copy()
 
     def _prepared(self, logits: Row, history: Seq[int], penalties: Penalties) -> Row:
         """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one growing line."""
-        bounds = self._bounds
-        banned = [t for t in bounds.banned(len(history)) if t < len(logits)]
-        forced = bounds.thought.forced(history) if bounds.thought is not None and self.constraint is None else None
-        if not (penalties.any or banned or self.constraint is not None or forced is not None):
+        rules = self._rules
+        banned = [t for t in rules.banned(len(history)) if t < len(logits)]
+        forced = rules.thought.forced(history) if rules.thought is not None and self.constraint is None else None
+        if not (penalties.active or banned or self.constraint is not None or forced is not None):
             return logits
         row = buffer("prepared", len(logits))
         if forced is not None:
