@@ -145,7 +145,7 @@ def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str
 
     import httpx
 
-    from localllm.service.errors import ServiceError
+    from localllm.service.types import ServiceError
 
     scheme = "https" if settings.value("tls_cert") else "http"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(addresses.hosts[0], addresses.hosts[0])
@@ -184,7 +184,7 @@ def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
     import time
     from collections import deque
 
-    from localllm.service.errors import ServiceError
+    from localllm.service.types import ServiceError
 
     if isinstance(where, list):
         try:

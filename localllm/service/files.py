@@ -7,25 +7,24 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from localllm.service.errors import ServiceError
-from localllm.service.types import Said
+from localllm.service.types import CommandResult, ServiceError
 
 _NOT_INSTALLED = 127
 # A restart waits for the server to write what it knows (systemd.py: TimeoutStopSec).
 _LONGEST_S = 90
 
 
-def call(command: Sequence[str]) -> Said:
+def call(command: Sequence[str]) -> CommandResult:
     """Run `command` and wait for it; code 127 where there is no such program. Raises ServiceError when it hangs."""
     try:
         done = subprocess.run(
             list(command), capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, check=False
         )
     except FileNotFoundError:
-        return Said(_NOT_INSTALLED, "", f"{command[0]} is not installed")
+        return CommandResult(_NOT_INSTALLED, "", f"{command[0]} is not installed")
     except subprocess.TimeoutExpired as e:
         raise ServiceError(f"`{' '.join(command)}` did not answer in {_LONGEST_S} s") from e
-    return Said(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.service.errors import ServiceError
 from localllm.service.files import call as run_program
 from localllm.service.files import remove_all, write_all
-from localllm.service.types import Call, Said, Service, State
+from localllm.service.types import Call, CommandResult, Service, ServiceError, State
 
 LABEL = "org.localllm.serve"
 # launchctl(1): no such service, and one that is on its way out (`bootout` does not wait).
@@ -77,13 +76,13 @@ class Launchd:
     def _target(self) -> str:
         return f"gui/{self.uid}/{LABEL}"
 
-    def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> Said:
+    def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
         said = self.call(["launchctl", *words])
         self._judge(said, words, allowed)
         return said
 
     @staticmethod
-    def _judge(said: Said, words: tuple[str, ...], allowed: tuple[int, ...]) -> None:
+    def _judge(said: CommandResult, words: tuple[str, ...], allowed: tuple[int, ...]) -> None:
         if said.code and said.code not in allowed:
             told = (said.err or said.out).strip()
             raise ServiceError(f"`launchctl {' '.join(words)}` failed ({said.code}): {told}")

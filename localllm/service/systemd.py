@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import UsageError
-from localllm.service.errors import ServiceError
 from localllm.service.files import call as run_program
 from localllm.service.files import remove_all, write_all
-from localllm.service.types import NAME, Call, Said, Service, State
+from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State
 
 SERVICE = f"{NAME}.service"
 SOCKET = f"{NAME}.socket"
@@ -100,7 +99,7 @@ class Systemd:
         found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).out)
         return int(found[1]) if found else 0
 
-    def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> Said:
+    def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> CommandResult:
         """Run `systemctl --user`; `refused_by` is which exit codes are errors (None: all but 0)."""
         said = self.call(["systemctl", "--user", *words])
         told = (said.err or said.out).strip()

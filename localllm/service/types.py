@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from localllm.errors import LocalLLMError
+
 NAME = "localllm"
 
 
+class ServiceError(LocalLLMError):
+    """The system's service manager can't be asked, or refused what was asked of it."""
+
+    code = "service_manager_failed"
+    default_hint = "`localllm serve` runs the same server in this terminal"
+
+
 @dataclass(frozen=True, slots=True)
-class Said:
+class CommandResult:
     """What a program answered: its exit code (127: it is not installed) and what it wrote."""
 
     code: int
@@ -19,8 +28,8 @@ class Said:
     err: str = ""
 
 
-# Runs a program and waits for it: the only door from here to the system. Tests hand in recorded answers.
-Call = Callable[[Sequence[str]], Said]
+# Runs a program and waits for it: the only way from here to the system. Tests hand in recorded answers.
+Call = Callable[[Sequence[str]], CommandResult]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from localllm.service.errors import ServiceError
 from localllm.service.files import call as run_program
 from localllm.service.files import remove_all, write_all
-from localllm.service.types import NAME, Call, Said, Service, State
+from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State
 
 # winerror.h: SCHED_S_TASK_RUNNING, and that it has not run yet.
 _NO_EXIT_CODE = (0x41301, 0x41303)
@@ -67,7 +66,7 @@ class WindowsTasks:
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
         return self.log_file
 
-    def _ask(self, *words: str) -> Said:
+    def _ask(self, *words: str) -> CommandResult:
         said = self.call(words)
         if said.code:
             shown = " ".join(words[:4])

@@ -25,7 +25,7 @@ from localllm.cli.service_unit import (
 )
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
-from localllm.service.errors import ServiceError
+from localllm.service.types import ServiceError
 from localllm.settings import Settings
 from service import recorded
 
@@ -172,7 +172,7 @@ os.environ["LISTEN_PID"] = str(os.getpid())
 from localllm.cli.serve.listening import listening
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
-from localllm.service.errors import ServiceError
+from localllm.service.types import ServiceError
 from localllm.server.http.settings import ServerSettings
 try:
     with listening(ServerSettings(port=int(sys.argv[1])).secured()) as (socks, address):

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.service.errors import ServiceError
 from localllm.service.launchd import Launchd, agent
-from localllm.service.types import Said, Service
+from localllm.service.types import CommandResult, Service, ServiceError
 from localllm.service.windows import WindowsTasks, task
 from service import recorded
 from service.manager import Recorded
@@ -43,13 +42,13 @@ def test_a_task_holds_the_command_whatever_the_names(words: list[str]) -> None:
     assert root.findtext(f"{TASK}Settings/{TASK}ExecutionTimeLimit") == "PT0S"
 
 
-def launchd(home: Path, **answers: Said) -> tuple[Launchd, Recorded]:
+def launchd(home: Path, **answers: CommandResult) -> tuple[Launchd, Recorded]:
     call = Recorded({f"launchctl {verb}": said for verb, said in answers.items()})
     return Launchd(home, 501, home / "logs" / "serve.log", call, wait=lambda _seconds: None), call
 
 
 def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
-    manager, call = launchd(tmp_path, bootout=Said(3, "", "Boot-out failed: 3: No such process"))
+    manager, call = launchd(tmp_path, bootout=CommandResult(3, "", "Boot-out failed: 3: No such process"))
     assert manager.install(Service(("python",))) == [manager.plist]
     assert call.asked == [
         "launchctl bootout gui/501/org.localllm.serve",
@@ -61,28 +60,28 @@ def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
 
 
 def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(tmp_path: Path) -> None:
-    manager, call = launchd(tmp_path, bootstrap=Said(5, "", "Bootstrap failed: 5: Input/output error"))
+    manager, call = launchd(tmp_path, bootstrap=CommandResult(5, "", "Bootstrap failed: 5: Input/output error"))
     with pytest.raises(ServiceError, match="Input/output error"):
         manager.install(Service(("python",)))
     assert len(call.asked) > 5
 
 
 def test_what_launchd_prints_is_read(tmp_path: Path) -> None:
-    running = launchd(tmp_path, print=Said(0, recorded.LAUNCHD_RUNNING))[0].state()
+    running = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_RUNNING))[0].state()
     assert (running.running, running.pid, running.restarts, running.last_exit) == (True, 913, 2, None)
-    failed = launchd(tmp_path, print=Said(0, recorded.LAUNCHD_FAILED))[0].state()
+    failed = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_FAILED))[0].state()
     assert (failed.installed, failed.running, failed.last_exit, failed.detail) == (True, False, 78, "not running")
-    none = launchd(tmp_path, print=Said(113, "", "Could not find service"))[0].state()
+    none = launchd(tmp_path, print=CommandResult(113, "", "Could not find service"))[0].state()
     assert not none.installed
 
 
-def windows(folder: Path, answers: dict[str, Said]) -> tuple[WindowsTasks, Recorded]:
+def windows(folder: Path, answers: dict[str, CommandResult]) -> tuple[WindowsTasks, Recorded]:
     call = Recorded(answers)
     return WindowsTasks(folder, "PC\\me", folder / "serve.log", call), call
 
 
 def test_a_task_is_made_from_its_definition_and_run(tmp_path: Path) -> None:
-    manager, call = windows(tmp_path, {"powershell": Said(0, recorded.WINDOWS_RUNNING)})
+    manager, call = windows(tmp_path, {"powershell": CommandResult(0, recorded.WINDOWS_RUNNING)})
     manager.install(Service(("C:\\py\\pythonw.exe", "-m", "localllm")))
     assert manager.definition.read_bytes()[:2] in (b"\xff\xfe", b"\xfe\xff")
     assert call.asked == [
@@ -97,7 +96,7 @@ def test_a_task_is_made_from_its_definition_and_run(tmp_path: Path) -> None:
 
 def test_what_task_scheduler_says_is_read(tmp_path: Path) -> None:
     def state(out: str) -> tuple[bool, bool, int | None]:
-        found = windows(tmp_path, {"powershell": Said(0, out)})[0].state()
+        found = windows(tmp_path, {"powershell": CommandResult(0, out)})[0].state()
         return found.installed, found.running, found.last_exit
 
     assert state(recorded.WINDOWS_RUNNING) == (True, True, None)

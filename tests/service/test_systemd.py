@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import UsageError
-from localllm.service.errors import ServiceError
 from localllm.service.systemd import Systemd, service_unit, socket_unit
-from localllm.service.types import Said, Service
+from localllm.service.types import CommandResult, Service, ServiceError
 from service import recorded
 from service.manager import Recorded
 
@@ -80,7 +79,7 @@ def test_systemd_has_nothing_to_say_against_the_units(tmp_path: Path) -> None:
 
 
 def test_installing_starts_both_units_and_removing_leaves_nothing(tmp_path: Path) -> None:
-    call = Recorded({"systemctl --version": Said(0, "systemd 255 (255.4-1)\n+PAM …")})
+    call = Recorded({"systemctl --version": CommandResult(0, "systemd 255 (255.4-1)\n+PAM …")})
     manager = Systemd(tmp_path, call)
     changed = manager.install(SERVE)
     assert [path.name for path in changed] == ["localllm.service", "localllm.socket"]
@@ -111,23 +110,29 @@ def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(tmp
 
 
 def test_its_words_are_read() -> None:
-    running = Systemd(Path("/nowhere"), Recorded({"systemctl --user show": Said(0, recorded.SYSTEMD_RUNNING)})).state()
+    running = Systemd(
+        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_RUNNING)})
+    ).state()
     assert (running.installed, running.running, running.pid, running.restarts, running.at_login) == (
         True, True, 3487, 1, True,
     )  # fmt: skip
     assert running.memory_bytes is None
-    failed = Systemd(Path("/nowhere"), Recorded({"systemctl --user show": Said(0, recorded.SYSTEMD_FAILED)})).state()
+    failed = Systemd(
+        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_FAILED)})
+    ).state()
     assert (failed.installed, failed.running, failed.last_exit, failed.memory_bytes) == (True, False, 3, None)
     assert failed.detail == "failed (failed) exit-code"
-    none = Systemd(Path("/nowhere"), Recorded({"systemctl --user show": Said(0, recorded.SYSTEMD_NONE)})).state()
+    none = Systemd(
+        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_NONE)})
+    ).state()
     assert (none.installed, none.running) == (False, False)
 
 
 def test_no_manager_for_this_user_is_said_with_what_helps(tmp_path: Path) -> None:
-    manager = Systemd(tmp_path, Recorded({"systemctl --user": Said(1, "", recorded.NO_BUS)}))
+    manager = Systemd(tmp_path, Recorded({"systemctl --user": CommandResult(1, "", recorded.NO_BUS)}))
     with pytest.raises(ServiceError, match="No medium found") as caught:
         manager.install(SERVE)
     assert "enable-linger" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ServiceError, match="no systemd"):
-        Systemd(tmp_path, Recorded({"systemctl": Said(127, "")})).state()
+        Systemd(tmp_path, Recorded({"systemctl": CommandResult(127, "")})).state()
