@@ -13,7 +13,7 @@ from localllm_backends.contract import Backend
 
 # The system counts in hundredths of a second: over less than this nothing can be said.
 _LEAST_S = 0.05
-# CpuContention who have more than this share of the processors are felt.
+# Others who have more than this share of the processors are felt.
 MOST_SHARE = 0.1
 
 
@@ -102,7 +102,7 @@ class ThreadThrottle:
             self._since = self.others.mark()
 
     def _settle(self, taken: float) -> None:
-        """CpuContention took so many processors."""
+        """Others took so many processors."""
         left = self.others.cores - taken
         fewest, most = math.floor(left + _BACK), math.floor(left + _TAKEN)
         threads = max(1, min(max(self.threads, fewest), most, self.others.cores))

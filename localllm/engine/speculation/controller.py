@@ -70,7 +70,7 @@ class StepCost:
         return self._scale_s > 0
 
     def set(self, seconds_by_rows: dict[int, float]) -> None:
-        """Take a probe's result: seconds for some of the KNOTS, 1 among them. CpuContention are scaled between them."""
+        """Take a probe's result: seconds for some of the KNOTS, 1 among them. Others are scaled between them."""
         self._scale_s = seconds_by_rows[1]
         measured = sorted(seconds_by_rows)
         for i, n in enumerate(KNOTS):
