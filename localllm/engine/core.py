@@ -30,7 +30,7 @@ from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.compiling import Compiler, MakeConstraint
 from localllm.engine.scheduler import ALONE_STEP_S, LONE_STEP_S, ChunkSizer, Grant, Limits, Shares, Want, plan_step
-from localllm.engine.speculation.drafter import DraftContext
+from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import Encoder, ImageSteps

@@ -1,1 +1,89 @@
-"""Speculative drafting: guess the next tokens cheaply, verify several in one sweep, and only while that pays."""
+"""Speculative drafting: guess the next tokens cheaply, verify several in one sweep, and only while that pays.
+
+Here is what a drafter is. Every module of this package that defines one is found by itself (`registered`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from localllm.engine.request import RunningRequest
+from localllm.engine.sampling.rejection import Distribution
+from localllm_backends.contract import Backend
+
+# Draft tokens by request id, and the distributions they were drawn from (None: none, they are the drafter's best guesses).
+Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
+# A drafted token's measured seconds follow what is measured later at this rate.
+_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter is made from: the engine's `backend`, the backend of the draft model if one was named, the engine's
+    `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its clock."""
+
+    backend: Backend
+    draft_backend: Backend | None = None
+    mode: str = "auto"
+    clock: Callable[[], float] = time.monotonic
+
+
+class Drafter(ABC):
+    """Drafts by computing: a draft model, the model's own heads. Belongs to the engine's thread.
+
+    `token_s`: seconds a drafted token costs (0: not measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter
+    than wanted counts as one wrong token, since what was computed there brought nothing."""
+
+    name: ClassVar[str]
+    stops_when_unsure: ClassVar[bool] = False
+    token_s: float = 0.0
+
+    @classmethod
+    @abstractmethod
+    def for_engine(cls, context: DraftContext) -> Self | None:
+        """One for this engine; None where there is nothing to draft with, or it is not wanted."""
+
+    @property
+    @abstractmethod
+    def most(self) -> int:
+        """Longest draft."""
+
+    @abstractmethod
+    def ready(self, job: RunningRequest) -> bool:
+        """True once it knows enough of `job` to draft for it; until then it may read on in it."""
+
+    @abstractmethod
+    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
+        """Drafts of at most the wanted lengths. A request it can't draft for is left out."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Measure `token_s`. Raises BackendFailure."""
+
+    def took(self, seconds: float) -> None:
+        """A drafted token took so long."""
+        self.token_s = seconds if not self.token_s else self.token_s + _SMOOTHING * (seconds - self.token_s)
+
+    def forget(self, job: RunningRequest) -> None:  # noqa: B027 (nothing to forget is an answer)
+        """The request left the context."""
+
+    def tick(self, *, busy: bool) -> bool:
+        """One piece of housekeeping; True while there is more."""
+        return False
+
+    def close(self) -> None:  # noqa: B027
+        """Free what it holds."""
+
+
+def registered() -> list[type[Drafter]]:
+    """Every drafter of this package, by name."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return sorted(Drafter.__subclasses__(), key=lambda kind: kind.name)

@@ -17,7 +17,7 @@ from localllm.engine.cache.tree import as_tokens
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.speculation.drafter import DraftContext, Drafter, Drafts
+from localllm.engine.speculation import DraftContext, Drafter, Drafts
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
 # llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Self
 
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation.drafter import DraftContext, Drafter, Drafts
+from localllm.engine.speculation import DraftContext, Drafter, Drafts
 from localllm_backends.contract import BackendFailure, Chunk
 
 _PROBES = 3

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
+from localllm.engine.speculation import DraftContext, Drafter, registered
 from localllm.engine.speculation.controller import (
     Acceptance,
     CostProbe,
@@ -17,7 +18,6 @@ from localllm.engine.speculation.controller import (
     StepCost,
     choose_lengths,
 )
-from localllm.engine.speculation.drafter import DraftContext, Drafter, registered
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm_backends.contract import BackendFailure
 
