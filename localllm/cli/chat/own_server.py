@@ -27,7 +27,7 @@ _STOP_S = 10.0
 
 
 class OwnEngine:
-    """Implements localllm_tui.control.interfaces.Engine, on a free loopback port. `placed`: settings of where the model lies,
+    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. `placed`: settings of where the model lies,
     None where nothing was said. Made at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError
     or UsageError."""
 
