@@ -1,4 +1,4 @@
-"""The desk of the screen of models, at the real planner and the real disk."""
+"""The model service behind the model screen, with the real planner and the real disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.library import store
 from localllm_tui.control.interfaces import PlanRequest
 
 
-def test_plans_change_with_every_wish() -> None:
+def test_plans_change_with_every_request() -> None:
     service = LocalModelService()
     usual = service.plan(PlanRequest(machine="M4 Max 128GB"))
     assert "M4 Max" in usual.machine
